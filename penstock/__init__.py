@@ -1,0 +1,1 @@
+"""Penstock: fully asynchronous GRPO post-training of vision-language models on verifiable rewards."""

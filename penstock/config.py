@@ -1,0 +1,138 @@
+"""Configuration: frozen pydantic models read from one TOML recipe, with `--section.key=value` overrides.
+
+Every process of a run reads the same recipe, so that a mistyped key fails everywhere alike and before anything starts.
+A service's own section is defined beside the service; the sections that several share are here.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+
+from penstock.errors import ConfigError
+
+
+class Config(pydantic.BaseModel):
+    """Base of all configuration: immutable, without unknown keys; field docstrings are the help text."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RunConfig(Config):
+    """What names a run and where it keeps its files."""
+
+    name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the run: letters, digits, '_' and '-'. It is also the prefix of everything the run keeps in NATS."""
+    dir: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    seed: int = 0
+    """Seed of everything that is drawn at random outside the engines."""
+
+
+class BusConfig(Config):
+    """Where NATS is and how it is used."""
+
+    url: str = ""
+    """NATS server, for example nats://127.0.0.1:4222. Empty: `penstock train` starts one of its own."""
+    connect_timeout_s: float = pydantic.Field(default=10.0, gt=0)
+    """How long to wait for the first connection."""
+    lease_ttl_s: float = pydantic.Field(default=5.0, ge=1.0)
+    """A replica or trainer whose lease was not renewed for so long counts as dead. Renewed three times as often."""
+    ack_wait_s: float = pydantic.Field(default=10.0, ge=1.0)
+    """A worker that gave no sign of life for so long loses its prompt group to another."""
+    max_deliveries: int = pydantic.Field(default=20, ge=1)
+    """After so many failed tries a prompt group is given up and reported to the trainer as failed."""
+
+
+class ModelConfig(Config):
+    """The model that is trained."""
+
+    path: Path
+    """Folder with the checkpoint, tokenizer, processor and chat template, in the layout of transformers."""
+
+    @pydantic.field_validator("path")
+    @classmethod
+    def _exists(cls, path: Path) -> Path:
+        if not (path / "config.json").is_file():
+            raise ValueError("holds no config.json; give the folder of a transformers checkpoint")
+        return path
+
+
+class LogConfig(Config):
+    """What is logged and how."""
+
+    level: str = pydantic.Field(default="info", pattern="^(debug|info|warning|error)$")
+    """debug, info, warning or error."""
+    format: str = pydantic.Field(default="auto", pattern="^(auto|console|json)$")
+    """console, json, or auto: console on a terminal, else JSON."""
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def load(model: type[ConfigT], path: Path, overrides: Iterable[str] = ()) -> ConfigT:
+    """Read `path` (TOML), apply `overrides` in order and validate.
+
+    Args:
+        model: The model of the whole file.
+        path: The recipe.
+        overrides: `--a.b=c` each; c is read as a TOML value, and as a string where it is none.
+
+    Raises:
+        ConfigError: naming each key that is wrong, its value and what would be right.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}; give the path of a .toml file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not TOML: {error}") from None
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return model.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_explain(model, detail) for detail in error.errors())) from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or not equals or "." not in key:
+        raise ConfigError(f"argument {override!r} is not an override; write --section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, leaf = key.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"argument {override!r}: {section} is a value, not a section")
+    node[leaf] = value
+
+
+def _explain(model: type[Config], detail: Any) -> str:
+    """One validation error as `section.key = value: what is wrong`."""
+    location = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(model, detail["loc"][:-1])
+        return f"unknown key {location}; known here: {', '.join(known)}"
+    if detail["type"] == "missing":
+        return f"key {location} is missing; add it to the recipe or give --{location}=..."
+    message = detail["msg"].removeprefix("Value error, ")
+    if isinstance(detail["input"], dict):
+        return f"{location}: {message}"
+    return f"{location} = {str(detail['input'])!r}: {message}"
+
+
+def _known_keys(model: type[Config], section: tuple[int | str, ...]) -> list[str]:
+    current: Any = model
+    for part in section:
+        field = current.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Config)):
+            return []
+        current = field.annotation
+    return sorted(current.model_fields)

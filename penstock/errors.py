@@ -1,0 +1,61 @@
+"""The errors that Penstock raises.
+
+    PenstockError
+    ├── UserError              a person must change something; the command line prints it and exits with 2
+    │   ├── ConfigError            a setting is wrong
+    │   ├── DataError              a data file or a row of it is wrong
+    │   └── SetupError             the surroundings are wrong: a port in use, a server out of reach
+    ├── InvalidRequestError    this request or message can never succeed
+    ├── CorruptMessageError    bytes that are no record
+    ├── NotReadyError          the state does not allow it (yet)
+    ├── UnavailableError       nobody can do it now; try again
+    ├── OverloadedError        a queue is full; try again later
+    └── DeadlineError          it took longer than was allowed
+
+Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.consumer` to what becomes of a
+message. Each message names the field, the value and the remedy.
+"""
+
+
+class PenstockError(Exception):
+    """Base of all errors that Penstock raises on purpose."""
+
+
+class UserError(PenstockError):
+    """A person must change something before this can work."""
+
+
+class ConfigError(UserError):
+    """A setting is missing, unknown or out of range."""
+
+
+class DataError(UserError):
+    """A data file, or a row of it, is not what it should be."""
+
+
+class SetupError(UserError):
+    """The surroundings are not what they should be: a port in use, a server out of reach, a path missing."""
+
+
+class InvalidRequestError(PenstockError):
+    """A request or message that can never succeed, however often it is tried."""
+
+
+class CorruptMessageError(InvalidRequestError):
+    """Bytes that cannot be decoded to the record they should hold."""
+
+
+class NotReadyError(PenstockError):
+    """The request is sound, but the state does not allow it."""
+
+
+class UnavailableError(PenstockError):
+    """Nobody can serve the request now; the same request may succeed later."""
+
+
+class OverloadedError(PenstockError):
+    """A bounded queue is full."""
+
+
+class DeadlineError(PenstockError):
+    """It took longer than the caller allowed."""

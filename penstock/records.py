@@ -1,0 +1,168 @@
+"""What travels over the bus: prompts to the workers, finished groups to the trainer.
+
+Shapes: T = tokens of a sample (prompt, the policy's own, and observations), with ONE placeholder id per image; S = tokens
+that the policy itself produced (`loss_mask` true). Every record checks itself, at construction and when decoded.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that travels: immutable, and decoded strictly."""
+
+
+class TextPart(Record, tag="text", tag_field="type"):
+    """Text inside a message."""
+
+    text: str
+
+
+class ImagePart(Record, tag="image", tag_field="type"):
+    """An image inside a message: an index into the images that travel beside the messages."""
+
+    index: int
+
+
+class Message(Record):
+    """One message of a conversation, in the roles that chat templates know."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    parts: tuple[TextPart | ImagePart, ...]
+
+
+class Prompt(Record):
+    """A dataset row made ready: one prompt group for a worker to play."""
+
+    run_id: str
+    index: int
+    """Place in the run's order of admission, from 0; with `run_id` the identity of the group."""
+    attempt: int
+    """0, and one more each time the group was rejected as stale and admitted again."""
+    admitted_version: int
+    """Published policy version at admission: nothing older may play it."""
+    num_samples: int
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...]
+    golds: tuple[str, ...]
+    profile: str
+    """The reward service's profile that judges it."""
+    environment: str
+    """The environment that plays it."""
+
+    def __post_init__(self) -> None:
+        if min(self.index, self.attempt, self.admitted_version) < 0 or self.num_samples < 1:
+            raise ValueError("index, attempt and admitted_version must be >= 0 and num_samples >= 1")
+        indices = [part.index for message in self.messages for part in message.parts if isinstance(part, ImagePart)]
+        if indices != list(range(len(self.images))):
+            raise ValueError(f"messages refer to images {indices}, but {len(self.images)} travel beside them")
+
+    @property
+    def group_id(self) -> str:
+        """Identity of the group, the same over all attempts."""
+        return group_id(self.run_id, self.index)
+
+    @property
+    def message_id(self) -> str:
+        """Identity on the bus: one per attempt, so that a group admitted again is not taken for a duplicate."""
+        return f"{self.group_id}/{self.attempt}"
+
+
+class VersionSpan(Record, array_like=True):
+    """A run of the policy's own tokens made by one policy version."""
+
+    num_tokens: int
+    policy_version: int
+
+
+class Verdict(Record):
+    """The reward service's judgement of a sample."""
+
+    score: float
+    status: str
+    """Name of a VerdictStatus without its prefix, for example OK or NO_ANSWER."""
+    extracted: str
+    method: str
+
+
+class Sample(Record):
+    """One completion of a prompt, over all its turns."""
+
+    token_ids: np.ndarray
+    """int32[T]"""
+    loss_mask: np.ndarray
+    """bool[T]: true where the policy itself produced the token."""
+    logprobs: np.ndarray
+    """float32[T]: the engine's logprob of each token of its own; 0 elsewhere."""
+    version_spans: tuple[VersionSpan, ...]
+    """Over the policy's own tokens, in order; they add up to S."""
+    images: tuple[bytes, ...]
+    """Images that the environment added after the prompt's; their placeholders follow the prompt's."""
+    num_turns: int
+    num_prompt_tokens: int
+    """The last turn's prompt as the engine counted it, image placeholders expanded."""
+    num_cached_tokens: int
+    """Prompt tokens that the engine's prefix cache held, over all turns."""
+    num_last_turn_tokens: int
+    """Tokens of its own that the policy produced in the last turn."""
+    finish_reason: Literal["stop", "length", "environment"]
+    verdict: Verdict
+    text: str
+    """The policy's own text, for people and for the verdict."""
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name, dtype in (("token_ids", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4")):
+            array = getattr(self, name)
+            if array.dtype.str != dtype or array.shape != (length,):
+                raise ValueError(f"{name} must be {dtype}[{length}], not {array.dtype.str}{list(array.shape)}")
+        own = int(self.loss_mask.sum())
+        spanned = sum(span.num_tokens for span in self.version_spans)
+        if spanned != own:
+            raise ValueError(f"version spans cover {spanned} tokens, but the policy produced {own}")
+        if own == 0:
+            raise ValueError("a sample holds no token of the policy's own")
+        if not np.isfinite(self.logprobs).all():
+            raise ValueError("logprobs hold a value that is not finite")
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that produced one of its tokens."""
+        return min(span.policy_version for span in self.version_spans)
+
+
+class Group(Record):
+    """All samples of one prompt, or the reason why there are none."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    worker_id: str
+    error: str = ""
+    """Why the group could not be played; empty when it was."""
+
+    def __post_init__(self) -> None:
+        if self.error == "" and len(self.samples) != self.prompt.num_samples:
+            raise ValueError(f"a group of {self.prompt.num_samples} samples holds {len(self.samples)}")
+        if self.error != "" and self.samples:
+            raise ValueError("a failed group holds samples")
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that produced one of its tokens."""
+        return min(sample.oldest_version for sample in self.samples)
+
+
+def group_id(run_id: str, index: int) -> str:
+    """The identity of the run's `index`-th group."""
+    return f"{run_id}/{index}"
+
+
+def to_builtins(record: Record) -> Any:
+    """The record as plain data for JSON, arrays as lists and images as their sizes."""
+
+    def convert(value: Any) -> Any:
+        return value.tolist() if isinstance(value, np.ndarray) else f"<{len(value)} bytes>"
+
+    return msgspec.to_builtins(record, builtin_types=(), enc_hook=convert)

@@ -1,0 +1,1 @@
+"""The servers of Penstock. A service imports penstock and itself, never another service."""

@@ -1,0 +1,192 @@
+"""A built-in geometry data set: small pictures of points on a grid, and a question about each.
+
+Rows have the schema of hiyouga/geometry3k, so whatever reads that data set reads this one.
+Invariant: row ``i`` depends only on ``(seed, kinds, i)``, never on the size or on the rows read before it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypedDict, get_args
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+Kind = Literal["x", "y", "length", "distance"]
+"""What is asked: a coordinate of P, the length of an axis-parallel AB, or the grid distance from A to B."""
+
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+DEFAULT_KINDS: Final[tuple[Kind, ...]] = ("x", "y", "length")
+NUM_CELLS: Final = 7
+"""Grid cells along each axis: coordinates run from 0 to this number."""
+
+PICTURE_SIZE_PX: Final = 96
+_CELL_PX: Final = 12
+_MARGIN_PX: Final = 6
+_RADIUS_PX: Final = 4
+_PAPER: Final = (255, 255, 255)
+_GRID: Final = (216, 216, 216)
+_AXIS: Final = (0, 0, 0)
+_POINT_COLORS: Final = {"P": (0, 0, 255), "A": (255, 0, 0), "B": (0, 128, 0)}
+_QUESTIONS: Final[dict[Kind, str]] = {
+    "x": "Find the x-coordinate of P.",
+    "y": "Find the y-coordinate of P.",
+    "length": "Find the length of AB.",
+    "distance": "Find the grid distance from A to B.",
+}
+INSTRUCTION: Final = r"Put the answer in \boxed{}."
+
+Point = tuple[int, int]
+
+
+class ImageCell(TypedDict):
+    """One picture of a row, as the Hugging Face ``Image`` feature stores it."""
+
+    bytes: bytes
+    path: None
+
+
+class Row(TypedDict):
+    """One row in the schema of hiyouga/geometry3k."""
+
+    images: list[ImageCell]
+    problem: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeometryProblem:
+    """What is drawn and what is asked, before it becomes a row."""
+
+    kind: Kind
+    """The kind of question."""
+    points: dict[str, Point]
+    """Label to grid coordinates, the origin at the bottom left."""
+
+    @property
+    def text(self) -> str:
+        """The problem as the row carries it: one image placeholder, the question, the instruction."""
+        return f"<image>{_QUESTIONS[self.kind]} {INSTRUCTION}"
+
+    @property
+    def answer(self) -> str:
+        """The correct answer, a decimal integer."""
+        if self.kind == "x":
+            return str(self.points["P"][0])
+        if self.kind == "y":
+            return str(self.points["P"][1])
+        (ax, ay), (bx, by) = self.points["A"], self.points["B"]
+        return str(abs(ax - bx) + abs(ay - by))
+
+
+def draw_problem(problem: GeometryProblem) -> Image.Image:
+    """Draw the grid, its axes and the problem's points as an RGB picture of 96 by 96 pixels."""
+    picture = Image.new("RGB", (PICTURE_SIZE_PX, PICTURE_SIZE_PX), _PAPER)
+    canvas = ImageDraw.Draw(picture)
+    low, high = _MARGIN_PX, _MARGIN_PX + NUM_CELLS * _CELL_PX
+    for cell in range(NUM_CELLS + 1):
+        offset = low + cell * _CELL_PX
+        canvas.line((offset, low, offset, high), fill=_GRID)
+        canvas.line((low, offset, high, offset), fill=_GRID)
+    canvas.line((low, low, low, high), fill=_AXIS)
+    canvas.line((low, high, high, high), fill=_AXIS)
+    centers = {name: (low + x * _CELL_PX, high - y * _CELL_PX) for name, (x, y) in problem.points.items()}
+    if problem.kind == "length":
+        canvas.line((centers["A"], centers["B"]), fill=_AXIS, width=2)
+    font = ImageFont.load_default_imagefont()
+    for name, (x_px, y_px) in centers.items():
+        color = _POINT_COLORS[name]
+        canvas.ellipse(
+            (x_px - _RADIUS_PX, y_px - _RADIUS_PX, x_px + _RADIUS_PX, y_px + _RADIUS_PX), fill=color
+        )
+        label_x = x_px + 5 if x_px < high else x_px - 10
+        label_y = y_px - 13 if y_px > low + _CELL_PX else y_px + 3
+        canvas.text((label_x, label_y), name, fill=color, font=font)
+    return picture
+
+
+class GeometryDataset(Sequence[Row]):
+    """Seeded geometry problems with random access.
+
+    Two data sets with the same seed and kinds agree on every row that both have; different seeds are
+    independent draws, so a held-out set is the same class with another seed.
+    """
+
+    def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = DEFAULT_KINDS) -> None:
+        """Describe a data set of ``size`` rows; nothing is drawn until a row is read.
+
+        Raises:
+            ValueError: size or seed is negative, or kinds is empty or names an unknown kind.
+        """
+        if size < 0:
+            raise ValueError(f"size is {size}: give a number of rows that is not negative")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}: give a seed that is not negative")
+        unknown = sorted(set(kinds) - set(KINDS))
+        if unknown or not kinds:
+            raise ValueError(f"kinds is {list(kinds)}: choose one or more of {list(KINDS)}")
+        self.size = size
+        self.seed = seed
+        self.kinds = tuple(kinds)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # rows only, no slices
+        """Draw row ``index``; negative indices count from the end.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        problem = self.problem(index)
+        png = io.BytesIO()
+        draw_problem(problem).save(png, format="PNG")
+        return Row(
+            images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer
+        )
+
+    def __iter__(self) -> Iterator[Row]:
+        """Draw every row in order."""
+        return (self[index] for index in range(self.size))
+
+    def problem(self, index: int) -> GeometryProblem:
+        """Return what row ``index`` draws and asks, without drawing it.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not -self.size <= index < self.size:
+            raise IndexError(f"row {index} of a geometry data set of {self.size} rows")
+        rng = np.random.default_rng((self.seed, index % self.size))
+        kind = self.kinds[int(rng.integers(len(self.kinds)))]
+        if kind in ("x", "y"):
+            x, y = (int(value) for value in rng.integers(NUM_CELLS + 1, size=2))
+            return GeometryProblem(kind=kind, points={"P": (x, y)})
+        if kind == "length":
+            return GeometryProblem(kind=kind, points=_draw_axis_parallel(rng))
+        return GeometryProblem(kind=kind, points=_draw_two_points(rng))
+
+
+def _draw_axis_parallel(rng: np.random.Generator) -> dict[str, Point]:
+    """Two points on a horizontal or a vertical line, their distance uniform over 1 to ``NUM_CELLS``."""
+    length = 1 + int(rng.integers(NUM_CELLS))
+    start = int(rng.integers(NUM_CELLS + 1 - length))
+    across = int(rng.integers(NUM_CELLS + 1))
+    is_vertical, is_swapped = (bool(value) for value in rng.integers(2, size=2))
+    ends: list[Point] = [(start, across), (start + length, across)]
+    if is_vertical:
+        ends = [(y, x) for x, y in ends]
+    if is_swapped:
+        ends.reverse()
+    return {"A": ends[0], "B": ends[1]}
+
+
+def _draw_two_points(rng: np.random.Generator) -> dict[str, Point]:
+    """Two points at most one digit of grid distance apart."""
+    while True:
+        ax, ay, bx, by = (int(value) for value in rng.integers(NUM_CELLS + 1, size=4))
+        if 1 <= abs(ax - bx) + abs(ay - by) <= 9:
+            return {"A": (ax, ay), "B": (bx, by)}
