@@ -17,7 +17,9 @@ from penstock.errors import ConfigError
 class Config(pydantic.BaseModel):
     """Base of all configuration: immutable, without unknown keys; field docstrings are the help text."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class RunConfig(Config):
@@ -58,6 +60,19 @@ class ModelConfig(Config):
         if not (path / "config.json").is_file():
             raise ValueError("holds no config.json; give the folder of a transformers checkpoint")
         return path
+
+
+class SamplingConfig(Config):
+    """How the policy is sampled. The trainer computes its logprobs at the same temperature."""
+
+    temperature: float = pydantic.Field(default=1.0, gt=0, le=100)
+    """Divides the logits. Greedy decoding (0) has no logprobs that a policy gradient could use."""
+    top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 samples from everything, which is what the trainer's logprobs assume."""
+    top_k: int = pydantic.Field(default=-1, ge=-1)
+    """Sample from so many of the likeliest tokens; -1 means all."""
+    max_new_tokens: int = pydantic.Field(default=512, ge=1)
+    """Most tokens of one turn."""
 
 
 class LogConfig(Config):

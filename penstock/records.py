@@ -1,7 +1,8 @@
 """What travels over the bus: prompts to the workers, finished groups to the trainer.
 
-Shapes: T = tokens of a sample (prompt, the policy's own, and observations), with ONE placeholder id per image; S = tokens
-that the policy itself produced (`loss_mask` true). Every record checks itself, at construction and when decoded.
+Shapes: T = tokens of a sample (prompt, the policy's own, and observations) with ONE placeholder id per image;
+S = tokens that the policy itself produced (`loss_mask` true).
+Every record checks itself, at construction and when decoded.
 """
 
 from typing import Any, Literal
@@ -14,26 +15,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything that travels: immutable, and decoded strictly."""
 
 
-class TextPart(Record, tag="text", tag_field="type"):
+class TextPart(Record, frozen=True, tag="text", tag_field="type"):
     """Text inside a message."""
 
     text: str
 
 
-class ImagePart(Record, tag="image", tag_field="type"):
+class ImagePart(Record, frozen=True, tag="image", tag_field="type"):
     """An image inside a message: an index into the images that travel beside the messages."""
 
     index: int
 
 
-class Message(Record):
+class Message(Record, frozen=True):
     """One message of a conversation, in the roles that chat templates know."""
 
     role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[TextPart | ImagePart, ...]
 
 
-class Prompt(Record):
+class Prompt(Record, frozen=True):
     """A dataset row made ready: one prompt group for a worker to play."""
 
     run_id: str
@@ -70,14 +71,14 @@ class Prompt(Record):
         return f"{self.group_id}/{self.attempt}"
 
 
-class VersionSpan(Record, array_like=True):
+class VersionSpan(Record, frozen=True, array_like=True):
     """A run of the policy's own tokens made by one policy version."""
 
     num_tokens: int
     policy_version: int
 
 
-class Verdict(Record):
+class Verdict(Record, frozen=True):
     """The reward service's judgement of a sample."""
 
     score: float
@@ -87,7 +88,7 @@ class Verdict(Record):
     method: str
 
 
-class Sample(Record):
+class Sample(Record, frozen=True):
     """One completion of a prompt, over all its turns."""
 
     token_ids: np.ndarray
@@ -133,7 +134,7 @@ class Sample(Record):
         return min(span.policy_version for span in self.version_spans)
 
 
-class Group(Record):
+class Group(Record, frozen=True):
     """All samples of one prompt, or the reason why there are none."""
 
     prompt: Prompt

@@ -14,8 +14,10 @@ def generate(out: Path) -> None:
     """Write the generated modules and their type stubs below `out`."""
     protos = sorted(str(path.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto"))
     flags = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    plugins = [f"--plugin=protoc-gen-{name}={Path(sys.executable).parent / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", "-I", "proto", *plugins, *flags, *protos], cwd=ROOT, check=True)
+    scripts = Path(sys.executable).parent
+    plugins = [f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "proto", *plugins, *flags, *protos]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def main() -> int:
@@ -29,9 +31,10 @@ def main() -> int:
         generate(Path(scratch))
         made, kept = Path(scratch) / "penstock/v1", ROOT / "penstock/v1"
         names = {p.name for p in made.iterdir()} | {p.name for p in kept.glob("*_pb2*")}
-        stale = sorted(filecmp.cmpfiles(made, kept, sorted(names), shallow=False)[1] + filecmp.cmpfiles(made, kept, sorted(names))[2])
+        _, differing, missing = filecmp.cmpfiles(made, kept, sorted(names), shallow=False)
+        stale = sorted(differing + missing)
     if stale:
-        sys.stderr.write(f"penstock/v1 is not what proto/ generates: {', '.join(stale)}. Run `make proto` and commit the result.\n")
+        sys.stderr.write(f"penstock/v1 is not what proto/ makes ({', '.join(stale)}): run `make proto` and commit\n")
     return 1 if stale else 0
 
 

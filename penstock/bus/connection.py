@@ -1,0 +1,177 @@
+"""One connection to NATS, with the run's streams and buckets.
+
+A publish is retried until the server has stored it; its message id makes a repetition harmless. What was stored
+survives a kill of any process, the server's included.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import nats
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.js import JetStreamContext, api
+from nats.js.kv import KeyValue
+
+from penstock.config import BusConfig
+from penstock.errors import InvalidRequestError, SetupError, UnavailableError
+
+log = structlog.get_logger()
+
+_DUPLICATE_WINDOW_S = 600.0
+_PUBLISH_TIMEOUT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """One of a run's streams, by what it carries."""
+
+    name: str
+    subject: str
+    retention: api.RetentionPolicy
+
+
+class Bus:
+    """A run's part of a NATS server: names carry the run's, so that runs share a server without meeting."""
+
+    def __init__(self, client: Client, config: BusConfig, run: str) -> None:
+        """Wrap a connected client; use `connect`."""
+        self.config = config
+        self._client = client
+        self._js: JetStreamContext = client.jetstream(timeout=_PUBLISH_TIMEOUT_S)
+        self._run = run
+        work = api.RetentionPolicy.WORK_QUEUE
+        self.prompts = Stream(name=f"{run}_PROMPTS", subject=f"{run}.prompts", retention=work)
+        self.groups = Stream(name=f"{run}_GROUPS", subject=f"{run}.groups", retention=work)
+        self.dead = Stream(name=f"{run}_DEAD", subject=f"{run}.dead", retention=api.RetentionPolicy.LIMITS)
+
+    @property
+    def jetstream(self) -> JetStreamContext:
+        """The JetStream context, for what this class has no method for."""
+        return self._js
+
+    async def ensure_streams(self) -> None:
+        """Create the run's streams where they do not exist."""
+        for stream in (self.prompts, self.groups, self.dead):
+            config = api.StreamConfig(
+                name=stream.name,
+                subjects=[stream.subject],
+                retention=stream.retention,
+                storage=api.StorageType.FILE,
+                duplicate_window=_DUPLICATE_WINDOW_S,
+            )
+            try:
+                await self._js.add_stream(config)
+            except nats.js.errors.BadRequestError as error:
+                raise SetupError(
+                    f"stream {stream.name} exists with other settings ({error.description}); delete it "
+                    "(`nats stream rm`) or choose another run.name"
+                ) from None
+
+    async def bucket(self, name: str, *, ttl_s: float | None = None) -> KeyValue:
+        """The run's KV bucket `name`; values vanish `ttl_s` after their last write."""
+        full_name = f"{self._run}_{name}"
+        try:
+            return await self._js.create_key_value(api.KeyValueConfig(bucket=full_name, history=1, ttl=ttl_s))
+        except nats.js.errors.BadRequestError as error:
+            raise SetupError(
+                f"bucket {full_name} exists with other settings ({error.description}); give every process of the run "
+                "the same [bus] section, or choose another run.name"
+            ) from None
+
+    async def publish(self, stream: Stream, payload: bytes, *, message_id: str) -> bool:
+        """Store `payload` once and return whether it was new; false if `message_id` was stored before.
+
+        Raises:
+            InvalidRequestError: the payload is larger than the server takes.
+        """
+        if len(payload) > self._client.max_payload:
+            raise InvalidRequestError(
+                f"message {message_id} of {len(payload)} bytes is over the NATS server's max_payload of "
+                f"{self._client.max_payload}; raise max_payload in the server's configuration"
+            )
+        while True:
+            try:
+                ack = await self._js.publish(stream.subject, payload, headers={"Nats-Msg-Id": message_id})
+            except (nats.errors.Error, nats.js.errors.ServiceUnavailableError, OSError) as error:
+                if self._client.is_closed:
+                    raise UnavailableError(f"the connection to NATS closed before {message_id} was stored") from None
+                log.warning("message.publish_retried", message_id=message_id, error=repr(error))
+                await asyncio.sleep(0.5)
+            else:
+                return not ack.duplicate
+
+    async def purge(self, stream: Stream) -> int:
+        """Remove every message of the stream and return how many there were."""
+        count = (await self._js.stream_info(stream.name)).state.messages
+        await self._js.purge_stream(stream.name)
+        return int(count)
+
+    async def delete_run(self) -> None:
+        """Remove the run's streams; for tests and for starting over."""
+        for stream in (self.prompts, self.groups, self.dead):
+            try:
+                await self._js.delete_stream(stream.name)
+            except nats.js.errors.NotFoundError:
+                continue
+
+    async def close(self) -> None:
+        """Close the connection; what was not acked is delivered again to others."""
+        await self._client.close()
+
+
+@asynccontextmanager
+async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
+    """Connect to the server that `config` names, for the time of the context; reconnects by itself, for ever.
+
+    Raises:
+        SetupError: no server answers within the connect timeout, it refuses, or it has no JetStream.
+    """
+    if not config.url:
+        raise SetupError("bus.url is empty; start a nats-server -js and give --bus.url=nats://host:4222")
+    client = Client()
+
+    async def on_error(error: Exception) -> None:
+        log.debug("bus.failed", error=str(error) or type(error).__name__)
+
+    async def on_disconnect() -> None:
+        if not client.is_closed:
+            log.warning("bus.disconnected", url=config.url)
+
+    try:
+        async with asyncio.timeout(config.connect_timeout_s):
+            await client.connect(
+                config.url,
+                name="penstock",
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=1,
+                connect_timeout=2,
+                ping_interval=10,
+                error_cb=on_error,
+                disconnected_cb=on_disconnect,
+            )
+            bus = Bus(client, config, run)
+            await bus.jetstream.account_info()
+    except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
+        await _close_quietly(client)
+        reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
+        raise SetupError(
+            f"bus.url = {config.url!r}: {reason} within {config.connect_timeout_s:g} s; start one with "
+            "`nats-server -js` there, or give --bus.url=nats://host:port"
+        ) from None
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def _close_quietly(client: Client) -> None:
+    try:
+        async with asyncio.timeout(1.0):
+            await client.close()
+    except (TimeoutError, OSError, nats.errors.Error):
+        log.debug("bus.close_failed")

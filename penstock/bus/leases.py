@@ -1,0 +1,155 @@
+"""Leases and watched values in NATS KV: who is alive, and what was published last.
+
+A lease is a value that its holder renews; the server forgets it `ttl_s` after the last renewal, so a holder that was
+killed vanishes by itself. A watch keeps the values of a bucket at hand, without asking for them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.js.kv import KeyValue
+
+from penstock.errors import SetupError
+
+log = structlog.get_logger()
+
+_BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
+
+
+class Lease:
+    """A value of one's own in a bucket, alive as long as its holder."""
+
+    def __init__(self, bucket: KeyValue, key: str, describe: Callable[[], bytes]) -> None:
+        """Use `held`; `describe` gives the value at each renewal."""
+        self._bucket = bucket
+        self._key = key
+        self._describe = describe
+
+    async def renew(self) -> None:
+        """Write the value now: after a change that others should see at once."""
+        try:
+            await self._bucket.put(self._key, self._describe())
+        except _BUS_ERRORS as error:
+            log.warning("lease.renew_failed", key=self._key, error=str(error) or type(error).__name__)
+
+
+@asynccontextmanager
+async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl_s: float) -> AsyncIterator[Lease]:
+    """Hold a lease during the context: renewed every third of `ttl_s`, given back at the end."""
+    lease = Lease(bucket, key, describe)
+
+    async def keep() -> None:
+        while True:
+            await lease.renew()
+            await asyncio.sleep(ttl_s / 3)
+
+    task = asyncio.create_task(keep())
+    try:
+        yield lease
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with suppress(*_BUS_ERRORS):
+            await bucket.delete(key)
+
+
+async def claim(bucket: KeyValue, key: str, value: bytes, *, ttl_s: float, what: str) -> None:
+    """Take a lease that only one may hold, waiting out one that was left behind by a killed holder.
+
+    Raises:
+        SetupError: somebody else holds it and renews it.
+    """
+    deadline = time.monotonic() + ttl_s + 2.0
+    while True:
+        try:
+            await bucket.create(key, value)
+        except nats.js.errors.KeyWrongLastSequenceError:
+            if time.monotonic() > deadline:
+                raise SetupError(f"{what} is running already; stop it, or choose another run.name") from None
+            await asyncio.sleep(0.25)
+        else:
+            return
+
+
+class Watch:
+    """The values of a bucket as they are now; those not renewed within `ttl_s` are gone."""
+
+    def __init__(self, bucket: KeyValue, *, ttl_s: float | None = None) -> None:
+        """Use `watched`."""
+        self._bucket = bucket
+        self._ttl_s = ttl_s
+        self._values: dict[str, tuple[bytes, float]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def values(self) -> dict[str, bytes]:
+        """Key to value, of the living."""
+        if self._ttl_s is None:
+            return {key: value for key, (value, _) in self._values.items()}
+        oldest = time.monotonic() - self._ttl_s
+        return {key: value for key, (value, seen) in self._values.items() if seen >= oldest}
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for the next change, or for `timeout_s`; whether there was one."""
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _follow(self, ready: asyncio.Event) -> None:
+        # A watch that hears nothing is opened anew: it may have died with the server.
+        silence_s = self._ttl_s or 10.0
+        while True:
+            try:
+                watcher = await self._bucket.watchall()
+                try:
+                    await self._read(watcher, ready, silence_s)
+                finally:
+                    with suppress(*_BUS_ERRORS):
+                        await watcher.stop()  # type: ignore[no-untyped-call]
+            except _BUS_ERRORS as error:
+                log.debug("watch.reopened", error=str(error) or type(error).__name__)
+                await asyncio.sleep(0.2)
+
+    async def _read(self, watcher: KeyValue.KeyWatcher, ready: asyncio.Event, silence_s: float) -> None:
+        seen: set[str] = set()
+        caught_up = False
+        while True:
+            try:
+                entry = await watcher.updates(timeout=silence_s)  # type: ignore[no-untyped-call]
+            except (nats.errors.TimeoutError, TimeoutError):
+                return
+            if entry is None:
+                if not caught_up:
+                    for gone in set(self._values) - seen:
+                        self._values.pop(gone)
+                caught_up = True
+                ready.set()
+                continue
+            seen.add(entry.key)
+            if entry.operation in ("DEL", "PURGE") or entry.value is None:
+                self._values.pop(entry.key, None)
+            else:
+                self._values[entry.key] = (entry.value, time.monotonic())
+            self._changed.set()
+
+
+@asynccontextmanager
+async def watched(bucket: KeyValue, *, ttl_s: float | None = None) -> AsyncIterator[Watch]:
+    """Watch a bucket during the context; on entry the values are those of now."""
+    watch = Watch(bucket, ttl_s=ttl_s)
+    ready = asyncio.Event()
+    task = asyncio.create_task(watch._follow(ready))
+    try:
+        await asyncio.wait_for(ready.wait(), timeout=10.0)
+        yield watch
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

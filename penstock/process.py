@@ -1,0 +1,58 @@
+"""The life of a service process: one coroutine that runs until it is done or a signal asks it to stop."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from penstock.errors import UserError
+
+log = structlog.get_logger()
+
+EXIT_USER_ERROR = 2
+"""Exit code when a person must change something."""
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Run `main(stop)` and return the exit code.
+
+    SIGINT and SIGTERM set `stop`, upon which `main` is to end in order; a second signal cancels it. A `UserError` is
+    printed as one line without a traceback.
+    """
+    try:
+        asyncio.run(_until_signalled(main))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    except asyncio.CancelledError:
+        return 1
+    return 0
+
+
+async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stop = asyncio.Event()
+    task = asyncio.ensure_future(main(stop))
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        log.info("signal.received", signal=number.name)
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await task
+    except* UserError as group:  # a TaskGroup wraps what its tasks raise; a person wants the error itself
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[UserError]) -> UserError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, UserError)
+    return error

@@ -1,0 +1,37 @@
+"""How every client connects."""
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+
+from penstock.rpc.status import error_of
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""Largest gRPC message, for clients and servers: a long episode with many images fits."""
+
+ResponseT = TypeVar("ResponseT")
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    """A channel to `address` (host:port). It connects when first used and reconnects by itself, within a second."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1_000),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.enable_http_proxy", 0),
+        ],
+    )
+
+
+async def call(pending: Awaitable[ResponseT], *, peer: str) -> ResponseT:
+    """Await a stub's call; a failure becomes the error of `penstock.errors` that says the same, naming `peer`."""
+    try:
+        return await pending
+    except grpc.aio.AioRpcError as failure:
+        raise error_of(failure, peer=peer) from None

@@ -1,0 +1,140 @@
+"""The scaffold of every gRPC server: health, reflection, error mapping, one log line per call, orderly drain.
+
+A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish within the grace period.
+"""
+
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from penstock.errors import PenstockError, SetupError
+from penstock.rpc.channel import MAX_MESSAGE_BYTES
+from penstock.rpc.status import code_of
+
+log = structlog.get_logger()
+
+_QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+
+
+class RpcServer:
+    """One gRPC server. Add servicers, `start`, and `drain` at the end."""
+
+    def __init__(self, *, host: str, port: int) -> None:
+        """Listen on `host`:`port`; port 0 takes any that is free."""
+        # Without so_reuseport=0 a second server on the same port would silently share its calls.
+        options = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+        self._server = grpc.aio.server(interceptors=[_Boundary()], options=options)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._host = host
+        self._port = port
+        self._names: list[str] = []
+
+    def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, full_name: str) -> None:
+        """Serve `servicer`; `register` is the generated add_XServicer_to_server, `full_name` is package.Service."""
+        register(servicer, self._server)
+        self._names.append(full_name)
+
+    async def start(self) -> int:
+        """Start to serve and return the port.
+
+        Raises:
+            SetupError: the port is in use or the host is none of this machine's.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        try:
+            self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError:
+            raise SetupError(
+                f"cannot listen on {self._host}:{self._port}: the port is in use or the host is not this machine's; "
+                "choose another port, or 0 for any that is free"
+            ) from None
+        await self._server.start()
+        await self.set_serving(True)
+        log.info("server.started", address=f"{self._host}:{self._port}", rpc_services=self._names)
+        return self._port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell health checks whether this server should be given work."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones finish for `grace_s` seconds, then cancel what is left."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        log.info("server.stopped", address=f"{self._host}:{self._port}")
+
+    @property
+    def address(self) -> str:
+        """host:port, valid after `start`."""
+        return f"{self._host}:{self._port}"
+
+
+class _Boundary(grpc.aio.ServerInterceptor[Any, Any]):
+    """Turns errors into codes and writes the one line per call. The only broad `except` of the servers is here."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None or handler_call_details.method.startswith(_QUIET_SERVICES):
+            return handler
+        inner, method = handler.unary_unary, handler_call_details.method
+
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            started, outcome = time.monotonic(), "OK"
+            try:
+                response = cast(Any, inner)(request, context)
+                return await response if inspect.isawaitable(response) else response
+            except (PenstockError, TimeoutError) as error:
+                outcome = code_of(error).name
+                await context.abort(code_of(error), str(error) or "the deadline passed")
+            except grpc.aio.AbortError:
+                outcome = "ABORTED"
+                raise
+            except Exception as error:
+                outcome = "INTERNAL"
+                log.exception("rpc.crashed", method=method)
+                await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+            except BaseException:
+                outcome = "CANCELLED"
+                raise
+            finally:
+                level = log.debug if outcome == "OK" else log.info
+                level("rpc.handled", method=method, outcome=outcome, elapsed_ms=_ms_since(started))
+
+        return grpc.unary_unary_rpc_method_handler(
+            call, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        )
+
+
+def _ms_since(started: float) -> float:
+    return round((time.monotonic() - started) * 1000, 2)
+
+
+def deadline_s(context: grpc.aio.ServicerContext[Any, Any], *, default: float) -> float:
+    """Seconds that the caller still waits, at most `default`."""
+    remaining = context.time_remaining()
+    return default if remaining is None else min(default, max(0.0, remaining))
+
+
+def service_name(descriptor: Any, name: str) -> str:
+    """Full name of service `name` in a generated module's `DESCRIPTOR`."""
+    return str(descriptor.services_by_name[name].full_name)

@@ -1,0 +1,40 @@
+"""The one place where Penstock's errors become gRPC codes, and back."""
+
+import grpc
+
+from penstock import errors
+
+_CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (errors.UserError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotReadyError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
+
+_ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequestError,
+    grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.NotReadyError,
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.CANCELLED: errors.UnavailableError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
+}
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The gRPC code that tells a caller of `error`; INTERNAL for everything that was not raised on purpose."""
+    for kind, code in _CODE_OF_ERROR:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def error_of(failure: grpc.aio.AioRpcError, *, peer: str) -> errors.PenstockError:
+    """The error that tells a client of `failure`; `peer` names the server in its message."""
+    kind = _ERROR_OF_CODE.get(failure.code(), errors.PenstockError)
+    return kind(f"{peer}: {failure.details() or failure.code().name}")
