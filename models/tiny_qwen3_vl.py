@@ -4,7 +4,7 @@ Everything has the structure of the real model: DeepStack, interleaved M-RoPE, t
 byte-level BPE and special tokens, the shape of the chat template. What is written loads through the Auto
 classes of transformers and in SGLang, offline.
 
-    python models/tiny_qwen3_vl.py --out /tmp/tiny-random --seed 0
+    python -m models.tiny_qwen3_vl --out /tmp/tiny-random --seed 0
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,9 +21,7 @@ import structlog
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from services.trainer.data.geometry import KINDS, GeometryDataset  # noqa: E402  # after the path is set
+from services.trainer.data.geometry import KINDS, GeometryDataset
 
 if TYPE_CHECKING:
     from transformers import (
@@ -89,7 +86,9 @@ PIXEL_STD: Final = 0.5
 MAX_POSITIONS: Final = 4096
 
 EMBEDDING_STD: Final = 0.05
-"""Small embeddings never learn to see; this size does."""
+WEIGHT_GAIN: Final = 0.7
+"""Linear weights start at this over the root of their fan-in. The usual 0.02 is too quiet at this width: the
+model then stays at chance for thousands of steps, where this leaves it after some 250."""
 POSITION_STD: Final = 0.5
 """Vision positions must be as loud as the patches, or the model cannot tell where a point lies."""
 
@@ -178,7 +177,7 @@ def build_tokenizer() -> TokenizersBackend:
     added += [AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS]
     learner.train_from_iterator(
         _vocabulary_texts(),
-        trainers.BpeTrainer(
+        trainers.BpeTrainer(  # type: ignore[no-untyped-call]  # the wheel has no stub for it
             vocab_size=VOCAB_SIZE - len(added),
             min_frequency=1,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -189,14 +188,17 @@ def build_tokenizer() -> TokenizersBackend:
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"],
         merges=[tuple(pair) for pair in model["merges"]],
-        eos_token="<|im_end|>",
+        eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
         unk_token=None,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
         errors="replace",
     )
-    return _with_added_tokens(tokenizer, added)
+    tokenizer.add_tokens(added)  # in order: their ids follow the merges, as in the real vocabulary
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS[1:])})
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
 
 
 def build_processor(tokenizer: TokenizersBackend) -> Qwen3VLProcessor:
@@ -254,9 +256,9 @@ def build_config(tokenizer: TokenizersBackend) -> Qwen3VLConfig:
         },
         vision_config={
             "depth": 2,
-            "hidden_size": 96,
-            "intermediate_size": 192,
-            "num_heads": 3,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
             "out_hidden_size": 128,
             "patch_size": PATCH_SIZE,
             "temporal_patch_size": TEMPORAL_PATCH_SIZE,
@@ -275,6 +277,9 @@ def build_model(config: Qwen3VLConfig, *, seed: int) -> Qwen3VLForConditionalGen
 
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(config).float()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=WEIGHT_GAIN * module.in_features**-0.5)
     torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, std=EMBEDDING_STD)
     torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=POSITION_STD)
     model.tie_weights()
@@ -302,6 +307,8 @@ def save_model(model: Qwen3VLForConditionalGeneration, processor: Qwen3VLProcess
     processor.image_processor.save_pretrained(partial)
     (partial / "video_preprocessor_config.json").write_text(processor.video_processor.to_json_string())
     model.save_pretrained(partial)
+    for path in partial.iterdir():
+        path.chmod(0o644)
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
 
@@ -318,15 +325,6 @@ def _vocabulary_texts() -> Iterable[str]:
         problem = dataset.problem(index)
         yield f"user\n{problem.text.removeprefix('<image>')}\nassistant\n\\boxed{{{problem.answer}}}"
     yield from ["system\nYou are a helpful assistant.\n", "tool\n", "Your answer is wrong. Try again.\n"] * 20
-
-
-def _with_added_tokens(tokenizer: TokenizersBackend, added: list[AddedToken]) -> TokenizersBackend:
-    """Append the added tokens in order, so that their ids follow the merges as in the real vocabulary."""
-    tokenizer.add_tokens(added)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [token for token in SPECIAL_TOKENS if token != "<|endoftext|>"]}
-    )
-    return tokenizer
 
 
 def main() -> None:

@@ -56,6 +56,8 @@ def _from_wire(kind: type, value: Any) -> Any:
             size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
             if size_bytes != len(data):
                 raise ValueError(f"array {dtype}{shape} wants {size_bytes} bytes, not {len(data)}")
+            if dtype == "|b1" and data.translate(None, b"\x00\x01"):
+                raise ValueError("a boolean array holds bytes other than 0 and 1")
             return np.frombuffer(data, dtype=dtype).reshape(shape)
         case _:
             raise ValueError("no array: want [dtype, shape, bytes]")

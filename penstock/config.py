@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
+import tomli_w
 
 from penstock.errors import ConfigError
 
@@ -29,6 +30,8 @@ class RunConfig(Config):
     """Name of the run: letters, digits, '_' and '-'. It is also the prefix of everything the run keeps in NATS."""
     dir: Path = Path("runs")
     """Folder in which the run's own folder is made."""
+    folder: Path | None = None
+    """The run's own folder. `penstock train` fills it in: <dir>/<name>-<start>; by hand it is <dir>/<name>."""
     seed: int = 0
     """Seed of everything that is drawn at random outside the engines."""
 
@@ -102,19 +105,31 @@ def load(model: type[ConfigT], path: Path, overrides: Iterable[str] = ()) -> Con
         tree = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}; give the path of a .toml file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path} is not TOML: it is not UTF-8 text; give the path of a .toml file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not TOML: {error}") from None
-    for override in overrides:
-        _apply_override(tree, override)
+    texts = dict(_apply_override(tree, override) for override in overrides)
     try:
-        return model.model_validate(tree)
+        try:
+            return model.model_validate(tree)
+        except pydantic.ValidationError as error:
+            # Only now is it known where text is wanted: there --run.name=2026 means "2026".
+            _take_as_text(tree, texts, error)
+            return model.model_validate(tree)
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(_explain(model, detail) for detail in error.errors())) from None
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def dump(config: Config) -> str:
+    """The whole of `config` as TOML, which `load` reads back to the same; what is None is left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...], str]:
+    """Put the override's value into `tree`; return its key's parts and its text."""
     key, equals, text = override.removeprefix("--").partition("=")
-    if not override.startswith("--") or not equals or "." not in key:
+    if not override.startswith("--") or not equals or "." not in key or "" in key.removeprefix("--").split("."):
         raise ConfigError(f"argument {override!r} is not an override; write --section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -127,6 +142,17 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"argument {override!r}: {section} is a value, not a section")
     node[leaf] = value
+    return (*sections, leaf), text
+
+
+def _take_as_text(tree: dict[str, Any], texts: dict[tuple[str, ...], str], error: pydantic.ValidationError) -> None:
+    for detail in error.errors():
+        if detail["type"] == "string_type" and detail["loc"] in texts:
+            *sections, leaf = (str(part) for part in detail["loc"])
+            node = tree
+            for section in sections:
+                node = node[section]
+            node[leaf] = texts[(*sections, leaf)]
 
 
 def _explain(model: type[Config], detail: Any) -> str:

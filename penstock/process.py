@@ -1,6 +1,8 @@
-"""The life of a service process: one coroutine that runs until it is done or a signal asks it to stop."""
+"""The life of a process: one coroutine that runs until it is done or a signal asks it to stop."""
 
 import asyncio
+import ctypes
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -13,6 +15,25 @@ log = structlog.get_logger()
 
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def dying_with_parent() -> Callable[[], None]:
+    """A `preexec_fn` after which the child is killed when the thread that started it ends, however that ends.
+
+    It holds for the child only: the child's own children need the same, or their process group has to be killed.
+    """
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def set_death_signal() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+    return set_death_signal
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:

@@ -77,6 +77,10 @@ class VersionSpan(Record, frozen=True, array_like=True):
     num_tokens: int
     policy_version: int
 
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1 or self.policy_version < 0:
+            raise ValueError(f"a version span needs num_tokens >= 1 and policy_version >= 0, not {self}")
+
 
 class Verdict(Record, frozen=True):
     """The reward service's judgement of a sample."""

@@ -24,6 +24,11 @@ log = structlog.get_logger()
 
 _DUPLICATE_WINDOW_S = 600.0
 _PUBLISH_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 2.0
+_MAX_RECORD_BYTES = 32 * 2**20
+"""JetStream's file store refuses larger records, whatever max_payload says."""
+_OVERHEAD_BYTES = 1024
+"""More than header, subject and JetStream's own fields of a message take, its id aside."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +94,11 @@ class Bus:
         Raises:
             InvalidRequestError: the payload is larger than the server takes.
         """
-        if len(payload) > self._client.max_payload:
+        if len(payload) > self.max_payload_bytes(message_id):
             raise InvalidRequestError(
-                f"message {message_id} of {len(payload)} bytes is over the NATS server's max_payload of "
-                f"{self._client.max_payload}; raise max_payload in the server's configuration"
+                f"message {message_id} of {len(payload)} bytes is over what the NATS server takes (max_payload = "
+                f"{self._client.max_payload}); raise max_payload in its configuration (JetStream takes at most "
+                f"{_MAX_RECORD_BYTES}), or make groups smaller"
             )
         while True:
             try:
@@ -104,6 +110,10 @@ class Bus:
                 await asyncio.sleep(0.5)
             else:
                 return not ack.duplicate
+
+    def max_payload_bytes(self, message_id: str) -> int:
+        """The largest payload that `publish` takes: the server counts in headers and what JetStream stores beside."""
+        return min(self._client.max_payload, _MAX_RECORD_BYTES) - len(message_id.encode()) - _OVERHEAD_BYTES
 
     async def purge(self, stream: Stream) -> int:
         """Remove every message of the stream and return how many there were."""
@@ -120,8 +130,8 @@ class Bus:
                 continue
 
     async def close(self) -> None:
-        """Close the connection; what was not acked is delivered again to others."""
-        await self._client.close()
+        """Close the connection, also when the server is gone; what was not acked is delivered again to others."""
+        await _close_quietly(self._client)
 
 
 @asynccontextmanager
@@ -171,7 +181,7 @@ async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
 
 async def _close_quietly(client: Client) -> None:
     try:
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await client.close()
     except (TimeoutError, OSError, nats.errors.Error):
         log.debug("bus.close_failed")

@@ -24,6 +24,7 @@ log = structlog.get_logger()
 
 _FETCH_TIMEOUT_S = 1.0
 _MAX_DELAY_S = 10.0
+_MAX_REASON_CHARS = 2000
 
 
 class Delivery:
@@ -37,6 +38,10 @@ class Delivery:
         self.message_id: str = (message.headers or {}).get("Nats-Msg-Id", "")
         self.num_delivered: int = message.metadata.num_delivered
 
+    def forget_payload(self) -> None:
+        """Free the bytes of a message that is kept in hand only to be acked later."""
+        self.payload = self._message.data = b""
+
     async def ack(self) -> None:
         """Remove the message from the queue, and wait until the server has said so."""
         await self._settle(self._message.ack_sync(timeout=5.0))
@@ -46,10 +51,12 @@ class Delivery:
         await self._settle(self._message.nak(delay=delay_s or None))
 
     async def bury(self, reason: str) -> None:
-        """Move it to the dead letters, where a person finds it with the reason."""
+        """Move it to the dead letters: a line with the reason, then the payload, cut where both are too long."""
         log.error("message.buried", message_id=self.message_id, reason=reason, num_delivered=self.num_delivered)
-        header = f"{reason}\n".encode()
-        await self._bus.publish(self._bus.dead, header + self.payload, message_id=f"dead/{self.message_id}")
+        first_line = " ".join(reason.split())[:_MAX_REASON_CHARS].encode() + b"\n"
+        message_id = f"dead/{self.message_id}"
+        letter = (first_line + self.payload)[: self._bus.max_payload_bytes(message_id)]
+        await self._bus.publish(self._bus.dead, letter, message_id=message_id)
         await self.ack()
 
     @asynccontextmanager
@@ -143,30 +150,29 @@ async def work(
         handle: Its return acks the message; its error is mapped as the module says. It must bear being repeated.
         give_up: Called with the reason before a message is buried, so that somebody can be told.
     """
-    slots = asyncio.Semaphore(concurrency)
     running: set[asyncio.Task[None]] = set()
 
     async def run(delivery: Delivery) -> None:
-        try:
-            async with delivery.kept_alive(heartbeat_s):
-                await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
-        finally:
-            slots.release()
+        async with delivery.kept_alive(heartbeat_s):
+            await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
 
-    while not stop.is_set():
-        await slots.acquire()
-        slots.release()
-        free = concurrency - len(running)
-        for delivery in await consumer.fetch(max(1, free)):
-            await slots.acquire()
-            task = asyncio.create_task(run(delivery))
-            running.add(task)
-            task.add_done_callback(running.discard)
-    if running:
-        await asyncio.wait(running, timeout=grace_s)
-    for task in list(running):
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        while not stop.is_set():
+            if len(running) >= concurrency:
+                await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            for delivery in await consumer.fetch(concurrency - len(running)):
+                task = asyncio.create_task(run(delivery))
+                running.add(task)
+                task.add_done_callback(running.discard)
+        if running:
+            await asyncio.wait(running, timeout=grace_s)
+    finally:
+        stopped.cancel()
+        for task in list(running):
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _handle(
@@ -191,8 +197,12 @@ async def _handle(
             log.warning("message.put_back", message_id=delivery.message_id, reason=reason, delay_s=delay_s)
             await delivery.put_back(delay_s)
             return
-        if give_up is not None:
-            await give_up(delivery, reason)
-        await delivery.bury(reason)
+        try:
+            if give_up is not None:
+                await give_up(delivery, reason)
+            await delivery.bury(reason)
+        except Exception as failure:
+            log.exception("message.give_up_failed", message_id=delivery.message_id, error=repr(failure))
+            await delivery.put_back(_MAX_DELAY_S)
     else:
         await delivery.ack()

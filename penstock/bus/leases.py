@@ -5,9 +5,11 @@ killed vanishes by itself. A watch keeps the values of a bucket at hand, without
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
 
 import nats.errors
 import nats.js.errors
@@ -18,6 +20,9 @@ from penstock.errors import SetupError
 
 log = structlog.get_logger()
 
+_OPEN_TIMEOUT_S = 10.0
+_ABANDONED_S = 10.0
+"""The server forgets a watch that nobody listens to after so long."""
 _BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
 
 
@@ -62,7 +67,7 @@ async def claim(bucket: KeyValue, key: str, value: bytes, *, ttl_s: float, what:
     """Take a lease that only one may hold, waiting out one that was left behind by a killed holder.
 
     Raises:
-        SetupError: somebody else holds it and renews it.
+        SetupError: somebody else holds it and renews it, or the server does not answer.
     """
     deadline = time.monotonic() + ttl_s + 2.0
     while True:
@@ -71,9 +76,25 @@ async def claim(bucket: KeyValue, key: str, value: bytes, *, ttl_s: float, what:
         except nats.js.errors.KeyWrongLastSequenceError:
             if time.monotonic() > deadline:
                 raise SetupError(f"{what} is running already; stop it, or choose another run.name") from None
-            await asyncio.sleep(0.25)
+        except nats.js.errors.KeyNotFoundError:
+            log.debug("lease.ended_while_claimed", key=key)
+        except _BUS_ERRORS as error:
+            if time.monotonic() > deadline:
+                raise SetupError(
+                    f"NATS did not answer when {what} was to be registered ({str(error) or type(error).__name__}); "
+                    "see that the server at bus.url runs"
+                ) from None
         else:
             return
+        await asyncio.sleep(0.25)
+
+
+class _Seen(NamedTuple):
+    """A value, its revision, and when (monotonic) that revision came."""
+
+    value: bytes
+    revision: int
+    at: float
 
 
 class Watch:
@@ -83,32 +104,32 @@ class Watch:
         """Use `watched`."""
         self._bucket = bucket
         self._ttl_s = ttl_s
-        self._values: dict[str, tuple[bytes, float]] = {}
+        self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
 
     @property
     def values(self) -> dict[str, bytes]:
         """Key to value, of the living."""
-        if self._ttl_s is None:
-            return {key: value for key, (value, _) in self._values.items()}
-        oldest = time.monotonic() - self._ttl_s
-        return {key: value for key, (value, seen) in self._values.items() if seen >= oldest}
+        oldest = -math.inf if self._ttl_s is None else time.monotonic() - self._ttl_s
+        return {key: seen.value for key, seen in self._values.items() if seen.at >= oldest}
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait for the next change, or for `timeout_s`; whether there was one."""
-        self._changed.clear()
+        """Wait for the next change, or for `timeout_s`; whether there was one. Any number may wait at once."""
+        event = self._changed
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
         except TimeoutError:
             return False
         return True
 
     async def _follow(self, ready: asyncio.Event) -> None:
-        # A watch that hears nothing is opened anew: it may have died with the server.
-        silence_s = self._ttl_s or 10.0
+        # A watch that hears nothing is opened anew: it may have died with the server. Well within the time to live,
+        # for else a restart of the server would make all leases look dead.
+        silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
         while True:
             try:
-                watcher = await self._bucket.watchall()
+                watcher = await self._bucket.watchall(inactive_threshold=_ABANDONED_S)
                 try:
                     await self._read(watcher, ready, silence_s)
                 finally:
@@ -130,25 +151,41 @@ class Watch:
                 if not caught_up:
                     for gone in set(self._values) - seen:
                         self._values.pop(gone)
+                        self._tell()
                 caught_up = True
                 ready.set()
                 continue
             seen.add(entry.key)
             if entry.operation in ("DEL", "PURGE") or entry.value is None:
-                self._values.pop(entry.key, None)
-            else:
-                self._values[entry.key] = (entry.value, time.monotonic())
-            self._changed.set()
+                if self._values.pop(entry.key, None) is not None:
+                    self._tell()
+            elif entry.key not in self._values or self._values[entry.key].revision != entry.revision:
+                # A value that was seen before stays as old as it is.
+                self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
+                self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 @asynccontextmanager
 async def watched(bucket: KeyValue, *, ttl_s: float | None = None) -> AsyncIterator[Watch]:
-    """Watch a bucket during the context; on entry the values are those of now."""
+    """Watch a bucket during the context; on entry the values are those of now.
+
+    Raises:
+        SetupError: the server does not answer.
+    """
     watch = Watch(bucket, ttl_s=ttl_s)
     ready = asyncio.Event()
     task = asyncio.create_task(watch._follow(ready))
     try:
-        await asyncio.wait_for(ready.wait(), timeout=10.0)
+        try:
+            await asyncio.wait_for(ready.wait(), timeout=_OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise SetupError(
+                f"NATS did not answer within {_OPEN_TIMEOUT_S:g} s; see that the server at bus.url runs"
+            ) from None
         yield watch
     finally:
         task.cancel()

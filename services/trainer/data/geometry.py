@@ -18,14 +18,13 @@ Kind = Literal["x", "y", "length", "distance"]
 """What is asked: a coordinate of P, the length of an axis-parallel AB, or the grid distance from A to B."""
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-DEFAULT_KINDS: Final[tuple[Kind, ...]] = ("x", "y", "length")
-NUM_CELLS: Final = 7
+NUM_CELLS: Final = 5
 """Grid cells along each axis: coordinates run from 0 to this number."""
 
 PICTURE_SIZE_PX: Final = 96
-_CELL_PX: Final = 12
-_MARGIN_PX: Final = 6
-_RADIUS_PX: Final = 4
+_CELL_PX: Final = 16
+_MARGIN_PX: Final = 8
+_RADIUS_PX: Final = 6
 _PAPER: Final = (255, 255, 255)
 _GRID: Final = (216, 216, 216)
 _AXIS: Final = (0, 0, 0)
@@ -97,13 +96,9 @@ def draw_problem(problem: GeometryProblem) -> Image.Image:
         canvas.line((centers["A"], centers["B"]), fill=_AXIS, width=2)
     font = ImageFont.load_default_imagefont()
     for name, (x_px, y_px) in centers.items():
-        color = _POINT_COLORS[name]
-        canvas.ellipse(
-            (x_px - _RADIUS_PX, y_px - _RADIUS_PX, x_px + _RADIUS_PX, y_px + _RADIUS_PX), fill=color
-        )
-        label_x = x_px + 5 if x_px < high else x_px - 10
-        label_y = y_px - 13 if y_px > low + _CELL_PX else y_px + 3
-        canvas.text((label_x, label_y), name, fill=color, font=font)
+        disc = (x_px - _RADIUS_PX, y_px - _RADIUS_PX, x_px + _RADIUS_PX, y_px + _RADIUS_PX)
+        canvas.ellipse(disc, fill=_POINT_COLORS[name])
+        canvas.text((x_px - 2, y_px - 5), name, fill=_PAPER, font=font)
     return picture
 
 
@@ -114,7 +109,7 @@ class GeometryDataset(Sequence[Row]):
     independent draws, so a held-out set is the same class with another seed.
     """
 
-    def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = DEFAULT_KINDS) -> None:
+    def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = KINDS) -> None:
         """Describe a data set of ``size`` rows; nothing is drawn until a row is read.
 
         Raises:
@@ -144,9 +139,7 @@ class GeometryDataset(Sequence[Row]):
         problem = self.problem(index)
         png = io.BytesIO()
         draw_problem(problem).save(png, format="PNG")
-        return Row(
-            images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer
-        )
+        return Row(images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer)
 
     def __iter__(self) -> Iterator[Row]:
         """Draw every row in order."""

@@ -1,0 +1,73 @@
+# `make setup` makes .venv with everything; every other target sees to that by itself.
+# Needs Python 3.11 or 3.12 with pip, and nothing else: uv is fetched into .uv, at the version that is pinned here.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+UV_VERSION := 0.13.8
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+UV ?= .uv/bin/uv
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+RECIPE ?= recipes/tiny-cpu.toml
+
+export UV_HTTP_TIMEOUT ?= 300
+export UV_PYTHON_DOWNLOADS ?= never
+# Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
+test check: export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup fmt lint type proto proto-check test check demo bench lock clean
+
+help: ## Show the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+setup: $(INSTALLED) ## Make .venv with all that the services, the tests and the tools need.
+
+.uv/bin/uv:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target .uv uv==$(UV_VERSION)
+
+$(INSTALLED): requirements.lock pyproject.toml | $(filter .uv/%,$(UV))
+	[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) .venv
+	$(UV) pip install --quiet --python $(BIN)/python --requirement requirements.lock
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(BIN)/python -W ignore tools/compile_imports.py
+	touch $@
+
+fmt: setup ## Format the code and mend what ruff can mend.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup ## Check format and style.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+type: setup ## Check types.
+	$(BIN)/mypy
+
+proto: setup ## Generate penstock/v1 from proto/.
+	$(BIN)/python tools/generate_proto.py
+
+proto-check: setup ## Check the contracts, and that the generated code is current.
+	$(BIN)/buf lint proto
+	$(BIN)/python tools/generate_proto.py --check
+
+test: setup ## Run the tests; ARGS="-m 'not e2e'" picks.
+	@$(BIN)/pytest $(ARGS)
+
+check: lint type proto-check test ## All that CI runs.
+
+demo: setup ## Train a tiny vision-language model from start to end, in about ten minutes on two cores.
+	@$(BIN)/penstock train $(RECIPE) $(ARGS)
+
+bench: setup ## Run the benchmarks.
+	@shopt -s nullglob; for script in bench/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+lock: .uv/bin/uv ## Resolve the dependencies anew.
+	$(UV) pip compile --quiet --all-extras --no-emit-index-url --no-header --annotation-style line \
+		--python-version 3.11 --output-file requirements.lock pyproject.toml
+
+clean: ## Remove what setup and the tools made; runs/ stays.
+	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,164 @@
+"""What a person types, and what becomes of their mistakes.
+
+The recipe is read and checked before anything heavy is imported, so a mistyped key is answered in half a second.
+A mistake is answered by one line, `error: ...`, and exit code 2; there is no traceback for what a person can mend.
+"""
+
+import enum
+import importlib
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from penstock import config as configuration
+from penstock import log, process
+from penstock.errors import ConfigError, PenstockError, SetupError, UserError
+from services.recipe import Recipe
+
+app = typer.Typer(
+    help="Fully asynchronous GRPO post-training on verifiable rewards.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+_EXIT_FAILURE = 1
+_EXIT_INTERRUPTED = 130
+
+
+class Service(enum.StrEnum):
+    """What `penstock serve` can start."""
+
+    REWARD = "reward"
+    ROUTER = "router"
+    ROLLOUT = "rollout"
+    WORKER = "worker"
+    TRAINER = "trainer"
+
+
+_MODULES = {
+    Service.REWARD: "services.reward.server",
+    Service.ROUTER: "services.router.server",
+    Service.ROLLOUT: "services.rollout.engine.server",
+    Service.WORKER: "services.rollout.worker.main",
+    Service.TRAINER: "services.trainer.main",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code: 2 for what a person must change, 1 for every other failure."""
+    try:
+        code = app(arguments, prog_name="penstock", standalone_mode=False)
+    except TyperException as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return _fail(f"{message}; see `penstock --help`", process.EXIT_USER_ERROR)
+    except UserError as error:
+        return _fail(str(error), process.EXIT_USER_ERROR)
+    except PenstockError as error:
+        return _fail(str(error), _EXIT_FAILURE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _EXIT_INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return code
+
+
+@app.command(context_settings=_OVERRIDES)
+def serve(
+    context: typer.Context,
+    service: Annotated[Service, typer.Argument(help="The process to run.", show_default=False)],
+    config: Annotated[Path, typer.Option("--config", help="Recipe (TOML).", show_default=False)],
+    name: Annotated[str, typer.Option("--name", help="Name of this process in its log; default: the service's.")] = "",
+) -> int:
+    """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
+    recipe = configuration.load(Recipe, config, context.args)
+    log.configure(recipe.log, service=name or service.value)
+    module = _import_service(service)
+    return process.run(lambda stop: module.serve(recipe, stop))
+
+
+def _import_service(service: Service) -> Any:
+    try:
+        return importlib.import_module(_MODULES[service])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("penstock", "services"):
+            raise
+        raise SetupError(
+            f"`penstock serve {service}` needs the Python package {error.name!r}, which is not installed; "
+            f"`pip install 'penstock[{service}]'`"
+        ) from None
+
+
+@app.command(context_settings=_OVERRIDES)
+def train(
+    context: typer.Context,
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (TOML).", show_default=False)] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN_FOLDER", help="Continue the run in this folder.")
+    ] = None,
+) -> int:
+    """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
+    from penstock.launch import launcher
+    from penstock.launch.run_folder import RunFolder
+
+    recipes, overrides = _sort_arguments(recipe, context.args)
+    if resume is not None:
+        if recipes:
+            raise ConfigError(f"--resume {resume} brings its own recipe; leave out {recipes[0]}")
+        folder = RunFolder.open(resume)
+        settings = configuration.load(Recipe, folder.config_file, overrides)
+    else:
+        settings = configuration.load(Recipe, _only(recipes), overrides)
+        folder = RunFolder.create(settings.run)
+    with folder.locked():
+        folder.write_config(settings)
+        interrupted = False
+
+        async def run(stop: Any) -> None:
+            nonlocal interrupted
+            await launcher.launch(settings, folder, stop)
+            interrupted = stop.is_set()
+
+        code = process.run(run)
+    return _EXIT_INTERRUPTED if interrupted else code
+
+
+@app.command(name="config", context_settings=_OVERRIDES)
+def show_config(
+    context: typer.Context,
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (TOML).", show_default=False)] = None,
+) -> int:
+    """Print the recipe as the processes would read it: overrides applied, defaults filled in."""
+    recipes, overrides = _sort_arguments(recipe, context.args)
+    settings = configuration.load(Recipe, _only(recipes), overrides)
+    sys.stdout.write(configuration.dump(settings))
+    return 0
+
+
+@app.command()
+def version() -> int:
+    """Print the version."""
+    sys.stdout.write(f"{installed_version('penstock')}\n")
+    return 0
+
+
+def _sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path], list[str]]:
+    """Paths and overrides apart, in whatever order they were typed."""
+    arguments = [*([] if first is None else [str(first)]), *rest]
+    overrides = [argument for argument in arguments if argument.startswith("-")]
+    return [Path(argument) for argument in arguments if not argument.startswith("-")], overrides
+
+
+def _only(recipes: list[Path]) -> Path:
+    if len(recipes) != 1:
+        given = ", ".join(map(str, recipes)) or "none"
+        raise ConfigError(f"give one recipe, for example recipes/tiny-cpu.toml; given: {given}")
+    return recipes[0]

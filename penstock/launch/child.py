@@ -1,0 +1,156 @@
+"""One process of a run: started in a session of its own, with its log in a file, and ended with all its descendants."""
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum, StrEnum
+from pathlib import Path
+
+from penstock.launch import reaper
+from penstock.process import dying_with_parent
+
+_UP = re.compile(r"\b\w+\.(started|ready)\b")
+"""The log event with which a service says that it has come up, for example server.started."""
+
+
+class StopStage(IntEnum):
+    """When a process is stopped; those of a later stage serve those of an earlier one."""
+
+    WORK = 0
+    SERVE = 1
+    BUS = 2
+
+
+class State(StrEnum):
+    """What a process is doing, as far as the launcher sees."""
+
+    STARTING = "starting"
+    UP = "up"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """What to start and how it belongs to the run."""
+
+    name: str
+    """Unique in the run; also names the log."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """The whole environment, not additions to it."""
+    stage: StopStage
+    ends_run: bool = False
+    """Its exit with 0 is the end of the run; for every other process an exit is a death."""
+
+
+class Reaper:
+    """The process that kills what is left, should this one be killed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Use `start`."""
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> "Reaper":
+        """Start it, out of reach of the terminal's signals."""
+        command = [sys.executable, "-I", "-S", reaper.__file__]
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, start_new_session=True))
+
+    def tell(self, sign: str, group: int) -> None:
+        """Name a group (`+`) or take it back (`-`)."""
+        assert self._process.stdin is not None
+        with suppress(ConnectionError, RuntimeError):
+            self._process.stdin.write(f"{sign}{group}\n".encode())
+
+    async def end(self) -> None:
+        """Let it go; it kills what was not taken back."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+
+class Child:
+    """A process of the run over all its restarts."""
+
+    def __init__(self, spec: ProcessSpec, *, log_file: Path, reaper: Reaper) -> None:
+        """Nothing is started yet."""
+        self.spec = spec
+        self.log_file = log_file
+        self.state = State.STARTING
+        self.num_starts = 0
+        self._started_at = time.monotonic()
+        self._reaper = reaper
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_offset = 0
+        self._asked_to_stop = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, while one runs."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last start."""
+        return time.monotonic() - self._started_at
+
+    async def run(self) -> int:
+        """Start the process and wait for its end; nothing of its group is left then. Returns the exit code."""
+        with self.log_file.open("ab") as log:
+            self._log_offset = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *self.spec.command,
+                env=dict(self.spec.environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=dying_with_parent(),
+            )
+        self._process = process
+        self._reaper.tell("+", process.pid)
+        self.state = State.STARTING
+        self.num_starts += 1
+        self._started_at = time.monotonic()
+        if self._asked_to_stop:  # while it was being started
+            self.terminate()
+        code = await process.wait()
+        self.kill()
+        self._reaper.tell("-", process.pid)
+        self._process = None
+        return code
+
+    def terminate(self) -> None:
+        """Ask the process to end; it sees to its own children."""
+        self._asked_to_stop = True
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def look(self) -> bool:
+        """Read in the log whether the process has come up; true when it has just been seen to."""
+        if self.state is not State.STARTING or not _UP.search(self.log_since_start()):
+            return False
+        self.state = State.UP
+        return True
+
+    def log_since_start(self) -> str:
+        """What the process has logged since it was last started."""
+        with suppress(FileNotFoundError), self.log_file.open("rb") as log:
+            log.seek(self._log_offset)
+            return log.read().decode(errors="replace")
+        return ""

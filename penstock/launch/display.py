@@ -1,0 +1,122 @@
+"""How a run is shown: a table that changes in place on a terminal, plain lines elsewhere."""
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.launch.child import Child, State
+from penstock.launch.metrics import Row, describe_step, sparkline
+
+_COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}
+_SPARKLINE_WIDTH = 60
+
+
+class Display(Protocol):
+    """What the launcher shows a run with."""
+
+    def tell(self, line: str) -> None:
+        """Say something that stays."""
+
+    def show(self, children: Sequence[Child], rows: Sequence[Row], new_rows: Sequence[Row]) -> None:
+        """Show how the run stands."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+def open_display(title: str) -> Display:
+    """The display that suits standard output."""
+    console = Console()
+    return LiveDisplay(console, title) if console.is_terminal else PlainDisplay()
+
+
+class PlainDisplay:
+    """One line for each event and each step."""
+
+    def tell(self, line: str) -> None:
+        """Write the line."""
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    def show(self, children: Sequence[Child], rows: Sequence[Row], new_rows: Sequence[Row]) -> None:
+        """Write the new steps; the processes have been told of."""
+        for row in new_rows:
+            self.tell(describe_step(row))
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class LiveDisplay:
+    """A table that changes in place, below the lines that stay."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        """Take over the lower end of the terminal."""
+        self._title = title
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def tell(self, line: str) -> None:
+        """Write the line above the table."""
+        self._live.console.print(Text(line))
+
+    def show(self, children: Sequence[Child], rows: Sequence[Row], new_rows: Sequence[Row]) -> None:
+        """Draw the table anew."""
+        parts: list[RenderableType] = [Text(self._title, style="bold"), _processes(children)]
+        if rows:
+            parts.append(_table(rows))
+        self._live.update(Group(*parts), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table standing."""
+        self._live.stop()
+
+
+def _processes(children: Sequence[Child]) -> Text:
+    text = Text()
+    for child in children:
+        text.append(f"{child.spec.name} ", style=_COLOURS[child.state])
+        if child.state in (State.STARTING, State.RESTARTING):
+            text.append(f"{child.state} {child.age_s:.0f} s ", style="dim")
+        if child.num_starts > 1:
+            text.append(f"(start {child.num_starts}) ", style="dim")
+        text.append(" ")
+    return text
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    last = rows[-1]
+    step, num_steps = int(last.get("step", len(rows))), int(last.get("num_steps", 0))
+    rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        "step", f"{step}/{num_steps}", ProgressBar(total=num_steps or 1, completed=step, width=_SPARKLINE_WIDTH)
+    )
+    if rewards:
+        table.add_row("reward", f"{rewards[-1]:.3f}", Text(sparkline(rewards, width=_SPARKLINE_WIDTH), style="green"))
+    for label, key, form, note in (
+        ("staleness", "staleness_mean", "{:.2f}", f"max {last.get('staleness_max', '-')} versions"),
+        ("throughput", "output_tokens_per_s", "{:,.0f}", "tokens/s"),
+        (
+            "push",
+            "push_s",
+            "{:.2f} s",
+            f"version {last.get('policy_version', '-')} to {last.get('num_replicas', '-')} replicas",
+        ),
+        ("|dlogp|", "dlogp_mean", "{:.1e}", f"max {last.get('dlogp_max', 0):.1e}, trainer against engine"),
+        (
+            "step time",
+            "step_s",
+            "{:.1f} s",
+            f"{last.get('wait_s', 0):.1f} s waiting, {last.get('train_s', 0):.1f} s training",
+        ),
+    ):
+        if key in last:
+            table.add_row(label, form.format(last[key]), Text(note, style="dim"))
+    return table

@@ -1,0 +1,87 @@
+"""Reading the metrics that the trainer writes, while it writes them."""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+"""One optimizer step; keys as the trainer names them."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class MetricsFollower:
+    """The rows of a metrics file, read on from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        """The file need not exist yet."""
+        self.rows: list[Row] = []
+        self._path = path
+        self._offset = 0
+        self._inode = -1
+
+    def poll(self) -> list[Row]:
+        """Read and return what is new. A file that was replaced, as by a resumed trainer, is read again in silence."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return []
+        last_step = self.rows[-1].get("step", 0) if self.rows else 0
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode, self._offset, self.rows = status.st_ino, 0, []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        rows = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        was_read_again = len(self.rows) == 0 and last_step > 0
+        self.rows.extend(rows)
+        return [row for row in rows if row.get("step", 0) > last_step] if was_read_again else rows
+
+
+def sparkline(values: Sequence[float], *, width: int) -> str:
+    """`values` as a line of bars of at most `width` characters, each the mean of its share, from least to greatest."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * index // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def describe_step(row: Row) -> str:
+    """One step in one line."""
+    parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
+    parts += [f"reward {row['reward_mean']:.3f}"] if "reward_mean" in row else []
+    if "staleness_mean" in row:
+        parts.append(f"staleness {row['staleness_mean']:.2f} (max {row.get('staleness_max', '?')})")
+    parts += [f"{row['output_tokens_per_s']:,.0f} tokens/s"] if "output_tokens_per_s" in row else []
+    parts += [f"push {row['push_s']:.2f} s"] if "push_s" in row else []
+    parts += [f"replicas {row['num_replicas']}"] if "num_replicas" in row else []
+    parts += [f"|dlogp| {row['dlogp_mean']:.1e} (max {row.get('dlogp_max', 0):.1e})"] if "dlogp_mean" in row else []
+    parts += [f"{row['step_s']:.1f} s"] if "step_s" in row else []
+    return "  ".join(parts)
+
+
+def describe_run(rows: Sequence[Row]) -> list[str]:
+    """What came of the run: the rise of the reward, and what became of the groups."""
+    rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
+    if not rewards:
+        return ["no step was trained"]
+    count = max(1, min(10, len(rewards) // 2))
+    first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
+    lines = [f"reward  first {count} steps {first:.3f}, last {count} steps {last:.3f} ({last - first:+.3f})"]
+    names = [key.removeprefix("num_").removesuffix("_groups") for key in rows[-1] if _is_group_count(key)]
+    if names:
+        lines.append("groups  " + ", ".join(f"{name} {rows[-1][f'num_{name}_groups']}" for name in names))
+    return lines
+
+
+def _is_group_count(key: str) -> bool:
+    return key.startswith("num_") and key.endswith("_groups")

@@ -1,0 +1,34 @@
+"""Kills the process groups of a launcher that is gone. Run as a script; imports the standard library only.
+
+The launcher holds the other end of standard input and writes `+<group>` when a group starts and `-<group>` when nothing
+is left of it. When the launcher ends, however it ends, the pipe closes and all groups named and not taken back die.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+
+def groups_left(lines: Iterable[str]) -> set[int]:
+    """The groups that are alive at the end of `lines`."""
+    groups: set[int] = set()
+    for line in lines:
+        if line.startswith("+"):
+            groups.add(int(line[1:]))
+        elif line.startswith("-"):
+            groups.discard(int(line[1:]))
+    return groups
+
+
+def main() -> None:
+    """Wait for the end of standard input, then kill."""
+    for group in groups_left(sys.stdin):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The folder of one run: its recipe, logs, metrics, checkpoints and what NATS stores.
+
+config.toml     the resolved recipe; `penstock train <run>/config.toml` starts a run like it
+live.toml       the same with this launch's addresses; a further process joins by `penstock serve X --config` it
+logs/           one file for each process
+metrics.jsonl   one line for each optimizer step
+checkpoints/, samples/, curves.png    written by the trainer
+nats/           the store of the run's own nats-server
+"""
+
+import dataclasses
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock import config as configuration
+from penstock.config import Config, RunConfig
+from penstock.errors import SetupError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder `path` of one run; at most one launcher works in it at a time."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, run: RunConfig) -> "RunFolder":
+        """Make <run.dir>/<run.name>-<YYYYmmdd-HHMMSS>, or take `run.folder` where it is given.
+
+        Raises:
+            SetupError: it cannot be written, or `run.folder` holds a run already.
+        """
+        started = time.strftime("%Y%m%d-%H%M%S")
+        names = [f"{run.name}-{started}", *(f"{run.name}-{started}-{number}" for number in range(2, 100))]
+        try:
+            if run.folder is not None:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                folder = cls(run.folder)
+                if folder.config_file.exists():
+                    raise SetupError(f"run.folder = {str(run.folder)!r} holds a run already; use --resume {run.folder}")
+            else:
+                run.dir.mkdir(parents=True, exist_ok=True)
+                folder = cls(next(run.dir / name for name in names if _made(run.dir / name)))
+            folder.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise SetupError(
+                f"run.dir = {str(run.dir)!r} cannot be written: {error.strerror}; choose another"
+            ) from None
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """The folder of an earlier run.
+
+        Raises:
+            SetupError: there is no run in it.
+        """
+        folder = cls(path)
+        if not folder.config_file.is_file():
+            raise SetupError(
+                f"--resume {path}: no config.toml in it; give the folder of an earlier run, runs/<name>-<start>"
+            )
+        folder.logs.mkdir(exist_ok=True)
+        return folder
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.toml"
+
+    @property
+    def live_file(self) -> Path:
+        """The resolved recipe with the addresses of this launch."""
+        return self.path / "live.toml"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the processes' logs."""
+        return self.path / "logs"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object for each optimizer step, written by the trainer."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def nats(self) -> Path:
+        """Folder of the run's own nats-server."""
+        return self.path / "nats"
+
+    def write_config(self, recipe: Config) -> None:
+        """Keep the recipe, so that the run can be continued and repeated."""
+        self.config_file.write_text(configuration.dump(recipe))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other launchers out; the lock ends with the process.
+
+        Raises:
+            SetupError: another launcher works here.
+        """
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SetupError(f"a `penstock train` is running in {self.path} already; stop it first") from None
+            yield
+
+
+def _made(path: Path) -> bool:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True

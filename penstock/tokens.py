@@ -1,0 +1,106 @@
+"""Token ids that a policy may never produce.
+
+A sampled image placeholder would make the trainer look for an image that is not there, and a row beyond the tokenizer
+has no text. Engine and trainer remove the same ids from the distribution, so both import this; it reads the model's
+folder only and needs neither torch nor transformers.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+_VISION_TOKENS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+@functools.cache
+def forbidden_token_ids(model_path: Path | str) -> tuple[int, ...]:
+    """The ids that are never sampled, ascending: vision tokens, padding, and rows that the tokenizer has no token for.
+
+    An id that ends generation is never among them, even where it doubles as padding.
+
+    Args:
+        model_path: Folder of a transformers checkpoint.
+    """
+    folder = Path(model_path)
+    config = _read(folder / "config.json")
+    tokens = _tokens(folder)
+    forbidden = {tokens[name] for name in _VISION_TOKENS if name in tokens}
+    forbidden |= {
+        config[key]
+        for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        if isinstance(config.get(key), int)
+    }
+    forbidden |= _padding_ids(folder, config, tokens)
+    if tokens:
+        forbidden |= set(range(vocab_size(folder))) - set(tokens.values())
+    return tuple(sorted(forbidden - set(end_token_ids(folder))))
+
+
+@functools.cache
+def end_token_ids(model_path: Path | str) -> tuple[int, ...]:
+    """The ids that end generation, ascending: those of generation_config.json, or else of config.json."""
+    folder = Path(model_path)
+    config = _read(folder / "config.json")
+    for source in (_read(folder / "generation_config.json"), config, config.get("text_config", {})):
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(sorted(value if isinstance(value, list) else [value]))
+    return ()
+
+
+@functools.cache
+def image_token_id(model_path: Path | str) -> int | None:
+    """The placeholder that stands for an image in a prompt; None where the model takes no images."""
+    value = _read(Path(model_path) / "config.json").get("image_token_id")
+    return value if isinstance(value, int) else None
+
+
+@functools.cache
+def context_length(model_path: Path | str) -> int | None:
+    """Most tokens of a sequence that the model was made for; None where its config.json does not say."""
+    config = _read(Path(model_path) / "config.json")
+    value = config.get("text_config", config).get("max_position_embeddings")
+    return value if isinstance(value, int) else None
+
+
+@functools.cache
+def vocab_size(model_path: Path | str) -> int:
+    """Rows of the embedding: ids are below it."""
+    config = _read(Path(model_path) / "config.json")
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def _padding_ids(folder: Path, config: dict[str, Any], tokens: dict[str, int]) -> set[int]:
+    ids = {
+        source.get("pad_token_id")
+        for source in (_read(folder / "generation_config.json"), config, config.get("text_config", {}))
+    }
+    pad = _read(folder / "tokenizer_config.json").get("pad_token")
+    name = pad.get("content") if isinstance(pad, dict) else pad
+    ids.add(tokens.get(name) if isinstance(name, str) else None)
+    return {value for value in ids if isinstance(value, int)}
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Token to id, added tokens included, from whichever files the tokenizer was saved as; empty when from none."""
+    tokenizer = _read(folder / "tokenizer.json")
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    tokens: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {}
+    tokens |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
+    tokens |= _read(folder / "vocab.json")
+    added = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    return tokens | {entry["content"]: int(number) for number, entry in added.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text())
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,70 @@
+"""A 64-bit digest of a tensor's bytes that is the same on every device, for "does the engine hold what was trained?".
+
+It depends on every bit and its position, so a swap of two values or a flipped sign shows. It guards against mistakes,
+not against an adversary. Memory-bound: several GB/s on one core.
+
+The bytes are read as 32-bit words w, cut into blocks of `BLOCK_WORDS`. A block's sum is Σ w·m mod 2^64 with fixed
+pseudo-random odd 64-bit multipliers m (multilinear hashing: two words that differ cannot cancel except with probability
+2^-32); the blocks' sums are mixed with their number by splitmix64's finaliser and added up.
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+BLOCK_WORDS = 1 << 15
+"""Words per block: the block and its multipliers stay in a core's cache."""
+
+_BLOCKS_AT_ONCE = 256
+"""Bounds the memory that a digest needs beside the tensor: 64 MiB."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """The digest of the tensor's elements in logical (row-major) order, on whatever device they are; 0 to 2^64 - 1.
+
+    dtype and shape take no part: compare them by other means.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    num_bytes = data.numel()
+    if num_bytes % 4 or data.storage_offset() % 4:
+        data = torch.nn.functional.pad(data, (0, -num_bytes % 4))
+    words_N = data.view(torch.int32)
+    multipliers_N = _multipliers(str(words_N.device))
+    total = _mix(num_bytes)
+    step = BLOCK_WORDS if words_N.device.type == "cpu" else BLOCK_WORDS * _BLOCKS_AT_ONCE
+    for first in range(0, words_N.numel(), step):
+        part_N = words_N[first : first + step]
+        for number, block_sum in enumerate(_block_sums(part_N, multipliers_N), first // BLOCK_WORDS):
+            total = (total + _mix(block_sum + (number + 1) * _GOLDEN)) & _MASK
+    return total
+
+
+def _block_sums(words_N: torch.Tensor, multipliers_N: torch.Tensor) -> list[int]:
+    """Σ w·m of each block, the last one possibly short."""
+    if words_N.numel() <= BLOCK_WORDS:
+        return [int((words_N.to(torch.int64) * multipliers_N[: words_N.numel()]).sum())]
+    num_full = words_N.numel() // BLOCK_WORDS
+    full_BN = words_N[: num_full * BLOCK_WORDS].view(num_full, BLOCK_WORDS)
+    sums: list[int] = (full_BN.to(torch.int64) * multipliers_N).sum(dim=1).tolist()
+    rest_N = words_N[num_full * BLOCK_WORDS :]
+    return sums + (_block_sums(rest_N, multipliers_N) if rest_N.numel() else [])
+
+
+@functools.cache
+def _multipliers(device: str) -> torch.Tensor:
+    numbers = np.arange(1, BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
+
+
+def _mix(number: int) -> int:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    number &= _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)

@@ -1,0 +1,151 @@
+"""What a push holds and how it is packed: named tensors, laid end to end in buckets of bounded size.
+
+Trainer and engine must see the same bytes in the same order, so the layout depends on names, dtypes, shapes and
+their order alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from penstock.errors import InvalidRequestError
+from penstock.v1 import rollout_pb2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a push."""
+
+    name: str
+    """Its name in the checkpoint."""
+    dtype: str
+    """Its torch dtype without the prefix: "bfloat16"."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in a bucket."""
+        return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """The buckets of a push, in the order in which they are broadcast; each is the tensors that it concatenates."""
+
+    buckets: tuple[tuple[TensorSpec, ...], ...]
+
+    @classmethod
+    def plan(cls, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int) -> "Manifest":
+        """Fill buckets in order; a tensor above the limit, or one that would lie unaligned, starts a bucket of its own.
+
+        Raises:
+            ValueError: a name comes twice.
+        """
+        buckets: list[list[TensorSpec]] = []
+        filled, seen = 0, set()
+        for name, tensor in tensors:
+            if name in seen:
+                raise ValueError(f"tensor {name} comes twice; push tied parameters once")
+            seen.add(name)
+            spec = TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            unaligned = filled % tensor.element_size() != 0
+            if not buckets or unaligned or filled + spec.num_bytes > max_bucket_bytes:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(spec)
+            filled += spec.num_bytes
+        return cls(tuple(tuple(bucket) for bucket in buckets))
+
+    @classmethod
+    def from_proto(cls, message: rollout_pb2.WeightManifest) -> "Manifest":
+        """Read and check a message.
+
+        Raises:
+            InvalidRequestError: no tensors, a name that comes twice, a dtype unknown to torch or a negative size.
+        """
+        manifest = cls(
+            tuple(
+                tuple(TensorSpec(name=spec.name, dtype=spec.dtype, shape=tuple(spec.shape)) for spec in bucket.tensors)
+                for bucket in message.buckets
+            )
+        )
+        names = [spec.name for spec in manifest.tensors]
+        if not names or not all(manifest.buckets):
+            raise InvalidRequestError("manifest holds a bucket without tensors, or none; announce what the push holds")
+        if len(set(names)) != len(names):
+            raise InvalidRequestError("manifest names a tensor twice; push tied parameters once")
+        for spec in manifest.tensors:
+            dtype_of(spec.dtype)
+            if any(size < 0 for size in spec.shape):
+                raise InvalidRequestError(f"manifest: tensor {spec.name} has shape {list(spec.shape)}")
+        return manifest
+
+    def to_proto(self) -> rollout_pb2.WeightManifest:
+        """The message."""
+        return rollout_pb2.WeightManifest(
+            buckets=[
+                rollout_pb2.WeightBucket(
+                    tensors=[
+                        rollout_pb2.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in bucket
+                    ]
+                )
+                for bucket in self.buckets
+            ]
+        )
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """All tensors, in order."""
+        return [spec for bucket in self.buckets for spec in bucket]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+
+def pack(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A bucket's bytes, uint8[bytes], on the tensors' device: the tensors end to end, each in row-major order.
+
+    Raises:
+        ValueError: a tensor is not what the manifest says.
+    """
+    parts = []
+    for spec in bucket:
+        tensor = tensors[spec.name].detach()
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != dtype_of(spec.dtype):
+            raise ValueError(
+                f"tensor {spec.name} is {tensor.dtype}{list(tensor.shape)}, announced as {spec.dtype}{spec.shape}"
+            )
+        parts.append(tensor.contiguous().view(-1).view(torch.uint8))
+    return torch.cat(parts)
+
+
+def unpack(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket's bytes; the inverse of `pack`. They are copies, so that each is aligned.
+
+    Raises:
+        ValueError: the bytes are more or fewer than the manifest says.
+    """
+    if data.numel() != sum(spec.num_bytes for spec in bucket):
+        raise ValueError(f"bucket holds {data.numel()} bytes, announced were {sum(spec.num_bytes for spec in bucket)}")
+    tensors, first = {}, 0
+    for spec in bucket:
+        part = data[first : first + spec.num_bytes].clone()
+        tensors[spec.name] = part.view(dtype_of(spec.dtype)).view(spec.shape)
+        first += spec.num_bytes
+    return tensors
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidRequestError(f"dtype {name!r} is none that torch has; give for example 'bfloat16'")
+    return dtype

@@ -1,0 +1,29 @@
+"""The recipe: everything that a run is, in one TOML file that all its processes read.
+
+Imports the services' settings only, so that a mistyped key is answered before anything heavy is loaded.
+"""
+
+from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig
+from penstock.launch.config import LaunchConfig
+from services.reward.config import RewardConfig
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.worker.config import WorkerConfig
+from services.router.config import RouterConfig
+from services.trainer.config import DataConfig, TrainerConfig
+
+
+class Recipe(Config):
+    """All sections of a recipe; only [model] has no defaults."""
+
+    model: ModelConfig
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    worker: WorkerConfig = WorkerConfig()
+    reward: RewardConfig = RewardConfig()
+    router: RouterConfig = RouterConfig()
+    bus: BusConfig = BusConfig()
+    log: LogConfig = LogConfig()
+    launch: LaunchConfig = LaunchConfig()

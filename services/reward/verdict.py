@@ -1,0 +1,36 @@
+"""What a judgement is: the words of the verdict, named as in the contract."""
+
+import enum
+from dataclasses import dataclass
+
+
+class Status(enum.StrEnum):
+    """How a verdict was reached: the contract's VerdictStatus without its prefix."""
+
+    OK = "OK"
+    NO_ANSWER = "NO_ANSWER"
+    GOLD_INVALID = "GOLD_INVALID"
+    UNPARSEABLE = "UNPARSEABLE"
+    TIMEOUT = "TIMEOUT"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    TOO_LARGE = "TOO_LARGE"
+
+
+class Method(enum.StrEnum):
+    """What decided: the contract's VerdictMethod without its prefix."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    EXACT = "EXACT"
+    STRUCTURE = "STRUCTURE"
+    SYMBOLIC = "SYMBOLIC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The judgement of one response."""
+
+    status: Status
+    correct: bool = False
+    extracted: str = ""
+    """The answer as the response has it."""
+    method: Method = Method.UNSPECIFIED

@@ -1,0 +1,1 @@
+"""Rollout: the engines that generate and the workers that play episodes."""

@@ -1,0 +1,1 @@
+"""The rollout engine: one SGLang engine behind gRPC."""

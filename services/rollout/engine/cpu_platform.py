@@ -1,0 +1,29 @@
+"""The platform on which SGLang runs where there is no GPU: plain PyTorch, no kernels of its own.
+
+SGLang finds `activate` through the entry-point group `sglang.srt.platforms`. On machines with CUDA it steps aside.
+"""
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """A CPU that runs every model on its native PyTorch path."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        """Attention in plain PyTorch."""
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        """Layers take their native path."""
+        return "native"
+
+
+def activate() -> str | None:
+    """The platform's class by name, or None where CUDA is available."""
+    return None if torch.cuda.is_available() else f"{__name__}.{CpuPlatform.__name__}"

@@ -1,0 +1,5 @@
+"""SGLang's qwen3_vl."""
+
+from sglang.srt.models.qwen3_vl import EntryClass
+
+__all__ = ["EntryClass"]

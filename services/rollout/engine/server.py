@@ -1,0 +1,178 @@
+"""The life of a rollout engine: start SGLang, serve, hold a lease, drain.
+
+SGLang starts first, because it forks and nothing with threads may be there yet. If one of its processes dies, this
+process drops its lease and ends with an error, so that whoever supervises it starts another.
+"""
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+from google.protobuf import json_format
+
+from penstock.bus.connection import connect
+from penstock.bus.leases import Lease, held
+from penstock.config import BusConfig, ModelConfig, RunConfig
+from penstock.errors import SetupError, UnavailableError
+from penstock.rpc.server import RpcServer, service_name
+from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.servicers import GenerateServicer, ReplicaView, RolloutServicer
+from services.rollout.engine.sglang_engine import SglangEngine
+from services.rollout.engine.sglang_weights import SglangWeights
+from services.rollout.engine.weights import WeightReceiver
+
+log = structlog.get_logger()
+
+_LOAD_INTERVAL_S = 1.0
+
+
+class RolloutRecipe(Protocol):
+    """The part of a recipe that an engine reads."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's name."""
+
+    @property
+    def bus(self) -> BusConfig:
+        """Where the lease is kept."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """What to serve."""
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """Its own section."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineServer:
+    """A running engine and its parts."""
+
+    engine: SglangEngine
+    receiver: WeightReceiver
+    view: ReplicaView
+    changed: asyncio.Event
+    """Set at each change that others should see at once."""
+
+
+async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
+    """Run an engine until `stop` is set, then drain it.
+
+    Raises:
+        SetupError: NATS is out of reach, the port is taken, or SGLang does not start.
+        UnavailableError: one of SGLang's processes died.
+    """
+    _require_free_port(recipe.rollout.host, recipe.rollout.port)
+    async with connect(recipe.bus, run=recipe.run.name):
+        log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
+    async with running(recipe.rollout, recipe.model.path) as server:
+        async with connect(recipe.bus, run=recipe.run.name) as bus:
+            bucket = await bus.bucket("replicas", ttl_s=recipe.bus.lease_ttl_s)
+            lease_of_server = held(bucket, server.view.replica_id, lambda: _lease(server), ttl_s=recipe.bus.lease_ttl_s)
+            async with lease_of_server as lease:
+                await _until_stopped(server, lease, stop)
+                server.view.draining = True
+                await lease.renew()
+        if server.engine.died.is_set():
+            raise UnavailableError("the engine died: one of SGLang's processes ended; start the engine again")
+
+
+@asynccontextmanager
+async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[EngineServer]:
+    """Run an engine and its gRPC server for as long as the context lasts, without a lease.
+
+    On leaving it, calls in progress may finish within `grace_s`; then every process of SGLang's is ended.
+    """
+    engine = await SglangEngine.start(config, model_path)
+    changed = asyncio.Event()
+    receiver = WeightReceiver(
+        SglangWeights(engine),
+        prepare_deadline_s=config.prepare_deadline_s,
+        push_deadline_s=config.push_deadline_s,
+        on_change=changed.set,
+    )
+    # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.
+    view = ReplicaView(config, engine, receiver)
+    server = RpcServer(host=config.host, port=config.port)
+    server.add(
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server,
+        GenerateServicer(config, engine, receiver, view),
+        service_name(generate_pb2.DESCRIPTOR, "GenerateService"),
+    )
+    server.add(
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+        RolloutServicer(receiver, view),
+        service_name(rollout_pb2.DESCRIPTOR, "RolloutService"),
+    )
+    try:
+        await receiver.open()
+        port = await server.start()
+        view.address = f"{_advertised(config)}:{port}"
+        log.info("engine.serving", replica_id=view.replica_id, address=view.address)
+        try:
+            yield EngineServer(engine, receiver, view, changed)
+        finally:
+            view.draining = True
+            await server.drain(0.0 if engine.died.is_set() else config.grace_s)
+    finally:
+        await receiver.close()
+        await engine.shutdown()
+
+
+async def _until_stopped(server: EngineServer, lease: Lease, stop: asyncio.Event) -> None:
+    """Keep the lease true until `stop` is set or the engine died."""
+
+    async def renew_on_change() -> None:
+        while True:
+            await server.changed.wait()
+            server.changed.clear()
+            await lease.renew()
+
+    async def follow_load() -> None:
+        while True:
+            await server.view.refresh()
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+
+    helpers = [asyncio.create_task(renew_on_change()), asyncio.create_task(follow_load())]
+    ends: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (stop, server.engine.died)]
+    try:
+        await asyncio.wait([*ends, *helpers], return_when=asyncio.FIRST_COMPLETED)
+        for task in helpers:
+            if task.done():
+                task.result()  # neither ever returns: this raises why one failed
+    finally:
+        for task in (*helpers, *ends):
+            task.cancel()
+        await asyncio.gather(*helpers, *ends, return_exceptions=True)
+
+
+def _lease(server: EngineServer) -> bytes:
+    return json_format.MessageToJson(server.view.describe(), indent=None).encode()
+
+
+def _advertised(config: RolloutConfig) -> str:
+    if config.advertise_host:
+        return config.advertise_host
+    return socket.gethostname() if config.host in ("0.0.0.0", "::", "[::]") else config.host
+
+
+def _require_free_port(host: str, port: int) -> None:
+    """Notice before a minute of loading that the port is taken."""
+    if port == 0:
+        return
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SetupError(
+                f"rollout.port = {port} on {host}: {error.strerror}; choose another, or 0 for any that is free"
+            ) from None

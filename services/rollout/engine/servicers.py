@@ -1,0 +1,186 @@
+"""The engine's two gRPC services: generation, and its control side."""
+
+import asyncio
+import uuid
+from typing import Any
+
+import grpc.aio
+
+from penstock.errors import NotReadyError, OverloadedError, UnavailableError
+from penstock.rpc.server import deadline_s
+from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from penstock.weights.manifest import Manifest
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.prompt import Turn
+from services.rollout.engine.sglang_engine import Generation, Load, SglangEngine
+from services.rollout.engine.weights import WeightReceiver
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ReplicaView:
+    """This engine, as its lease tells others."""
+
+    def __init__(self, config: RolloutConfig, engine: SglangEngine, receiver: WeightReceiver) -> None:
+        """A view of `engine` and `receiver`; `address` is set when the server listens."""
+        self.replica_id = f"engine-{uuid.uuid4().hex[:12]}"
+        self.address = ""
+        self.draining = False
+        self._config = config
+        self._engine = engine
+        self._receiver = receiver
+        self._load = Load(num_running=0, num_queued=0, kv_use=0.0)
+
+    async def refresh(self) -> None:
+        """Take note of the engine's load."""
+        self._load = await self._engine.load()
+
+    @property
+    def state(self) -> common_pb2.ReplicaState.ValueType:
+        """Where the engine is in its life."""
+        return common_pb2.REPLICA_STATE_DRAINING if self.draining else self._receiver.state
+
+    def describe(self) -> common_pb2.Replica:
+        """The replica as it is now."""
+        return common_pb2.Replica(
+            replica_id=self.replica_id,
+            address=self.address,
+            role=common_pb2.REPLICA_ROLE_UNIFIED,
+            state=self.state,
+            policy_version=self._receiver.version,
+            num_running=self._load.num_running,
+            num_queued=max(0, self._engine.num_in_flight - self._load.num_running),
+            max_running=self._config.max_running,
+            kv_use=self._load.kv_use,
+        )
+
+
+class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
+    """Plays turns."""
+
+    def __init__(
+        self, config: RolloutConfig, engine: SglangEngine, receiver: WeightReceiver, view: ReplicaView
+    ) -> None:
+        """Generate with `engine`, while `receiver` holds sound weights."""
+        self._config = config
+        self._engine = engine
+        self._receiver = receiver
+        self._view = view
+        self._num_calls = 0
+
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:  # noqa: N802 - the contract's name
+        """Play one turn."""
+        self._admit(request)
+        self._num_calls += 1
+        try:
+            async with asyncio.timeout(deadline_s(context, default=self._config.request_deadline_s)):
+                turn = await self._check(request)
+                self._require_serving()  # again: a push may have failed while images were decoded
+                return self._respond(await self._engine.generate(turn))
+        finally:
+            self._num_calls -= 1
+
+    def _admit(self, request: generate_pb2.GenerateRequest) -> None:
+        self._require_serving()
+        if request.min_policy_version > self._receiver.version:
+            raise NotReadyError(
+                f"min_policy_version = {request.min_policy_version}, but this engine serves version "
+                f"{self._receiver.version}; ask another replica, or wait for its next push"
+            )
+        limit = self._config.max_running + self._config.max_queued
+        if self._num_calls >= limit:
+            raise OverloadedError(
+                f"{limit} requests are in the engine already (rollout.max_running + rollout.max_queued); "
+                "try again later"
+            )
+
+    def _require_serving(self) -> None:
+        state = self._view.state
+        if state in (common_pb2.REPLICA_STATE_BROKEN, common_pb2.REPLICA_STATE_DRAINING):
+            raise UnavailableError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
+
+    async def _check(self, request: generate_pb2.GenerateRequest) -> Turn:
+        if request.images:  # decoding takes milliseconds that the event loop does not have
+            return await asyncio.to_thread(self._engine.checker.check, request)
+        return self._engine.checker.check(request)
+
+    def _respond(self, generation: Generation) -> generate_pb2.GenerateResponse:
+        return generate_pb2.GenerateResponse(
+            output_ids=generation.output_ids,
+            logprobs=generation.logprobs,
+            version_spans=[
+                common_pb2.VersionSpan(num_tokens=length, policy_version=version)
+                for length, version in generation.version_spans
+            ],
+            finish_reason=generate_pb2.FINISH_REASON_STOP if generation.stopped else generate_pb2.FINISH_REASON_LENGTH,
+            usage=generate_pb2.Usage(
+                num_prompt_tokens=generation.num_prompt_tokens,
+                num_cached_tokens=generation.num_cached_tokens,
+                num_output_tokens=len(generation.output_ids),
+            ),
+            replica_id=self._view.replica_id,
+        )
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Takes pushes."""
+
+    def __init__(self, receiver: WeightReceiver, view: ReplicaView) -> None:
+        """Hand pushes to `receiver`; `view` answers for the replica."""
+        self._receiver = receiver
+        self._view = view
+
+    async def GetReplica(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.GetReplicaRequest, context: Context
+    ) -> rollout_pb2.GetReplicaResponse:
+        """Tell what the lease tells."""
+        await self._view.refresh()
+        return rollout_pb2.GetReplicaResponse(replica=self._view.describe())
+
+    async def PrepareWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.PrepareWeightsRequest, context: Context
+    ) -> rollout_pb2.PrepareWeightsResponse:
+        """Announce a push and join its group."""
+        manifest = Manifest.from_proto(request.manifest)
+        await self._receiver.prepare(request.push_id, request.policy_version, request.group, manifest)
+        return rollout_pb2.PrepareWeightsResponse()
+
+    async def PauseGeneration(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.PauseGenerationRequest, context: Context
+    ) -> rollout_pb2.PauseGenerationResponse:
+        """Stop generation."""
+        await self._receiver.pause(request.push_id)
+        return rollout_pb2.PauseGenerationResponse()
+
+    async def ReceiveWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """Take all buckets."""
+        manifest = await self._receiver.receive(request.push_id)
+        return rollout_pb2.ReceiveWeightsResponse(num_tensors=len(manifest.tensors), num_bytes=manifest.num_bytes)
+
+    async def VerifyWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.VerifyWeightsRequest, context: Context
+    ) -> rollout_pb2.VerifyWeightsResponse:
+        """Compute digests."""
+        return rollout_pb2.VerifyWeightsResponse(digests=await self._receiver.verify(request.push_id))
+
+    async def CommitWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.CommitWeightsRequest, context: Context
+    ) -> rollout_pb2.CommitWeightsResponse:
+        """Make the version current."""
+        await self._receiver.commit(request.push_id)
+        return rollout_pb2.CommitWeightsResponse()
+
+    async def ResumeGeneration(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.ResumeGenerationRequest, context: Context
+    ) -> rollout_pb2.ResumeGenerationResponse:
+        """Let generation go on."""
+        await self._receiver.resume(request.push_id)
+        return rollout_pb2.ResumeGenerationResponse()
+
+    async def AbortWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.AbortWeightsRequest, context: Context
+    ) -> rollout_pb2.AbortWeightsResponse:
+        """End a push that cannot be completed."""
+        return rollout_pb2.AbortWeightsResponse(state=await self._receiver.abort(request.push_id, request.reason))

@@ -1,0 +1,102 @@
+"""The settings under which SGLang runs: on a GPU as it comes, on a CPU as plain PyTorch in one thread.
+
+`environment` must be in place before torch is imported, so nothing here imports it.
+"""
+
+import ctypes
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.sglang_variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
+
+MAX_CPU_TOKENS = 65_536
+"""KV cache of an engine on a CPU, in tokens, unless the recipe says otherwise."""
+
+MAX_FLOAT32_PARAMETERS = 50_000_000
+"""Up to here an engine on a CPU computes in float32, which agrees with the trainer to 1e-6."""
+
+
+def has_cuda() -> bool:
+    """Whether there is a GPU that this process may use. Asks the driver, so that torch need not be imported yet."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+    """Environment variables to set before torch or SGLang is imported."""
+    shared = {
+        # The image-embedding cache outlives weight updates: embeddings of an older policy would be served.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        GROUP_TIMEOUT_VARIABLE: str(config.prepare_deadline_s),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cuda:
+        return {**shared, START_METHOD_VARIABLE: "spawn"}
+    return {
+        **shared,
+        START_METHOD_VARIABLE: "fork",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "services.rollout.engine.models",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def server_args(config: RolloutConfig, model_path: Path, *, cuda: bool) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`."""
+    args: dict[str, Any] = {
+        "model_path": str(model_path),
+        "dtype": config.dtype,
+        "max_running_requests": config.max_running,
+        "skip_tokenizer_init": True,  # token in, token out
+        "weight_version": "0",
+        "log_level": "error",
+        "enable_multimodal": "vision_config" in json.loads((model_path / "config.json").read_text()),
+    }
+    if config.context_length:
+        args["context_length"] = config.context_length
+    if config.max_total_tokens:
+        args["max_total_tokens"] = config.max_total_tokens
+    if cuda:
+        return {**args, "mem_fraction_static": config.gpu_memory_fraction}
+    if config.dtype == "auto":
+        args["dtype"] = "float32" if num_parameters(model_path) <= MAX_FLOAT32_PARAMETERS else "bfloat16"
+    context = context_length(config, model_path)
+    args.setdefault("max_total_tokens", max(context, min(MAX_CPU_TOKENS, config.max_running * context)))
+    return {
+        **args,
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "lora_backend": "torch_native",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+    }
+
+
+def context_length(config: RolloutConfig, model_path: Path) -> int:
+    """The most tokens of prompt and response together."""
+    if config.context_length:
+        return config.context_length
+    model = json.loads((model_path / "config.json").read_text())
+    return int(model.get("text_config", model)["max_position_embeddings"])
+
+
+def num_parameters(model_path: Path) -> int:
+    """Numbers in the checkpoint's safetensors files, counted from their headers."""
+    total = 0
+    for path in model_path.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total

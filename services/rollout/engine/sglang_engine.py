@@ -1,0 +1,262 @@
+"""One SGLang engine inside this process, on this process's event loop.
+
+What is submitted was checked before (`prompt.py`). A call that is cancelled is aborted inside SGLang. If one of SGLang's
+own processes dies, `died` is set: the engine is of no use any more, and the process should end.
+"""
+
+import asyncio
+import dataclasses
+import gc
+import os
+import signal
+import time
+import uuid
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.errors import InvalidRequestError, SetupError, UnavailableError
+from penstock.tokens import forbidden_token_ids
+from services.rollout.engine import settings
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.prompt import PromptChecker, Turn
+
+log = structlog.get_logger()
+
+FORBIDDEN_BIAS = -1e4
+"""Added to the logits of ids that may never be sampled: their probability is exactly 0 in float32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What one turn produced."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """Of the tempered distribution without the forbidden ids, before top-k and top-p."""
+    version_spans: list[tuple[int, int]]
+    """(number of tokens, policy version); they add up to the output."""
+    stopped: bool
+    """True: the last id is a stop token. False: the length ran out."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy the engine is."""
+
+    num_running: int
+    num_queued: int
+    kv_use: float
+    """Share of the KV cache in use, 0 to 1."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    task: asyncio.Task[dict[str, Any]]
+    failure: str = ""
+
+
+class SglangEngine:
+    """Generates tokens. Use `start`; afterwards only from the same event loop."""
+
+    def __init__(self, engine: Any, config: RolloutConfig, model_path: Path) -> None:
+        """Wrap a running `sglang.Engine`."""
+        self._engine = engine
+        self._tokenizer_manager = engine.tokenizer_manager
+        self._logit_bias = {str(token): FORBIDDEN_BIAS for token in forbidden_token_ids(model_path)}
+        self._running: dict[str, _Running] = {}
+        self.died = asyncio.Event()
+        scheduler = engine._scheduler_init_result.scheduler_infos[0]
+        context = settings.context_length(config, model_path)
+        # SGLang keeps a few tokens of the context for itself.
+        max_tokens = min(context - 1, int(scheduler["max_total_num_tokens"]) - 1, int(scheduler["max_req_input_len"]))
+        self.checker = PromptChecker(model_path, max_tokens=max_tokens)
+
+    @classmethod
+    async def start(cls, config: RolloutConfig, model_path: Path) -> "SglangEngine":
+        """Load the model and answer a first request. Blocks the event loop for the 10 to 60 s that loading takes.
+
+        Call it in the main thread and before gRPC is used: on a CPU it forks.
+
+        Raises:
+            SetupError: SGLang did not come up.
+        """
+        started = time.monotonic()
+        cuda = settings.has_cuda()
+        os.environ.update(settings.environment(config, cuda=cuda))
+        # A million objects that live for ever: looking through them takes seconds, while starting and again at the end.
+        gc.disable()
+        from sglang.srt.entrypoints.engine import Engine
+
+        gc.freeze()
+        gc.enable()
+        imported = time.monotonic()
+        try:
+            raw = Engine(**settings.server_args(config, model_path, cuda=cuda))
+        except (RuntimeError, ValueError, OSError, EOFError) as error:
+            raise SetupError(
+                f"SGLang did not start with model {model_path}: {error}; its own log above says more"
+            ) from error
+        engine = cls(raw, config, model_path)
+        engine._watch()
+        await engine.check_health(timeout_s=120.0)
+        log.info(
+            "engine.started",
+            import_s=round(imported - started, 1),
+            load_s=round(time.monotonic() - imported, 1),
+            device="cuda" if cuda else "cpu",
+            dtype=raw.server_args.dtype,
+        )
+        return engine
+
+    @property
+    def tokenizer_manager(self) -> Any:
+        """SGLang's tokenizer manager, whose coroutines control the engine."""
+        return self._tokenizer_manager
+
+    @property
+    def num_in_flight(self) -> int:
+        """Calls of `generate` that have not returned."""
+        return len(self._running)
+
+    async def generate(self, turn: Turn) -> Generation:
+        """Play one turn.
+
+        Raises:
+            InvalidRequestError: SGLang refuses the request.
+            UnavailableError: the engine became unusable while it ran; its tokens are lost.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        # SGLang aborts by prefix of the id, so callers' own ids would not do.
+        request_id = uuid.uuid4().hex
+        request = GenerateReqInput(
+            rid=request_id,
+            input_ids=turn.input_ids,
+            image_data=list(turn.images) or None,
+            sampling_params={
+                "temperature": turn.temperature,
+                "top_p": turn.top_p,
+                "top_k": turn.top_k or -1,
+                "max_new_tokens": turn.max_new_tokens,
+                "stop_token_ids": turn.stop_token_ids,
+                "logit_bias": self._logit_bias or None,
+            },
+            return_logprob=True,
+            stream=False,
+        )
+        running = _Running(asyncio.create_task(self._collect(request)))
+        self._running[request_id] = running
+        try:
+            return _generation(await running.task)
+        except asyncio.CancelledError:
+            if running.failure:
+                raise UnavailableError(running.failure) from None
+            raise
+        except ValueError as error:
+            raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
+        finally:
+            del self._running[request_id]
+            running.task.cancel()
+            self._tokenizer_manager.abort_request(rid=request_id)
+
+    def fail_running(self, reason: str) -> None:
+        """End all running calls with an UnavailableError that says `reason`."""
+        for running in self._running.values():
+            running.failure = reason
+            running.task.cancel()
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Generate one token.
+
+        Raises:
+            UnavailableError: it did not come within `timeout_s`.
+        """
+        turn = Turn(input_ids=[0], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=[])
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.generate(turn)
+        except TimeoutError:
+            raise UnavailableError(f"the engine produced no token within {timeout_s} s") from None
+
+    async def load(self) -> Load:
+        """How busy SGLang is, as it said last."""
+        snapshots = await self._tokenizer_manager.get_loads()
+        return Load(
+            num_running=sum(snapshot.num_running_reqs for snapshot in snapshots),
+            num_queued=sum(snapshot.num_waiting_reqs for snapshot in snapshots),
+            kv_use=max((snapshot.token_usage for snapshot in snapshots), default=0.0),
+        )
+
+    async def shutdown(self) -> None:
+        """End SGLang's processes and wait until they are gone."""
+        self.fail_running("the engine shuts down")
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGQUIT)
+        tasks = [task for task in self._tokenizer_manager.asyncio_tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._engine.shutdown)
+
+    def _watch(self) -> None:
+        """Have SGLang's signal handlers do what this process needs, not what SGLang's own server does."""
+
+        engine = self
+
+        class Signals:
+            def __init__(self, _tokenizer_manager: Any) -> None:
+                pass
+
+            def sigterm_handler(self) -> None:
+                # SGLang takes SIGTERM away from the process; SIGINT means the same here and is still its own.
+                signal.raise_signal(signal.SIGINT)
+
+            def running_phase_sigquit_handler(self) -> None:
+                log.error(
+                    "engine.died", remedy="SGLang's log above says why; the process ends and should be started again"
+                )
+                engine.died.set()
+                engine.fail_running("the engine died")
+
+        self._tokenizer_manager.signal_handler_class = Signals
+        self._tokenizer_manager.auto_create_handle_loop()
+
+    async def _collect(self, request: Any) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async with aclosing(self._tokenizer_manager.generate_request(request, None)) as responses:
+            async for response in responses:
+                last = response
+        return last
+
+
+def _generation(response: dict[str, Any]) -> Generation:
+    """Read SGLang's answer, and insist that its parts agree."""
+    meta = response["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise UnavailableError(f"SGLang ended the request: {meta['finish_reason'].get('message', reason)}")
+    output_ids = list(response["output_ids"])
+    logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+    spans = [
+        (span["end"] - span["start"], int(span["version"]))
+        for span in meta["weight_versions"]
+        if span["end"] > span["start"]
+    ]
+    scored_ids = [entry[1] for entry in meta["output_token_logprobs"]]
+    if scored_ids != output_ids or sum(length for length, _ in spans) != len(output_ids):
+        raise RuntimeError(
+            f"SGLang's answer contradicts itself: {len(output_ids)} ids, {len(logprobs)} logprobs, version spans {spans}"
+        )
+    return Generation(
+        output_ids=output_ids,
+        logprobs=logprobs,
+        version_spans=spans,
+        stopped=reason == "stop",
+        num_prompt_tokens=meta["prompt_tokens"],
+        num_cached_tokens=meta["cached_tokens"],
+    )

@@ -1,0 +1,64 @@
+"""What Penstock changes in SGLang, through SGLang's own plugin hooks; nothing is patched behind its back.
+
+SGLang calls `register` in every one of its processes (entry-point group `sglang.srt.plugins`), with or without Penstock around it, so
+each hook must leave a plain SGLang as it was.
+"""
+
+import datetime
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from services.rollout.engine.sglang_variables import DIGEST_ACTION, GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
+
+
+def register() -> None:
+    """Register the hooks."""
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _check_weights, HookType.AROUND)
+    if os.environ.get(START_METHOD_VARIABLE):
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
+        HookRegistry.register("sglang.srt.utils.common.kill_itself_when_parent_died", _detach_signals, HookType.AFTER)
+    if os.environ.get(GROUP_TIMEOUT_VARIABLE):
+        HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)
+
+
+def _set_start_method(_result: None, *_args: Any, **_kwargs: Any) -> None:
+    method = os.environ[START_METHOD_VARIABLE]
+    multiprocessing.set_start_method(method, force=True)
+    if threading.current_thread() is threading.main_thread():
+        # A child that dies while SGLang starts closes its pipe, and that is reported in order. SGLang's own handler
+        # would kill this process before it can say why.
+        signal.signal(signal.SIGQUIT, _note_signal)
+
+
+def _note_signal(_number: int, _frame: object) -> None:
+    """A signal that needs no answer."""
+
+
+def _detach_signals(_result: None) -> None:
+    """In a child: Ctrl-C reaches the whole process group, but children end when their engine has drained, not before."""
+    signal.set_wakeup_fd(-1)  # after a fork it still is the parent's event loop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    timeout = datetime.timedelta(seconds=float(os.environ[GROUP_TIMEOUT_VARIABLE]))
+    return args, {**kwargs, "timeout": timeout}
+
+
+def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    if action != DIGEST_ACTION:
+        return handle(checker, action, *args, **kwargs)
+    from services.rollout.engine.parameters import digests_of
+
+    return {
+        "checksums": digests_of(checker._get_model()),
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
+    }

@@ -1,0 +1,33 @@
+"""What travels from the engine's process to the hooks inside SGLang's, as environment variables and agreed names."""
+
+import dataclasses
+
+START_METHOD_VARIABLE = "PENSTOCK_SGLANG_START_METHOD"
+"""How SGLang's children start: "fork" shares the parent's imports and saves each child 20 s. Unset: not an engine of ours."""
+
+GROUP_TIMEOUT_VARIABLE = "PENSTOCK_WEIGHT_GROUP_TIMEOUT_S"
+"""Seconds after which SGLang's part in a weight group gives up. Unset: torch's own half an hour."""
+
+DIGEST_ACTION = "penstock_digests"
+"""Action of SGLang's weight checker that answers with `penstock.weights.digest` of every parameter, by checkpoint name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """A parameter as the engine holds it."""
+
+    digest: int
+    """`penstock.weights.digest` of its bytes."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def describe_parameter(parameter: HeldParameter) -> str:
+    """The parameter as one string, the only kind of value that SGLang's weight checker carries."""
+    return f"{parameter.digest}|{parameter.dtype}|{','.join(map(str, parameter.shape))}"
+
+
+def parse_parameter(text: str) -> HeldParameter:
+    """The inverse of `describe_parameter`."""
+    digest, dtype, shape = text.split("|")
+    return HeldParameter(digest=int(digest), dtype=dtype, shape=tuple(int(size) for size in shape.split(",") if size))

@@ -1,0 +1,30 @@
+"""Configuration of the rollout worker: section `[worker]` of a recipe."""
+
+import pydantic
+
+from penstock.config import Config
+
+
+class WorkerConfig(Config):
+    """How many groups a worker plays, with whom, and for how long."""
+
+    num: int = pydantic.Field(default=1, ge=1)
+    """Worker processes that `penstock train` starts."""
+    concurrency: int = pydantic.Field(default=16, ge=1)
+    """Prompt groups that one worker process plays at once."""
+    router_address: str = ""
+    """host:port of the router, or of a single engine. Empty: the router's port on this machine."""
+    reward_address: str = ""
+    """host:port of the reward service. Empty: the reward service's port on this machine."""
+    environments: dict[str, str] = pydantic.Field(default_factory=dict)
+    """Your own environments: name, as prompts call it, to "package.module:Class"."""
+    max_turns: int = pydantic.Field(default=1, ge=1)
+    """Most Generate calls of one episode; an environment may end it earlier."""
+    generate_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """Deadline of one Generate call."""
+    verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """Deadline of the call that has a group judged."""
+    episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
+    """A group whose episodes and verdicts take longer, waiting for the router included, is put back for another try."""
+    grace_s: float = pydantic.Field(default=5.0, ge=0)
+    """When stopping, how long groups in hand may still take; then they are put back."""

@@ -1,0 +1,1 @@
+"""Environments: what answers a turn."""

@@ -1,0 +1,157 @@
+"""Messages to token ids, with the model's own chat template.
+
+Invariants: exactly one placeholder id per image; text never becomes a special token, whatever it says; what a policy
+said is never tokenised again: a later turn's ids are appended to the ids before it. Needs transformers' tokenizers,
+not torch.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.errors import ConfigError, InvalidRequestError
+from penstock.records import Message, TextPart
+from penstock.tokens import image_token_id
+
+# Text that spells a special token is taken out before the template is filled in, and spelt out in ordinary tokens
+# afterwards. Private-use characters mark its place; where a text holds these themselves they are taken out likewise.
+_OPEN, _CLOSE, _ASSISTANT = "\ue000", "\ue001", "\ue002"
+_TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class Renderer:
+    """One model's chat template and tokenizer. Not for use by several threads at once."""
+
+    def __init__(self, tokenizer: Any, *, image_token_id: int | None) -> None:
+        """Wrap a transformers tokenizer; `image_token_id` is None for a model that takes no images.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+        """
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "model.path holds no chat template; put the instruct model's chat_template.jinja beside the tokenizer"
+            )
+        self._tokenizer = tokenizer
+        self._image_token_id = image_token_id
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= set(tokenizer.all_special_tokens)
+        self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(special)))
+        alternatives = [re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token))]
+        self._forged = re.compile("|".join([*alternatives, f"[{_OPEN}{_CLOSE}{_ASSISTANT}]"]))
+
+    @classmethod
+    def load(cls, model_path: Path) -> Self:
+        """Read tokenizer, template and special ids from a checkpoint's folder; never from the network.
+
+        Raises:
+            ConfigError: the folder has no tokenizer that loads, or no chat template.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"model.path = {str(model_path)!r}: no tokenizer could be loaded: {str(error).splitlines()[0]}"
+            ) from None
+        return cls(tokenizer, image_token_id=image_token_id(model_path))
+
+    def render_prompt(self, messages: Sequence[Message], *, num_images: int) -> list[int]:
+        """The ids of a conversation, up to where the assistant begins to speak.
+
+        Raises:
+            InvalidRequestError: the placeholders are not as many as the images, or the template refuses.
+        """
+        taken_out: list[str] = []
+        rendered = self._fill_template([self._to_chat(message, taken_out) for message in messages])
+        return self._tokenize(rendered, taken_out, num_images=num_images)
+
+    def render_continuation(self, last_id: int, messages: Sequence[Message], *, num_images: int) -> list[int]:
+        """The ids that follow an assistant's turn: its end, `messages`, and where the assistant speaks again.
+
+        Args:
+            last_id: Last id of the assistant's turn. If the policy closed its turn itself, the end is not repeated.
+            messages: What the assistant is told next.
+            num_images: Images that these messages show.
+
+        Raises:
+            InvalidRequestError: as in `render_prompt`, or the template cannot be continued.
+        """
+        taken_out: list[str] = []
+        before = [self._content("user", "?"), self._content("assistant", _ASSISTANT)]
+        rendered = self._fill_template(before + [self._to_chat(message, taken_out) for message in messages])
+        _, mark, tail = rendered.partition(_ASSISTANT)
+        if not mark or _ASSISTANT in tail:
+            raise InvalidRequestError(
+                "the model's chat template does not give an assistant's text as it is; play single turns"
+            )
+        ids = self._tokenize(tail, taken_out, num_images=num_images)
+        return ids[1:] if ids[:1] == [last_id] else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
+        """The message as chat templates know it, with text that spells special tokens taken out."""
+
+        def take_out(match: re.Match[str]) -> str:
+            taken_out.append(match[0])
+            return f"{_OPEN}{len(taken_out) - 1}{_CLOSE}"
+
+        # Neighbouring texts are joined first: together they may spell what neither does alone.
+        content: list[dict[str, str]] = []
+        for part in message.parts:
+            if not isinstance(part, TextPart):
+                content.append({"type": "image"})
+            elif content and content[-1]["type"] == "text":
+                content[-1]["text"] += part.text
+            else:
+                content.append({"type": "text", "text": part.text})
+        for piece in content:
+            if piece["type"] == "text":
+                piece["text"] = self._forged.sub(take_out, piece["text"])
+        if self._image_token_id is not None:
+            return {"role": message.role, "content": content}
+        if any(piece["type"] == "image" for piece in content):
+            raise InvalidRequestError(
+                "the prompt has images, but the model takes none: its config.json has no image_token_id"
+            )
+        return {"role": message.role, "content": "".join(piece["text"] for piece in content)}
+
+    def _content(self, role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": text if self._image_token_id is None else [{"type": "text", "text": text}]}
+
+    def _fill_template(self, chat: list[dict[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in chat)
+            raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
+
+    def _tokenize(self, rendered: str, taken_out: Sequence[str], *, num_images: int) -> list[int]:
+        ids: list[int] = []
+        for place, piece in enumerate(_TAKEN_OUT.split(rendered)):
+            if place % 2 == 0:
+                ids += self._tokenizer(piece, add_special_tokens=False).input_ids
+            else:
+                ids += self._spell_out(taken_out[int(piece)])
+        num_placeholders = 0 if self._image_token_id is None else ids.count(self._image_token_id)
+        if num_placeholders != num_images:
+            raise InvalidRequestError(
+                f"the chat template made {num_placeholders} image placeholders (id {self._image_token_id}) "
+                f"for {num_images} images; they must be as many"
+            )
+        return ids
+
+    def _spell_out(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        if not self._special_ids.isdisjoint(ids):
+            raise InvalidRequestError(
+                f"the text holds {text!r}, which the tokenizer cannot spell in ordinary tokens; remove it from the data"
+            )
+        return ids

@@ -1,0 +1,46 @@
+"""Group advantages of GRPO.
+
+Legend: N = samples of the batch. All in float64: in float32 eight rewards of 0.9 do not average to 0.9, and dividing
+the difference by a vanishing standard deviation turns it into a gradient. Invariant: equal rewards have advantage
+exactly 0.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+STD_EPS = 1e-6
+"""Added to the standard deviation, as verl does."""
+
+
+def group_advantages(
+    rewards_N: np.ndarray, groups_N: np.ndarray, *, kind: Literal["grpo", "dr_grpo"] = "grpo"
+) -> np.ndarray:
+    """Return float64[N]: how much better each sample is than its group.
+
+    grpo:    A = (r - mean) / (std + 1e-6), std with n - 1 in its denominator (Shao et al. 2024, section 4.1.2; as verl)
+    dr_grpo: A = r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training")
+
+    Args:
+        rewards_N: Rewards.
+        groups_N: Group of each sample, any integers in any order.
+        kind: Which of the two.
+
+    Raises:
+        ValueError: the shapes differ, or a reward is not finite.
+    """
+    rewards_N = np.asarray(rewards_N, dtype=np.float64)
+    groups_N = np.asarray(groups_N)
+    if rewards_N.ndim != 1 or rewards_N.shape != groups_N.shape:
+        raise ValueError(f"rewards {rewards_N.shape} and groups {groups_N.shape} must be two vectors of one length")
+    if not np.isfinite(rewards_N).all():
+        raise ValueError(f"reward {rewards_N[~np.isfinite(rewards_N)][0]} is not finite")
+    advantages_N = np.zeros_like(rewards_N)
+    for group in np.unique(groups_N):
+        members = groups_N == group
+        rewards = rewards_N[members]
+        if rewards.max() == rewards.min():
+            continue
+        centered = rewards - rewards.mean()
+        advantages_N[members] = centered / (rewards.std(ddof=1) + STD_EPS) if kind == "grpo" else centered
+    return advantages_N

@@ -1,0 +1,167 @@
+"""Groups as they come from the workers to sequences as the model reads them.
+
+Legend: T = tokens of a sample with one placeholder per image, X = the same with placeholders expanded.
+
+Invariant: a sequence that leaves here has exactly the tokens that the engine's forward pass had. Each image's one
+placeholder becomes as many as the image processor's grid says, and the sum is checked against what the engine counted.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import InvalidRequestError
+from penstock.records import Group, Sample
+from services.trainer.images import ImagePatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSequence:
+    """One sample, expanded."""
+
+    token_ids_X: np.ndarray
+    """int64[X]."""
+    loss_mask_X: np.ndarray
+    """bool[X]: the policy's own tokens."""
+    engine_logprobs_X: np.ndarray
+    """float32[X]: 0 where the token is not the policy's own."""
+    versions_X: np.ndarray
+    """int64[X]: policy version that produced the token; -1 where it is not the policy's own."""
+    image_mask_X: np.ndarray
+    """bool[X]: placeholders."""
+    images: tuple[ImagePatches, ...]
+    """In the order of their placeholders. Equal images of a group are the same object."""
+
+    def __len__(self) -> int:
+        """Return X."""
+        return len(self.token_ids_X)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens that the policy itself produced."""
+        return int(self.loss_mask_X.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainGroup:
+    """A group that passed every check and can be trained."""
+
+    index: int
+    attempt: int
+    oldest_version: int
+    sequences: tuple[TrainSequence, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTokens:
+    """What the token ids of a model mean to the trainer."""
+
+    vocab_size: int
+    """Ids are below this."""
+    image_id: int | None
+    """The image placeholder; None for a model of text only."""
+    forbidden_ids: frozenset[int]
+    """Ids that the policy can never sample (penstock.tokens)."""
+
+
+class GroupReader:
+    """Checks and expands groups. Slow for large images: call it from a thread when a group arrives."""
+
+    def __init__(self, tokens: ModelTokens, patcher: Callable[[bytes], ImagePatches] | None) -> None:
+        """Take the model's ids and what cuts its images; `patcher` is None for a model of text only."""
+        self._tokens = tokens
+        self._patcher = patcher
+
+    def read(self, group: Group) -> TrainGroup:
+        """Return the group expanded.
+
+        Raises:
+            InvalidRequestError: the group is a failed one, or a sample of it contradicts itself or the model. The
+                message names group and sample, what was expected and what was found.
+        """
+        prompt = group.prompt
+        if group.error:
+            raise InvalidRequestError(f"group {prompt.group_id} has failed and holds no samples: {group.error}")
+        patches: dict[bytes, ImagePatches] = {}
+        sequences = []
+        for number, sample in enumerate(group.samples):
+            try:
+                if not math.isfinite(sample.verdict.score):
+                    raise InvalidRequestError(
+                        f"its reward is {sample.verdict.score}; the reward service must give a number"
+                    )
+                images = tuple(self._patches(data, patches) for data in (*prompt.images, *sample.images))
+                sequences.append(self._expand(sample, images))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"group {prompt.group_id}, sample {number}: {error}") from None
+        return TrainGroup(
+            index=prompt.index,
+            attempt=prompt.attempt,
+            oldest_version=group.oldest_version,
+            sequences=tuple(sequences),
+            rewards=tuple(sample.verdict.score for sample in group.samples),
+        )
+
+    def _patches(self, data: bytes, known: dict[bytes, ImagePatches]) -> ImagePatches:
+        if self._patcher is None:
+            raise InvalidRequestError(
+                "it has an image, but the model reads text only; choose another model or data set"
+            )
+        if data not in known:
+            known[data] = self._patcher(data)
+        return known[data]
+
+    def _expand(self, sample: Sample, images: tuple[ImagePatches, ...]) -> TrainSequence:
+        ids_T = sample.token_ids.astype(np.int64)
+        own_T = sample.loss_mask
+        if ids_T.min() < 0 or ids_T.max() >= self._tokens.vocab_size:
+            bad = ids_T[(ids_T < 0) | (ids_T >= self._tokens.vocab_size)][0]
+            raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {self._tokens.vocab_size}")
+        if own_T[0]:
+            raise InvalidRequestError("its first token is the policy's own, so it has no prompt")
+        if forbidden := self._tokens.forbidden_ids.intersection(ids_T[own_T].tolist()):
+            raise InvalidRequestError(
+                f"the policy sampled the forbidden token ids {sorted(forbidden)}; the engine must mask what "
+                "penstock.tokens lists for this model"
+            )
+        is_image_T = ids_T == self._tokens.image_id if self._tokens.image_id is not None else np.zeros_like(own_T)
+        if is_image_T[0]:
+            raise InvalidRequestError("its first token is an image placeholder; chat templates put something before it")
+        if (is_image_T[1:] & is_image_T[:-1]).any():
+            raise InvalidRequestError(
+                "two image placeholders stand side by side; chat templates put something between them"
+            )
+        if (num_placeholders := int(is_image_T.sum())) != len(images):
+            raise InvalidRequestError(f"it has {num_placeholders} image placeholders, but {len(images)} images")
+
+        repeats_T = np.ones(len(ids_T), dtype=np.int64)
+        repeats_T[is_image_T] = [image.num_placeholders for image in images]
+        own_X = np.repeat(own_T, repeats_T)
+        self._check_prompt_length(sample, own_X)
+        versions_T = np.full(len(ids_T), -1, dtype=np.int64)
+        spans = sample.version_spans
+        versions_T[own_T] = np.repeat([span.policy_version for span in spans], [span.num_tokens for span in spans])
+        return TrainSequence(
+            token_ids_X=np.repeat(ids_T, repeats_T),
+            loss_mask_X=own_X,
+            engine_logprobs_X=np.repeat(np.where(own_T, sample.logprobs, np.float32(0)), repeats_T),
+            versions_X=np.repeat(versions_T, repeats_T),
+            image_mask_X=np.repeat(is_image_T, repeats_T),
+            images=images,
+        )
+
+    @staticmethod
+    def _check_prompt_length(sample: Sample, own_X: np.ndarray) -> None:
+        """The last turn's first own token lies where the engine's count of its prompt says."""
+        positions = np.flatnonzero(own_X)
+        num_last = sample.num_last_turn_tokens
+        if not 1 <= num_last <= len(positions):
+            raise InvalidRequestError(f"its last turn has {num_last} of the policy's {len(positions)} own tokens")
+        if (num_prompt := int(positions[-num_last])) != sample.num_prompt_tokens:
+            raise InvalidRequestError(
+                f"the engine counted {sample.num_prompt_tokens} prompt tokens in the last turn, we {num_prompt}: "
+                "both must use the same model folder and image processor, and the engine must have seen every image"
+            )

@@ -1,0 +1,169 @@
+"""Checkpoints: folders that are whole or not there.
+
+    checkpoints/
+      step-000010/
+        model/           weights, configuration, tokenizer, processor: a model folder for transformers and SGLang
+        optimizer.pt     AdamW, schedule, random state
+        state.json       whatever the trainer must know beside the weights
+        manifest.json    every file above with its size; written last
+      latest             name of the newest one
+
+Invariant: a folder named step-N was complete when it got that name: it is written under another name, flushed to
+the disk, and renamed. What the disk lost afterwards (a truncated or missing file) is found by the sizes in the
+manifest, and the checkpoint before it is taken.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.errors import SetupError
+
+log = structlog.get_logger()
+
+_NAME = re.compile(r"step-(\d{6,})")
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    path: Path
+    state: Mapping[str, Any]
+    """What was given to `CheckpointStore.save`."""
+
+    @property
+    def model_path(self) -> Path:
+        """The model folder."""
+        return self.path / "model"
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Use `folder`, which is made when first needed; keep the newest `keep` checkpoints."""
+        self._folder = folder
+        self._keep = keep
+
+    def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Checkpoint:
+        """Write a checkpoint, make it the latest, and delete the oldest beyond `keep`. Blocks.
+
+        Args:
+            step: Optimizer steps that the weights have behind them. An existing checkpoint of that step is replaced.
+            state: Plain data for JSON.
+            write: Writes the other files into the folder that it is given.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for partial in self._folder.glob(".*.partial"):  # of a trainer that was killed
+            shutil.rmtree(partial)
+        final = self._folder / f"step-{step:06d}"
+        partial = self._folder / f".{final.name}.partial"
+        partial.mkdir()
+        write(partial)
+        (partial / "state.json").write_text(json.dumps(state))
+        sizes = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(_files(partial))}
+        (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
+        for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
+            _flush(path)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush(self._folder)
+        self._point_at(final.name)
+        self._delete_others(step)
+        return Checkpoint(step=step, path=final, state=state)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint, or None where there never was one.
+
+        Raises:
+            SetupError: there are checkpoints, but none is complete.
+        """
+        paths = self._paths()
+        if not paths:
+            return None
+        pointer = self._folder / "latest"
+        newest = pointer.read_text().strip() if pointer.is_file() else ""
+        ordered = sorted(paths, key=lambda path: (path.name != newest, -_step(path)))
+        problems = []
+        for path in ordered:
+            try:
+                checkpoint = _read(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problems.append(f"{path.name}: {error}")
+                log.warning("checkpoint.refused", path=str(path), reason=str(error))
+                continue
+            return checkpoint
+        raise SetupError(
+            f"no checkpoint in {self._folder} is complete ({'; '.join(problems)}); restore one from a backup, or "
+            "delete the folder to start the run anew"
+        )
+
+    def _paths(self) -> list[Path]:
+        return [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+
+    def _point_at(self, name: str) -> None:
+        temporary = self._folder / ".latest.tmp"
+        temporary.write_text(name + "\n")
+        _flush(temporary)
+        os.replace(temporary, self._folder / "latest")
+        _flush(self._folder)
+
+    def _delete_others(self, step: int) -> None:
+        """Delete what is older than the newest `keep`, and later steps, which belong to a history that was given up."""
+        paths = sorted(self._paths(), key=_step)
+        later = [path for path in paths if _step(path) > step]
+        for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
+            shutil.rmtree(path)
+
+
+def save_model(model: Any, base_path: Path, folder: Path) -> None:
+    """Write `folder/model`: the weights as they are now, and all that the base model's folder has beside weights.
+
+    Args:
+        model: A transformers model.
+        base_path: Folder that the model was loaded from, for tokenizer, processor and chat template.
+        folder: Where to put `model`.
+    """
+    target = folder / "model"
+    target.mkdir()
+    for path in sorted(base_path.iterdir()):
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+    model.save_pretrained(target)
+
+
+def _read(path: Path) -> Checkpoint:
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name, size_bytes in manifest["sizes_bytes"].items():
+        found_bytes = (path / name).stat().st_size
+        if found_bytes != size_bytes:
+            raise ValueError(f"{name} has {found_bytes} bytes instead of {size_bytes}")
+    return Checkpoint(step=manifest["step"], path=path, state=json.loads((path / "state.json").read_text()))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

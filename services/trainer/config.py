@@ -1,0 +1,156 @@
+"""Configuration of the trainer: sections `[trainer]` and `[data]` of a recipe.
+
+Imports nothing but pydantic, so that a mistyped key is reported before torch is loaded.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import pydantic
+
+from penstock.config import Config
+
+
+class OptimizerConfig(Config):
+    """AdamW and its learning rate."""
+
+    learning_rate: float = pydantic.Field(default=1e-6, gt=0)
+    """Learning rate after warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's running averages of the gradient and of its square."""
+    eps: float = pydantic.Field(default=1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: float = pydantic.Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+    warmup_steps: int = pydantic.Field(default=0, ge=0)
+    """The learning rate rises linearly over so many steps and stays."""
+    grad_clip: float = pydantic.Field(default=1.0, gt=0)
+    """Largest norm of the whole gradient; a larger one is scaled down to it."""
+    max_skipped_steps: int = pydantic.Field(default=3, ge=0)
+    """A loss or gradient that is not finite skips the update; more than so many in a row end the run."""
+
+    @pydantic.field_validator("betas")
+    @classmethod
+    def _in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
+
+class LossConfig(Config):
+    """The policy-gradient loss (equations in services/trainer/loss.py)."""
+
+    importance: Literal["tis", "ppo"] = "tis"
+    """Correction for stale tokens. tis: truncated weight against the engine's logprobs, and a ratio clipped against
+    the trainer's own. ppo: a clipped ratio against the engine's logprobs."""
+    tis_cap: float = pydantic.Field(default=2.0, gt=0)
+    """Largest importance weight of a token (tis)."""
+    clip_low: float = pydantic.Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float = pydantic.Field(default=0.2, ge=0)
+    """The ratio is clipped at 1 + clip_high."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo divides by the group's standard deviation; dr_grpo only subtracts its mean."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of the optimizer batch, or mean over samples of each sample's mean."""
+
+
+class PushConfig(Config):
+    """How weights travel to the replicas, and how long each stage may take."""
+
+    host: str = "127.0.0.1"
+    """Address of the trainer at which replicas join the process group of a push."""
+    bucket_bytes: int = pydantic.Field(default=256 * 2**20, ge=1)
+    """Tensors are broadcast in buckets of about this size."""
+    prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)
+    """To form the process group. A replica that is killed while it forms costs this once."""
+    pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)
+    """To stop generating."""
+    transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
+    """To receive and load all buckets."""
+    verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """To compute the digests of the engine's weights."""
+    control_timeout_s: float = pydantic.Field(default=10.0, gt=0)
+    """To commit, to resume and to abort."""
+    retry_after_s: float = pydantic.Field(default=5.0, gt=0)
+    """A live replica that failed a push is tried again after so long."""
+
+
+class TrainerConfig(Config):
+    """The trainer: how much, how stale, and where it computes."""
+
+    host: str = "127.0.0.1"
+    """Address on which TrainerService listens."""
+    port: int = pydantic.Field(default=0, ge=0, le=65535)
+    """Port on which TrainerService listens; 0 takes any that is free."""
+
+    num_steps: int = pydantic.Field(default=100, ge=1)
+    """Optimizer steps of the run."""
+    groups_per_step: int = pydantic.Field(default=16, ge=1)
+    """Prompt groups in the batch of one optimizer step."""
+    samples_per_group: int = pydantic.Field(default=8, ge=2)
+    """Completions of each prompt; GRPO compares them with each other."""
+    max_staleness: int = pydantic.Field(default=1, ge=0)
+    """Most versions by which a group's oldest token may lag the published version; 0 is synchronous GRPO."""
+    micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
+    """Tokens of one forward pass, padding included. A longer single sequence passes alone."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    device: str = pydantic.Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
+    """auto takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of computation and of pushed weights: auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    checkpoint_every: int = pydantic.Field(default=10, ge=1)
+    """Steps between checkpoints; a checkpoint is also what releases groups from the bus."""
+    keep_checkpoints: int = pydantic.Field(default=2, ge=1)
+    """Older checkpoints are deleted."""
+    samples_every: int = pydantic.Field(default=10, ge=1)
+    """Steps between groups that are written to the run folder for people to read."""
+    record_groups: bool = False
+    """Keep every trained group, as it was played, in the run folder: for replays and for looking into a run."""
+    max_failures_in_a_row: int = pydantic.Field(default=32, ge=0)
+    """More groups in a row that could not be played end the run, with the reason of the last."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    push: PushConfig = PushConfig()
+
+
+class DataConfig(Config):
+    """Where the prompts come from."""
+
+    path: str = ""
+    """Parquet file, in the schema of hiyouga/geometry3k or a relative of it. Empty: the built-in data set."""
+    name: Literal["geometry"] = "geometry"
+    """Built-in data set, used when path is empty."""
+    kinds: tuple[Literal["x", "y", "length", "distance"], ...] = pydantic.Field(
+        default=("x", "y", "length"), min_length=1
+    )
+    """Kinds of problem in the built-in data set."""
+    size: int = pydantic.Field(default=10_000, ge=1)
+    """Rows of the built-in data set."""
+    seed: int = pydantic.Field(default=0, ge=0)
+    """Seed of the built-in data set. The order of rows follows run.seed."""
+    shuffle: bool = True
+    """Play each epoch in an order of its own; otherwise in the order of the file."""
+    images_column: str = "images"
+    """Column with each row's images."""
+    problem_column: str = "problem"
+    """Column with the text, one `<image>` per image. Where it is missing, `prompt`, a list of messages, is read."""
+    answer_column: str = "answer"
+    """Column with the correct answer. Where it is missing, `reward_model.ground_truth` is read."""
+    prompt_suffix: str = ""
+    """Appended to the text of the last user message, for example an instruction how to give the answer."""
+    system_prompt: str = ""
+    """System message put before each prompt; empty means none."""
+    profile: str = "geo3k"
+    """Reward profile that judges the answers."""
+    environment: str = "single_turn"
+    """Environment that plays the prompts."""
+
+    @pydantic.model_validator(mode="after")
+    def _path_exists(self) -> Self:
+        if self.path and not Path(self.path).is_file():
+            raise ValueError(
+                f"path {self.path!r} is no file; give a .parquet file, or nothing for the built-in data set"
+            )
+        return self

@@ -1,0 +1,65 @@
+"""The feeder: dataset rows, through the gate, to the PROMPTS queue.
+
+Invariant: every group that the gate counts as outstanding is on the bus or finished; a message id per attempt makes
+publishing it again harmless, which is what a restart does.
+"""
+
+from dataclasses import dataclass
+
+import structlog
+
+from penstock.bus.connection import Bus
+from penstock.codec import encode
+from penstock.records import Prompt
+from services.trainer.collector import Collector
+from services.trainer.data.rows import Dataset
+from services.trainer.gate import Admission, Gate
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class Feeder:
+    """Admits prompt groups as far as the gate allows."""
+
+    dataset: Dataset
+    gate: Gate
+    collector: Collector
+    bus: Bus
+    run_id: str
+    samples_per_group: int
+    profile: str
+    environment: str
+
+    async def admit(self, version: int, *, num_steps_left: int) -> int:
+        """Admit what the gate allows at the published `version` and return how many groups that was."""
+        count = self.gate.num_admissible(num_steps_left)
+        for _ in range(count):
+            admission = self.gate.admit(version)
+            # A trainer that died after its last checkpoint may have had this group played already.
+            if not self.collector.holds(admission.index, admission.attempt):
+                await self._publish(admission)
+        return count
+
+    async def republish(self) -> None:
+        """After a restart: put back on the bus every outstanding group that may not be there."""
+        for admission in list(self.gate.outstanding.values()):
+            if not self.collector.holds(admission.index, admission.attempt):
+                await self._publish(admission)
+
+    async def _publish(self, admission: Admission) -> None:
+        row = self.dataset[admission.index]
+        prompt = Prompt(
+            run_id=self.run_id,
+            index=admission.index,
+            attempt=admission.attempt,
+            admitted_version=admission.version,
+            num_samples=self.samples_per_group,
+            messages=row.messages,
+            images=row.images,
+            golds=row.golds,
+            profile=self.profile,
+            environment=self.environment,
+        )
+        is_new = await self.bus.publish(self.bus.prompts, encode(prompt), message_id=prompt.message_id)
+        log.debug("prompt.admitted", group=prompt.group_id, attempt=prompt.attempt, is_new=is_new)

@@ -1,0 +1,195 @@
+"""The trainer process: brings the parts of a run together, from its last checkpoint if there is one."""
+
+import asyncio
+import json
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import nats.js.errors
+import structlog
+import torch
+from nats.js.kv import KeyValue
+
+from penstock.bus import leases
+from penstock.bus.connection import Bus, connect
+from penstock.bus.consumer import Consumer, open_consumer
+from penstock.rpc.server import RpcServer, service_name
+from penstock.tokens import forbidden_token_ids
+from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from services.recipe import Recipe
+from services.trainer.batch import GroupReader, ModelTokens
+from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.collector import Collector
+from services.trainer.curves import draw_curves
+from services.trainer.data.rows import open_dataset
+from services.trainer.feeder import Feeder
+from services.trainer.gate import Gate
+from services.trainer.images import ImagePatcher
+from services.trainer.metrics_log import MetricsLog
+from services.trainer.optimizer import PolicyOptimizer
+from services.trainer.policy_model import load_policy
+from services.trainer.progress import Progress, TrainerServicer
+from services.trainer.publisher import WeightPublisher
+from services.trainer.training_run import TrainingRun
+
+log = structlog.get_logger()
+
+_GROUP_ACK_WAIT_S = 3600.0
+"""Groups stay in hand from one checkpoint to the next; one that is delivered twice because of this is recognised."""
+_MAX_GROUPS_IN_HAND = 100_000
+
+
+async def serve(recipe: Recipe, stop: asyncio.Event) -> None:
+    """Train until the recipe's last step or until `stop`, and draw the curves."""
+    folder = recipe.run.folder or recipe.run.dir / recipe.run.name
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))
+        await bus.ensure_streams()
+        await _hold_trainer_lease(bus, stack)
+        store = CheckpointStore(folder / "checkpoints", keep=recipe.trainer.keep_checkpoints)
+        checkpoint = await asyncio.to_thread(store.latest)
+        progress = Progress(run_id=_run_id(recipe, checkpoint), num_steps=recipe.trainer.num_steps)
+        server = RpcServer(host=recipe.trainer.host, port=recipe.trainer.port)
+        name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
+        server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
+        await server.start()
+        stack.push_async_callback(server.drain, 1.0)
+        run = await _build(recipe, folder, bus, stack, store, checkpoint, progress)
+        await _run_with_helpers(run, stop)
+        rows = run.metrics.rows()
+        if rows:
+            title = f"{progress.run_id}: {len(rows)} steps"
+            await asyncio.to_thread(draw_curves, rows, folder / "curves.png", title=title)
+        log.info("run.ended", step=run.step, num_steps=recipe.trainer.num_steps, folder=str(folder))
+
+
+async def _run_with_helpers(run: TrainingRun, stop: asyncio.Event) -> None:
+    """The loop, beside the tasks that it needs; an error in any of them ends all."""
+    async with asyncio.TaskGroup() as tasks:
+        helpers = [tasks.create_task(run.collector.run()), tasks.create_task(run.publisher.keep_current())]
+        await run.run(stop)
+        for helper in helpers:
+            helper.cancel()
+
+
+async def _build(
+    recipe: Recipe,
+    folder: Path,
+    bus: Bus,
+    stack: AsyncExitStack,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+) -> TrainingRun:
+    config = recipe.trainer
+    bounds = {"max_staleness": config.max_staleness, "groups_per_step": config.groups_per_step}
+    gate = Gate(**bounds) if checkpoint is None else Gate.from_state(checkpoint.state["gate"], **bounds)
+    dataset = await asyncio.to_thread(open_dataset, recipe.data, seed=recipe.run.seed)
+    optimizer, reader = await asyncio.to_thread(_load, recipe, checkpoint)
+    step = 0 if checkpoint is None else checkpoint.step
+    progress.step = progress.checkpoint_step = step
+
+    policy_bucket = await bus.bucket("policy")
+    version = max(await _published_version(policy_bucket), 0 if checkpoint is None else checkpoint.state["version"])
+    consumer = await _open_groups(bus, fresh_run=checkpoint is None)
+    collector = Collector(
+        consumer=consumer,
+        gate=gate,
+        reader=reader,
+        run_id=progress.run_id,
+        max_failures_in_a_row=config.max_failures_in_a_row,
+    )
+    ttl_s = recipe.bus.lease_ttl_s
+    replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
+    publisher = WeightPublisher(
+        config=config.push, replicas=replicas, backend="nccl" if optimizer.device.type == "cuda" else "gloo"
+    )
+    stack.push_async_callback(publisher.close)
+    log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
+    return TrainingRun(
+        config=config,
+        folder=folder,
+        base_model=recipe.model.path,
+        policy_bucket=policy_bucket,
+        progress=progress,
+        optimizer=optimizer,
+        publisher=publisher,
+        gate=gate,
+        feeder=Feeder(
+            dataset=dataset,
+            gate=gate,
+            collector=collector,
+            bus=bus,
+            run_id=progress.run_id,
+            samples_per_group=config.samples_per_group,
+            profile=recipe.data.profile,
+            environment=recipe.data.environment,
+        ),
+        collector=collector,
+        checkpoints=store,
+        metrics=MetricsLog(folder, last_step=step),
+        version=version,
+        step=step,
+    )
+
+
+def _load(recipe: Recipe, checkpoint: Checkpoint | None) -> tuple[PolicyOptimizer, GroupReader]:
+    """The policy with its optimizer, and what reads groups for it. Blocking."""
+    path = recipe.model.path if checkpoint is None else checkpoint.model_path
+    torch.manual_seed(recipe.run.seed)
+    forbidden = forbidden_token_ids(recipe.model.path)
+    policy = load_policy(
+        path,
+        temperature=recipe.sampling.temperature,
+        forbidden_ids=forbidden,
+        gradient_checkpointing=recipe.trainer.gradient_checkpointing,
+    )
+    optimizer = PolicyOptimizer(policy, recipe.trainer)
+    if checkpoint is not None:
+        optimizer.load(checkpoint.path)
+    config = policy.model.config
+    image_id = getattr(config, "image_token_id", None)
+    tokens = ModelTokens(
+        vocab_size=config.get_text_config().vocab_size, image_id=image_id, forbidden_ids=frozenset(forbidden)
+    )
+    return optimizer, GroupReader(tokens, None if image_id is None else ImagePatcher(recipe.model.path))
+
+
+def _run_id(recipe: Recipe, checkpoint: Checkpoint | None) -> str:
+    """The checkpoint's; otherwise a new one, so that nothing on the bus from an earlier run is taken for this one's."""
+    if checkpoint is not None:
+        return str(checkpoint.state["run_id"])
+    return f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+async def _hold_trainer_lease(bus: Bus, stack: AsyncExitStack) -> None:
+    """Two trainers on the same streams would take each other's groups."""
+    ttl_s = bus.config.lease_ttl_s
+    bucket = await bus.bucket("leases", ttl_s=ttl_s)
+    await leases.claim(bucket, "trainer", b"{}", ttl_s=ttl_s, what="a trainer of this run")
+    await stack.enter_async_context(leases.held(bucket, "trainer", lambda: b"{}", ttl_s=ttl_s))
+
+
+async def _published_version(bucket: KeyValue) -> int:
+    try:
+        entry = await bucket.get("current")
+    except nats.js.errors.KeyNotFoundError:
+        return 0
+    return int(json.loads(entry.value or b"{}")["version"])
+
+
+async def _open_groups(bus: Bus, *, fresh_run: bool) -> Consumer:
+    """The consumer of finished groups; a run that starts anew begins with empty queues."""
+    if fresh_run:
+        for stream in (bus.prompts, bus.groups):
+            if num_messages := await bus.purge(stream):
+                log.warning("stream.purged", stream=stream.name, num_messages=num_messages)
+    return await open_consumer(
+        bus,
+        bus.groups,
+        "trainer",
+        ack_wait_s=_GROUP_ACK_WAIT_S,
+        max_ack_pending=_MAX_GROUPS_IN_HAND,
+        fresh=True,
+    )

@@ -1,0 +1,30 @@
+"""The random generators of this process, for a checkpoint: plain data and tensors, nothing that must be unpickled."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_random_state() -> dict[str, Any]:
+    """Return the state of Python's, numpy's and torch's global generators."""
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = state
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set what `capture_random_state` returned. GPU generators are set only if there are as many GPUs as there were."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([generator.cpu() for generator in state["cuda"]])

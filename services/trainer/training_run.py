@@ -1,0 +1,193 @@
+"""The training loop: batch, optimizer step, push, next admission; and what a checkpoint must hold to go on from it.
+
+Invariants: one optimizer step per published version; groups are admitted only at a version that has been announced; a
+checkpoint's weights, gate and step are of one moment, and messages are acked only after it is on disk.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from nats.js.kv import KeyValue
+
+from penstock.codec import encode
+from penstock.v1 import trainer_pb2
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.collector import Collector, Finished
+from services.trainer.config import TrainerConfig
+from services.trainer.episode_samples import write_group
+from services.trainer.feeder import Feeder
+from services.trainer.gate import Gate
+from services.trainer.metrics_log import MetricsLog
+from services.trainer.optimizer import PolicyOptimizer
+from services.trainer.progress import Progress
+from services.trainer.published_weights import PublishedWeights
+from services.trainer.publisher import PushReport, WeightPublisher
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingRun:
+    """A run from its current step to its last."""
+
+    config: TrainerConfig
+    folder: Path
+    base_model: Path
+    """Folder that the weights were loaded from first, for tokenizer and processor of a checkpoint."""
+    policy_bucket: KeyValue
+    """KV bucket in which versions are announced."""
+    progress: Progress
+    optimizer: PolicyOptimizer
+    publisher: WeightPublisher
+    gate: Gate
+    feeder: Feeder
+    collector: Collector
+    checkpoints: CheckpointStore
+    metrics: MetricsLog
+    version: int
+    """The policy version published last."""
+    step: int
+    """Optimizer steps taken."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train until the last step or until `stop`, with a checkpoint at the end in both cases."""
+        await self._publish(self.version + 1)
+        await self.feeder.republish()
+        await self._admit()
+        while self.step < self.config.num_steps:
+            started = time.monotonic()
+            batch = await self._next_batch(stop)
+            if batch is None:
+                break
+            collected = time.monotonic()
+            row = await self._train(batch)
+            trained = time.monotonic()
+            report = await self._publish(self.version + 1)
+            await self._admit()
+            self.metrics.write(
+                row
+                | self._describe(batch, report)
+                | {
+                    "wait_s": collected - started,
+                    "train_s": trained - collected,
+                    "step_s": time.monotonic() - started,
+                    "output_tokens_per_s": row["num_tokens"] / (time.monotonic() - started),
+                }
+            )
+            if self.step % self.config.checkpoint_every == 0:
+                await self._checkpoint()
+        if self.progress.checkpoint_step != self.step:
+            await self._checkpoint()
+        self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
+
+    async def _next_batch(self, stop: asyncio.Event) -> list[Finished] | None:
+        """The next batch, or None when `stop` comes first."""
+        self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
+        getting = asyncio.ensure_future(self.collector.next_batch(self.version))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({getting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return None if stop.is_set() else getting.result()
+        finally:
+            getting.cancel()
+            stopping.cancel()
+
+    async def _train(self, batch: Sequence[Finished]) -> dict[str, Any]:
+        self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
+        groups = [finished.ready for finished in batch]
+        if self.config.record_groups:
+            await asyncio.to_thread(self._record, batch)
+        row = await asyncio.to_thread(self.optimizer.step, groups, self.version)
+        self.gate.trained(group.index for group in groups)
+        self.step += 1
+        if self.step % self.config.samples_every == 0 or self.step == 1:
+            await asyncio.to_thread(write_group, batch[0].played, self.folder / "samples" / f"step-{self.step:06d}")
+        return {"step": self.step, "num_steps": self.config.num_steps, "policy_version": self.version, **row}
+
+    async def _publish(self, version: int) -> PushReport:
+        """Push the weights of now as `version`, then announce it: from then on groups may be admitted at it."""
+        self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
+        weights = await asyncio.to_thread(
+            lambda: PublishedWeights.take(
+                version, self.optimizer.named_weights(), max_bucket_bytes=self.config.push.bucket_bytes
+            )
+        )
+        report = await self.publisher.publish(weights)
+        self.version = version
+        announcement = {
+            "version": version,
+            "min_version": max(0, version - self.config.max_staleness),
+            "run_id": self.progress.run_id,
+            "step": self.step,
+        }
+        await self.policy_bucket.put(f"version.{version}", json.dumps(announcement).encode())
+        await self.policy_bucket.put("current", json.dumps(announcement).encode())
+        self.progress.step, self.progress.policy_version = self.step, version
+        return report
+
+    async def _admit(self) -> None:
+        await self.feeder.admit(self.version, num_steps_left=self.config.num_steps - self.step)
+        self._count()
+
+    def _count(self) -> None:
+        self.progress.num_outstanding_groups = len(self.gate.outstanding)
+        self.progress.num_trained_groups = self.gate.num_trained
+        self.progress.num_stale_groups = self.gate.num_rejected
+        self.progress.num_failed_groups = self.gate.num_dropped
+
+    async def _checkpoint(self) -> None:
+        # State and messages are taken without an await between them: they are of the same moment.
+        state = {
+            "run_id": self.progress.run_id,
+            "step": self.step,
+            "version": self.version,
+            "base_model": str(self.base_model),
+            "gate": self.gate.state(),
+        }
+        unsettled = self.collector.take_unsettled()
+        started = time.monotonic()
+        await asyncio.to_thread(
+            self.checkpoints.save, self.step, state, lambda folder: self.optimizer.save(folder, self.base_model)
+        )
+        for first in range(0, len(unsettled), 64):
+            await asyncio.gather(*(delivery.ack() for delivery in unsettled[first : first + 64]))
+        self.progress.checkpoint_step = self.step
+        log.info(
+            "checkpoint.saved",
+            step=self.step,
+            num_groups_settled=len(unsettled),
+            elapsed_s=round(time.monotonic() - started, 3),
+        )
+
+    def _describe(self, batch: Sequence[Finished], report: PushReport) -> dict[str, Any]:
+        samples = [sample for finished in batch for sample in finished.played.samples]
+        counts = self.collector.counts
+        unjudged = [s.verdict.status for s in samples if s.verdict.status in ("TIMEOUT", "OUT_OF_MEMORY")]
+        return {
+            "groups": [finished.ready.index for finished in batch],
+            "max_staleness": self.config.max_staleness,
+            "num_unjudged_samples": len(unjudged),
+            "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
+            "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
+            "push_s": report.push_s,
+            "push_pause_s": report.pause_s,
+            "push_bytes": report.num_bytes,
+            "push_failed_replicas": report.num_failed,
+            "num_replicas": self.publisher.num_current_replicas,
+            "num_trained_groups": self.gate.num_trained,
+            "num_stale_groups": self.gate.num_rejected,
+            "num_failed_groups": self.gate.num_dropped,
+            "num_duplicate_groups": counts.num_duplicate,
+        }
+
+    def _record(self, batch: Sequence[Finished]) -> None:
+        folder = self.folder / "groups" / f"step-{self.step + 1:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for finished in batch:
+            (folder / f"group-{finished.ready.index:06d}.msgpack").write_bytes(encode(finished.played))

@@ -1,0 +1,60 @@
+"""What tests share: a real nats-server for the whole session, and a run of its own for each test."""
+
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import nats.js.errors
+import pytest
+
+from penstock.bus.connection import Bus, connect
+from penstock.bus.local_server import local_server
+from penstock.config import BusConfig
+
+# Before torch is imported: two OpenMP threads that share a busy core wait for each other far longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+async def nats_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """URL of a nats-server with JetStream, on any free port."""
+    folder: Path = tmp_path_factory.mktemp("nats")
+    async with local_server(folder) as url:
+        yield url
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run name that no other test uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def bus_config(nats_url: str) -> BusConfig:
+    """The session's server, with the shortest leases and waits that are allowed."""
+    return BusConfig(url=nats_url, lease_ttl_s=1.0, ack_wait_s=1.0)
+
+
+@pytest.fixture
+async def bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
+    """A connection whose run has its streams; they and the buckets are gone afterwards."""
+    async with connect(bus_config, run=run_name) as connection:
+        await connection.ensure_streams()
+        yield connection
+        await connection.delete_run()
+        for name in ("replicas", "policy", "leases"):
+            with contextlib.suppress(nats.js.errors.NotFoundError):
+                await connection.jetstream.delete_key_value(f"{run_name}_{name}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a randomly initialised Qwen3-VL of a million parameters, with tokenizer, processor and template."""
+    from models.tiny_qwen3_vl import build_config, build_model, build_processor, build_tokenizer, save_model
+
+    out = tmp_path_factory.mktemp("models") / "tiny-qwen3-vl"
+    tokenizer = build_tokenizer()
+    save_model(build_model(build_config(tokenizer), seed=0), build_processor(tokenizer), out)
+    return out

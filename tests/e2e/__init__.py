@@ -1,0 +1,1 @@
+"""Whole runs: `penstock train` with every real process."""

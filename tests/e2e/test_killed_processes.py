@@ -1,0 +1,66 @@
+"""kill -9 of any process in the middle of a run: no group is lost, none is trained twice, none is stale."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.train_process import RECIPE, started
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+GROUPS_PER_STEP = 8
+
+
+def overrides(tmp_path: Path, **settings: object) -> list[str]:
+    """A small, quick run; keys with '__' for '.'."""
+    base: dict[str, object] = {
+        "run.dir": tmp_path / "runs",
+        "trainer.groups_per_step": GROUPS_PER_STEP,
+        "trainer.samples_per_group": 4,
+        "trainer.checkpoint_every": 5,
+    }
+    given = {key.replace("__", "."): value for key, value in settings.items()}
+    return [f"--{key}={value}" for key, value in (base | given).items()]
+
+
+def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
+    """An engine, the worker, the router, the reward service and the trainer die in turn; the run ends as if nothing was."""
+    num_steps = 40
+    with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps)) as train:
+        for step, victim in ((3, "rollout"), (8, "worker"), (13, "router"), (18, "reward"), (23, "trainer")):
+            train.wait_for_step(step, timeout_s=240)
+            train.kill(victim)
+        assert train.wait(400) == 0, train.tail()
+        rows = train.rows()
+        assert [row["step"] for row in rows] == list(range(1, num_steps + 1)), "a step is missing or there twice"
+        trained = [index for row in rows for index in row["groups"]]
+        assert sorted(trained) == list(range(num_steps * GROUPS_PER_STEP)), "a group was lost or trained twice"
+        assert all(row["staleness_max"] <= row["max_staleness"] for row in rows)
+        assert rows[-1]["num_failed_groups"] == 0
+        versions = [row["policy_version"] for row in rows]
+        assert versions == sorted(set(versions)), "a policy version was used twice"
+        assert train.pids() == []
+
+
+def test_interrupted_run_ends_in_order_and_goes_on(tmp_path: Path) -> None:
+    """Ctrl-C ends everything within 20 s; --resume goes on from there to the last step."""
+    num_steps = 12
+    with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps)) as train:
+        train.wait_for_step(4, timeout_s=240)
+        pressed = time.monotonic()
+        os.kill(train.process.pid, signal.SIGINT)
+        train.wait(25)
+        assert time.monotonic() - pressed < 20
+        assert train.pids() == []
+        folder = train.folder
+    with started(tmp_path, "--resume", str(folder)) as train:
+        assert train.wait(300) == 0, train.tail()
+        rows = train.rows()
+        assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+        trained = [index for row in rows for index in row["groups"]]
+        assert sorted(trained) == list(range(num_steps * GROUPS_PER_STEP))
+        assert all(row["staleness_max"] <= row["max_staleness"] for row in rows)
+        assert train.pids() == []

@@ -1,0 +1,130 @@
+"""max_staleness = 0 over every kind of picture: the asynchronous system is then plain GRPO, number for number."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from penstock.codec import decode
+from penstock.config import load
+from penstock.records import Group
+from penstock.tokens import forbidden_token_ids
+from services.recipe import Recipe
+from services.trainer.batch import GroupReader, ModelTokens
+from services.trainer.data.geometry import GeometryDataset
+from services.trainer.images import ImagePatcher
+from services.trainer.optimizer import PolicyOptimizer
+from services.trainer.policy_model import load_policy
+from tests.e2e.train_process import RECIPE, TrainProcess, started
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NUM_STEPS, GROUPS_PER_STEP = 4, 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainProcess]:
+    """A finished run of four synchronous steps."""
+    tmp_path = tmp_path_factory.mktemp("synchronous")
+    data = tmp_path / "rows.parquet"
+    write_rows(data)
+    overrides = {
+        "run.dir": tmp_path / "runs",
+        "data.path": data,
+        "trainer.max_staleness": 0,
+        "trainer.num_steps": NUM_STEPS,
+        "trainer.groups_per_step": GROUPS_PER_STEP,
+        "trainer.samples_per_group": 4,
+        "trainer.record_groups": "true",
+        "trainer.checkpoint_every": 2,
+    }
+    with started(tmp_path, str(RECIPE), *(f"--{key}={value}" for key, value in overrides.items())) as train:
+        assert train.wait(300) == 0, train.tail()
+        yield train
+
+
+def write_rows(path: Path) -> None:
+    """Rows in the schema of hiyouga/geometry3k: drawn problems, and pictures of every size and mode with LaTeX answers."""
+    rng = np.random.default_rng(0)
+    drawn = GeometryDataset(12, seed=5)
+    rows = [drawn[index] for index in range(12)]
+    modes = [("RGB", (150, 211)), ("RGBA", (1600, 400)), ("P", (640, 480)), ("L", (333, 1201))]
+    for mode, (width, height) in modes:
+        picture = Image.fromarray(rng.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)).resize(
+            (width, height)
+        )
+        file = io.BytesIO()
+        picture.convert(mode).save(file, format="PNG")
+        rows.append(
+            {
+                "images": [{"bytes": file.getvalue(), "path": None}],
+                "problem": "<image>In \\(\\triangle ABC\\),\r\nfind $x$ if $m\\angle A = 3x^\\circ$.",
+                "answer": "\\frac { 3 \\sqrt { 2 } } { 2 }",
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_every_row_is_trained_once_and_on_time(run: TrainProcess) -> None:
+    """Each step trains exactly the groups admitted for it, in order, with staleness 0."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    wanted = [list(range(first, first + GROUPS_PER_STEP)) for first in range(0, 16, GROUPS_PER_STEP)]
+    assert [row["groups"] for row in rows] == wanted
+    assert all(row["staleness_max"] == 0 for row in rows)
+
+
+def test_engine_and_trainer_agree_on_logprobs(run: TrainProcess) -> None:
+    """Real SGLang and the trainer's model give the same logprob for every sampled token, pictures included."""
+    for row in run.rows():
+        assert row["num_tokens"] > 0
+        assert row["dlogp_max"] < 1e-4, row
+
+
+def test_pushes_reached_every_replica(run: TrainProcess) -> None:
+    """No push left a replica out; the publisher counts one as reached only after its weights' digests matched."""
+    for row in run.rows():
+        assert row["push_failed_replicas"] == 0
+        assert row["num_replicas"] == 2
+
+
+def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
+    """The same samples through a loop without processes, queues or pushes give the same parameters, bit for bit."""
+    recipe = load(Recipe, run.folder / "config.toml")
+    torch.manual_seed(recipe.run.seed)
+    forbidden = forbidden_token_ids(recipe.model.path)
+    policy = load_policy(recipe.model.path, temperature=recipe.sampling.temperature, forbidden_ids=forbidden)
+    before = {name: tensor.clone() for name, tensor in policy.named_weights()}
+    optimizer = PolicyOptimizer(policy, recipe.trainer)
+    config = policy.model.config
+    tokens = ModelTokens(
+        vocab_size=config.text_config.vocab_size, image_id=config.image_token_id, forbidden_ids=frozenset(forbidden)
+    )
+    reader = GroupReader(tokens, ImagePatcher(recipe.model.path))
+    for step in range(1, NUM_STEPS + 1):
+        files = sorted((run.folder / "groups" / f"step-{step:06d}").iterdir())
+        groups = [decode(file.read_bytes(), Group) for file in files]
+        optimizer.step([reader.read(group) for group in groups], version=step)
+    trained = load_policy(
+        run.folder / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model", temperature=1.0, forbidden_ids=forbidden
+    )
+    plain = dict(policy.named_weights())
+    assert any(not torch.equal(before[name], plain[name]) for name in plain), (
+        "nothing was trained: the test proves nothing"
+    )
+    for name, tensor in trained.named_weights():
+        assert torch.equal(tensor, plain[name]), name
+
+
+def test_the_run_leaves_what_it_promises(run: TrainProcess) -> None:
+    """Metrics, resolved recipe, curves, a sample episode with its picture; no process."""
+    assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run.folder / "samples" / "step-000001").glob("image-*.png"))
+    assert (run.folder / "samples" / "step-000001" / "group.json").is_file()
+    assert run.pids() == []

@@ -1,0 +1,139 @@
+"""A `penstock train` under test: started as a user would, watched through its files, killed by pid."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
+
+
+@dataclass(slots=True)
+class TrainProcess:
+    """One launch of a run."""
+
+    process: "subprocess.Popen[bytes]"
+    runs: Path
+    mark: str
+    """In the environment of the launcher, and so of everything that it starts."""
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, once there is one."""
+        (folder,) = [path for path in self.runs.iterdir() if path.is_dir()]
+        return folder
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Finished steps."""
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        except (OSError, ValueError):
+            return []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
+        """Wait until optimizer step `step` is in the metrics."""
+        self.wait_until(lambda: any(row["step"] >= step for row in self.rows()), f"step {step}", timeout_s)
+
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Wait for something, but not for a run that has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                why = f"the run ended with {self.process.returncode}" if ended else f"not within {timeout_s} s"
+                raise AssertionError(f"waited for {what}: {why}\n{self.tail()}")
+            time.sleep(0.1)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end and return the exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {timeout_s} s\n{self.tail()}") from None
+
+    def pid_of(self, service: str) -> int:
+        """A process that runs `penstock serve <service>` in this run; the lowest pid where there are several."""
+        for pid in self.pids():
+            arguments = _arguments(pid)
+            if "serve" in arguments and arguments[arguments.index("serve") + 1] == service:
+                return pid
+        raise AssertionError(f"no process serves {service}")
+
+    def kill(self, service: str) -> None:
+        """kill -9, and wait until another one has taken its place."""
+        victim = self.pid_of(service)
+        os.kill(victim, signal.SIGKILL)
+
+        def is_back() -> bool:
+            try:
+                return self.pid_of(service) != victim
+            except AssertionError:
+                return False
+
+        self.wait_until(is_back, f"a new {service}", 30.0)
+
+    def pids(self) -> list[int]:
+        """Every living process that descends from this launch."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes()
+                is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if self.mark.encode() in environment and not is_zombie:
+                found.append(int(entry.name))
+        return sorted(found)
+
+    def tail(self) -> str:
+        """The end of what the launcher and the services have said, for a failed assertion."""
+        logs = sorted((self.folder / "logs").glob("*.log")) if self.runs.exists() and any(self.runs.iterdir()) else []
+        parts = [f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in logs]
+        return "\n".join([self.output.read_text(errors="replace")[-3000:], *parts])
+
+
+@contextmanager
+def started(tmp_path: Path, *arguments: str) -> Iterator[TrainProcess]:
+    """`penstock train` with `arguments` (recipe, overrides), run folder below `tmp_path`; nothing of it survives."""
+    mark = f"penstock-test-{uuid.uuid4().hex}"
+    runs, output = tmp_path / "runs", tmp_path / f"output-{mark[-6:]}.txt"
+    with output.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "train", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PENSTOCK_TEST_MARK": mark},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    run = TrainProcess(process, runs, mark, output)
+    try:
+        yield run
+    finally:
+        for pid in run.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait(10)
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []

@@ -1,0 +1,53 @@
+"""A run whose processes are small Python programs: `python fake_run.py <folder> <specs as JSON>`.
+
+Each spec is {"name", "program", "stage", "ends_run"}. The folder is the working directory of the programs.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from penstock import process
+from penstock.errors import PenstockError
+from penstock.launch.child import ProcessSpec, StopStage
+from penstock.launch.config import LaunchConfig
+from penstock.launch.supervisor import supervised
+
+
+def main() -> int:
+    """The exit code of `penstock train`."""
+    folder, specs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    os.chdir(folder)
+    config = LaunchConfig.model_validate(json.loads(sys.argv[3]))
+    processes = [
+        ProcessSpec(
+            name=spec["name"],
+            command=[sys.executable, "-c", spec["program"]],
+            environment=dict(os.environ),
+            stage=StopStage[spec.get("stage", "SERVE")],
+            ends_run=spec.get("ends_run", False),
+        )
+        for spec in specs
+    ]
+
+    def report(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    async def run(stop: asyncio.Event) -> None:
+        async with supervised(processes, logs=folder, config=config, report=report) as supervisor:
+            for spec in processes:
+                supervisor.start(spec.name)
+            await supervisor.wait(stop)
+
+    try:
+        return process.run(run)
+    except PenstockError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

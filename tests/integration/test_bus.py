@@ -1,0 +1,323 @@
+"""The work queues on a real nats-server: published once, handled until acked, buried when hopeless."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus, connect
+from penstock.bus.consumer import Consumer, Delivery, open_consumer, work
+from penstock.bus.local_server import local_server
+from penstock.config import BusConfig
+from penstock.errors import InvalidRequestError, OverloadedError, SetupError
+
+_HOLD_ONE_MESSAGE = """
+import asyncio, sys
+from penstock.bus.connection import connect
+from penstock.bus.consumer import open_consumer
+from penstock.config import BusConfig
+
+async def main(url, run):
+    async with connect(BusConfig(url=url), run=run) as bus:
+        consumer = await open_consumer(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10)
+        [delivery] = await consumer.fetch(1)
+        async with delivery.kept_alive(0.2):
+            sys.stdout.write("holding\\n")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def workers(bus: Bus, *, ack_wait_s: float = 1.0, fresh: bool = False) -> Consumer:
+    return await open_consumer(bus, bus.prompts, "workers", ack_wait_s=ack_wait_s, max_ack_pending=100, fresh=fresh)
+
+
+async def fetch_one(consumer: Consumer, *, within_s: float = 5.0) -> Delivery:
+    async with asyncio.timeout(within_s):
+        while True:
+            for delivery in await consumer.fetch(1):
+                return delivery
+
+
+async def num_messages(bus: Bus, stream: str) -> int:
+    return (await bus.jetstream.stream_info(stream)).state.messages
+
+
+@contextlib.asynccontextmanager
+async def working(consumer: Consumer, handle, **options):
+    stop = asyncio.Event()
+    settings = {"concurrency": 4, "heartbeat_s": 0.3, "max_deliveries": 3} | options
+    task = asyncio.create_task(work(consumer, handle, stop=stop, **settings))
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 10.0)
+
+
+async def until(condition, *, within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():  # noqa: ASYNC110 - there is no event for what the server does
+            await asyncio.sleep(0.02)
+
+
+async def test_the_same_message_id_is_stored_once(bus: Bus) -> None:
+    """A repeated publish changes nothing and says so."""
+    assert await bus.publish(bus.prompts, b"first", message_id="a")
+    assert not await bus.publish(bus.prompts, b"again", message_id="a")
+    assert await bus.publish(bus.prompts, b"other", message_id="b")
+    assert await num_messages(bus, bus.prompts.name) == 2
+    delivery = await fetch_one(await workers(bus))
+    assert (delivery.payload, delivery.message_id, delivery.num_delivered) == (b"first", "a", 1)
+
+
+async def test_runs_share_a_server_without_meeting(bus: Bus, bus_config: BusConfig) -> None:
+    """Another run has streams of its own."""
+    async with connect(bus_config, run="another-run") as other:
+        await other.ensure_streams()
+        await bus.publish(bus.prompts, b"mine", message_id="a")
+        assert await num_messages(other, other.prompts.name) == 0
+        await other.delete_run()
+
+
+async def test_a_killed_consumers_message_is_delivered_again(bus: Bus, bus_config: BusConfig, run_name: str) -> None:
+    """A holder that beats and is then killed with -9 loses its message to another within seconds, not before."""
+    await bus.publish(bus.prompts, b"work", message_id="a")
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _HOLD_ONE_MESSAGE, bus_config.url, run_name, stdout=asyncio.subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert await asyncio.wait_for(holder.stdout.readline(), 20.0) == b"holding\n"
+    consumer = await workers(bus)
+    await asyncio.sleep(1.5)
+    assert await consumer.fetch(1) == []
+    holder.send_signal(signal.SIGKILL)
+    await holder.wait()
+    delivery = await fetch_one(consumer)
+    assert (delivery.payload, delivery.num_delivered) == (b"work", 2)
+    await delivery.ack()
+    assert await num_messages(bus, bus.prompts.name) == 0
+
+
+async def test_work_longer_than_the_ack_wait_is_handled_once(bus: Bus) -> None:
+    """Beats keep a message with its handler; its return removes it from the queue."""
+    handled: list[int] = []
+
+    async def handle(delivery: Delivery) -> None:
+        handled.append(delivery.num_delivered)
+        await asyncio.sleep(2.5)
+
+    async def is_empty() -> bool:
+        return await num_messages(bus, bus.prompts.name) == 0
+
+    await bus.publish(bus.prompts, b"long", message_id="a")
+    async with working(await workers(bus, ack_wait_s=1.0), handle):
+        await until(is_empty)
+    assert handled == [1]
+
+
+async def test_a_hopeless_message_is_buried_at_once(bus: Bus) -> None:
+    """InvalidRequestError: told to `give_up`, moved to the dead letters with its reason, not tried again."""
+    given_up: list[str] = []
+
+    async def handle(delivery: Delivery) -> None:
+        raise InvalidRequestError("profile 'x'\nis unknown")
+
+    async def give_up(delivery: Delivery, reason: str) -> None:
+        given_up.append(reason)
+
+    async def is_buried() -> bool:
+        return await num_messages(bus, bus.prompts.name) == 0
+
+    await bus.publish(bus.prompts, b"payload\nof two lines", message_id="a")
+    async with working(await workers(bus), handle, give_up=give_up):
+        await until(is_buried)
+    assert given_up == ["InvalidRequestError: profile 'x'\nis unknown"]
+    dead = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
+    assert dead.data == b"InvalidRequestError: profile 'x' is unknown\npayload\nof two lines"
+
+
+async def test_a_failing_message_is_tried_again_with_growing_delay_then_buried(bus: Bus) -> None:
+    """Any other error is retried up to max_deliveries; the delay doubles."""
+    times: list[float] = []
+
+    async def handle(delivery: Delivery) -> None:
+        times.append(time.monotonic())
+        raise OverloadedError("full") if delivery.num_delivered < 3 else ValueError("a bug")
+
+    async def is_buried() -> bool:
+        return await num_messages(bus, bus.dead.name) == 1
+
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    async with working(await workers(bus), handle, max_deliveries=3):
+        await until(is_buried)
+    assert len(times) == 3
+    assert times[1] - times[0] >= 0.45
+    assert times[2] - times[1] >= 0.95
+    assert await num_messages(bus, bus.prompts.name) == 0
+
+
+async def test_a_message_is_kept_when_giving_it_up_fails(bus: Bus) -> None:
+    """A message is buried only after somebody could be told."""
+    attempts: list[str] = []
+
+    async def handle(delivery: Delivery) -> None:
+        raise InvalidRequestError("never")
+
+    async def give_up(delivery: Delivery, reason: str) -> None:
+        attempts.append(reason)
+        raise OverloadedError("nobody listens")
+
+    async def was_tried() -> bool:
+        return len(attempts) > 0
+
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    async with working(await workers(bus), handle, give_up=give_up):
+        await until(was_tried)
+    assert await num_messages(bus, bus.prompts.name) == 1
+    assert await num_messages(bus, bus.dead.name) == 0
+
+
+async def test_a_message_put_back_waits_for_its_delay(bus: Bus) -> None:
+    """It is not delivered before the delay has passed, and then soon."""
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    consumer = await workers(bus, ack_wait_s=30.0)
+    delivery = await fetch_one(consumer)
+    started = time.monotonic()
+    await delivery.put_back(0.8)
+    again = await fetch_one(consumer)
+    assert 0.75 <= time.monotonic() - started < 3.0
+    assert again.num_delivered == 2
+
+
+async def test_a_fresh_consumer_gets_all_that_was_in_hand(bus: Bus) -> None:
+    """After a restart of the only reader nothing waits for ack_wait."""
+    for name in "abc":
+        await bus.publish(bus.prompts, name.encode(), message_id=name)
+    before = await workers(bus, ack_wait_s=60.0)
+    held = [await fetch_one(before) for _ in range(3)]
+    await held[1].ack()
+    after = await workers(bus, ack_wait_s=60.0, fresh=True)
+    assert [(await fetch_one(after)).payload for _ in range(2)] == [b"a", b"c"]
+
+
+async def test_stop_does_not_wait_for_long_work_and_loses_none(bus: Bus) -> None:
+    """With every place taken, `stop` ends `work` after the grace; what ran is put back for others at once."""
+    begun = asyncio.Event()
+
+    async def handle(delivery: Delivery) -> None:
+        begun.set()
+        await asyncio.sleep(60)
+
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    consumer = await workers(bus, ack_wait_s=60.0)
+    async with working(consumer, handle, concurrency=1, grace_s=0.2) as stop:
+        await asyncio.wait_for(begun.wait(), 5.0)
+        started = time.monotonic()
+        stop.set()
+    assert time.monotonic() - started < 2.0
+    assert (await fetch_one(consumer)).num_delivered == 2
+
+
+async def test_cancelling_work_cancels_and_puts_back_what_runs(bus: Bus) -> None:
+    """No handler outlives `work`."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(delivery: Delivery) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    consumer = await workers(bus, ack_wait_s=60.0)
+    task = asyncio.create_task(
+        work(consumer, handle, stop=asyncio.Event(), concurrency=2, heartbeat_s=1.0, max_deliveries=3)
+    )
+    await asyncio.wait_for(begun.wait(), 5.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    assert (await fetch_one(consumer)).num_delivered == 2
+
+
+async def test_no_more_than_concurrency_at_once_and_every_message_once(bus: Bus) -> None:
+    """Thirty messages, three places: all handled, once each, never four at a time."""
+    running, most, seen = 0, 0, list[bytes]()
+
+    async def handle(delivery: Delivery) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        seen.append(delivery.payload)
+
+    async def are_done() -> bool:
+        return len(seen) == 30
+
+    for index in range(30):
+        await bus.publish(bus.prompts, str(index).encode(), message_id=str(index))
+    async with working(await workers(bus), handle, concurrency=3):
+        await until(are_done)
+    assert most == 3
+    assert sorted(seen, key=int) == [str(index).encode() for index in range(30)]
+
+
+async def test_an_oversized_payload_is_refused_and_the_largest_is_taken(bus: Bus) -> None:
+    """The bound counts the header in: one byte less is stored, and the connection lives on."""
+    largest = bus.max_payload_bytes("big")
+    with pytest.raises(
+        InvalidRequestError, match=r"message big of \d+ bytes is over .*max_payload = .*raise max_payload"
+    ):
+        await bus.publish(bus.groups, bytes(largest + 1), message_id="big")
+    assert await bus.publish(bus.groups, bytes(largest), message_id="big")
+    assert await bus.publish(bus.groups, b"small", message_id="small")
+
+
+async def test_the_largest_message_can_be_buried(bus: Bus) -> None:
+    """The dead letter keeps the reason and as much of the payload as fits."""
+    await bus.publish(bus.prompts, b"x" * bus.max_payload_bytes("a"), message_id="a")
+    delivery = await fetch_one(await workers(bus, ack_wait_s=30.0))
+    await delivery.bury("r" * 5000)
+    assert await num_messages(bus, bus.prompts.name) == 0
+    dead = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
+    assert dead.data.startswith(b"r" * 2000 + b"\nxxx")
+
+
+async def test_a_publish_waits_out_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:
+    """While the server is away a publish waits; afterwards it is stored once, and what was stored before is there."""
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(local_server(tmp_path))
+        port = int(url.rsplit(":", 1)[1])
+        async with connect(BusConfig(url=url), run=run_name) as bus:
+            await bus.ensure_streams()
+            await bus.publish(bus.prompts, b"before", message_id="before")
+            consumer = await workers(bus)
+            await server.aclose()
+            pending = asyncio.create_task(bus.publish(bus.prompts, b"during", message_id="during"))
+            await asyncio.sleep(0.5)
+            assert not pending.done()
+            async with local_server(tmp_path, port=port):
+                await asyncio.wait_for(pending, 15.0)
+                assert await num_messages(bus, bus.prompts.name) == 2
+                assert not await bus.publish(bus.prompts, b"before", message_id="before")
+                assert {(await fetch_one(consumer)).payload for _ in range(2)} == {b"before", b"during"}
+
+
+async def test_no_server_is_one_line_that_says_what_to_do() -> None:
+    """SetupError names bus.url, its value and the remedy."""
+    with pytest.raises(SetupError, match=r"bus.url = 'nats://127.0.0.1:9'.*nats-server -js"):
+        async with connect(BusConfig(url="nats://127.0.0.1:9", connect_timeout_s=0.5), run="r"):
+            pass
+    with pytest.raises(SetupError, match=r"bus.url is empty.*--bus.url="):
+        async with connect(BusConfig(), run="r"):
+            pass

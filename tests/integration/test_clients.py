@@ -1,0 +1,181 @@
+"""Clients against real servers: deadlines, retries and cancellation."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.clients import GenerateClient, RewardClient, RouterClient, TrainerClient
+from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PenstockError, UnavailableError
+from penstock.rpc.server import RpcServer
+from penstock.v1 import (
+    generate_pb2,
+    reward_pb2,
+    reward_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
+from tests.simulated_engine import SimulatedEngine
+from tests.waiting import until
+
+REQUEST = generate_pb2.GenerateRequest(
+    request_id="r", session_id="s", input_ids=[1], sampling=generate_pb2.SamplingParams(max_new_tokens=3)
+)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+async def engine(bus: Bus) -> AsyncIterator[SimulatedEngine]:
+    """An engine that answers."""
+    async with SimulatedEngine(bus).running() as running:
+        yield running
+
+
+async def test_generate_returns_the_engines_answer(engine: SimulatedEngine) -> None:
+    """Ids and logprobs as they were sent."""
+    async with GenerateClient(engine.replica.address) as client:
+        response = await client.generate(REQUEST, timeout_s=5.0)
+    assert list(response.output_ids) == [1, 2, 3]
+    assert list(response.logprobs) == [-1.0] * 3
+
+
+async def test_what_may_succeed_later_is_tried_again_under_a_new_request_id(engine: SimulatedEngine) -> None:
+    """The session stays, for affinity; the request id does not, or an engine might take it for a repetition."""
+    engine.error = OverloadedError("the queue is full")
+    async with GenerateClient(engine.replica.address) as client:
+        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=5.0, retry_until=time.monotonic() + 30))
+        await until(lambda: engine.num_calls >= 3)
+        engine.error = None
+        await playing
+    ids = [request.request_id for request in engine.requests]
+    assert ids[:3] == ["r", "r#1", "r#2"]
+    assert len(set(ids)) == len(ids)
+    assert {request.session_id for request in engine.requests} == {"s"}
+
+
+async def test_a_server_that_comes_late_is_waited_for(bus: Bus) -> None:
+    """Nobody listens at first; the client connects by itself when somebody does."""
+    port = free_port()
+    async with GenerateClient(f"127.0.0.1:{port}") as client:
+        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=5.0, retry_until=time.monotonic() + 30))
+        await asyncio.sleep(0.5)
+        assert not playing.done()
+        async with SimulatedEngine(bus, port=port).running():
+            assert (await playing).output_ids
+
+
+async def test_without_retries_the_first_failure_is_raised_and_names_the_server() -> None:
+    """The message says whom it could not reach."""
+    address = f"127.0.0.1:{free_port()}"
+    async with GenerateClient(address) as client:
+        with pytest.raises(UnavailableError, match=f"generate at {address}"):
+            await client.generate(REQUEST, timeout_s=5.0)
+
+
+async def test_retries_end_in_time_with_the_last_reason() -> None:
+    """The caller hears why, not just that time is up."""
+    started = time.monotonic()
+    async with GenerateClient(f"127.0.0.1:{free_port()}") as client:
+        with pytest.raises(UnavailableError):
+            await client.generate(REQUEST, timeout_s=5.0, retry_until=started + 0.6)
+    assert time.monotonic() - started < 1.5
+
+
+async def test_what_can_never_succeed_is_not_tried_again(engine: SimulatedEngine) -> None:
+    """One call, then the error."""
+    engine.error = InvalidRequestError("the prompt is too long")
+    async with GenerateClient(engine.replica.address) as client:
+        with pytest.raises(InvalidRequestError, match="the prompt is too long"):
+            await client.generate(REQUEST, timeout_s=5.0, retry_until=time.monotonic() + 30)
+    assert engine.num_calls == 1
+
+
+async def test_a_deadline_reaches_the_server_and_ends_the_call(engine: SimulatedEngine) -> None:
+    """The server knows how long the caller waits, and is cancelled after it."""
+    engine.delay_s = 30.0
+    async with GenerateClient(engine.replica.address) as client:
+        with pytest.raises(DeadlineError):
+            await client.generate(REQUEST, timeout_s=0.3)
+    assert engine.deadlines_s[0] is not None
+    assert engine.deadlines_s[0] <= 0.3
+    await until(lambda: engine.num_running == 0)
+
+
+async def test_cancelling_a_caller_cancels_the_call(engine: SimulatedEngine) -> None:
+    """So that an engine does not generate for nobody."""
+    engine.delay_s = 30.0
+    async with GenerateClient(engine.replica.address) as client:
+        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=60.0, retry_until=time.monotonic() + 60))
+        await until(lambda: engine.num_running == 1)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await until(lambda: engine.num_cancelled == 1)
+    assert engine.num_calls == 1
+
+
+class OtherServices(
+    reward_pb2_grpc.RewardServiceServicer,
+    router_pb2_grpc.RouterServiceServicer,
+    trainer_pb2_grpc.TrainerServiceServicer,
+):
+    """Answers what tests tell apart."""
+
+    async def VerifyBatch(  # noqa: N802 - the contract's name
+        self, request: reward_pb2.VerifyBatchRequest, context: Any
+    ) -> reward_pb2.VerifyBatchResponse:
+        reversed_ids = [item.item_id for item in reversed(request.items)]
+        return reward_pb2.VerifyBatchResponse(verdicts=[reward_pb2.Verdict(item_id=name) for name in reversed_ids])
+
+    async def ListProfiles(self, request: Any, context: Any) -> reward_pb2.ListProfilesResponse:  # noqa: N802 - the contract's name
+        return reward_pb2.ListProfilesResponse(profiles=[reward_pb2.Profile(name="math")])
+
+    async def ListReplicas(self, request: Any, context: Any) -> router_pb2.ListReplicasResponse:  # noqa: N802 - the contract's name
+        return router_pb2.ListReplicasResponse(published_version=7)
+
+    async def GetRun(self, request: Any, context: Any) -> trainer_pb2.GetRunResponse:  # noqa: N802 - the contract's name
+        return trainer_pb2.GetRunResponse(run_id="run", step=3)
+
+
+@pytest.fixture
+async def other_address() -> AsyncIterator[str]:
+    """Address of a server of the other services."""
+    server = RpcServer(host="127.0.0.1", port=0)
+    servicer = OtherServices()
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, "penstock.v1.RewardService")
+    server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, servicer, "penstock.v1.RouterService")
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, "penstock.v1.TrainerService")
+    await server.start()
+    yield server.address
+    await server.drain(0.0)
+
+
+async def test_verdicts_of_other_items_are_refused(other_address: str) -> None:
+    """Verdicts in another order would give every sample its neighbour's reward."""
+    items = [reward_pb2.VerifyItem(item_id=name) for name in ("a", "b")]
+    async with RewardClient(other_address) as client:
+        assert [verdict.item_id for verdict in await client.verify_batch(items[:1], timeout_s=5.0)] == ["a"]
+        with pytest.raises(PenstockError, match="other verdicts than theirs"):
+            await client.verify_batch(items, timeout_s=5.0)
+
+
+async def test_the_small_calls_return_what_the_servers_say(other_address: str) -> None:
+    """Profiles, pool and run."""
+    async with RewardClient(other_address) as reward, RouterClient(other_address) as router:
+        assert [profile.name for profile in await reward.list_profiles()] == ["math"]
+        assert (await router.list_replicas()).published_version == 7
+    async with TrainerClient(other_address) as trainer:
+        run = await trainer.get_run()
+    assert (run.run_id, run.step) == ("run", 3)

@@ -1,0 +1,471 @@
+"""The rollout engine against transformers: a real process with real SGLang and a random tiny Qwen3-VL."""
+
+import asyncio
+import copy
+import io
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from penstock.images import decode_image
+from penstock.tokens import forbidden_token_ids, image_token_id
+from penstock.v1 import common_pb2, generate_pb2
+from tests.engine_process import EngineProcess, Push, engine_process
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TOLERANCE = 1e-4
+START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367
+"""Vision tokens of the tiny model."""
+
+
+class Reference:
+    """The same model in transformers."""
+
+    def __init__(self, model_path: Path) -> None:
+        from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+
+        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.processor: Any = AutoImageProcessor.from_pretrained(model_path)
+        self.image_id = image_token_id(model_path)
+        self.forbidden = list(forbidden_token_ids(model_path))
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a trainer pushes."""
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def perturbed(self, seed: int) -> "Reference":
+        """A policy that another optimizer step might have made, vision tower and all."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        return other
+
+    @torch.no_grad()
+    def logprobs(
+        self, input_ids: Sequence[int], images: Sequence[bytes], output_ids: Sequence[int], *, temperature: float
+    ) -> tuple[torch.Tensor, int]:
+        """Of each output id, and the length of the expanded prompt."""
+        inputs: dict[str, Any] = {}
+        counts: list[int] = []
+        if images:
+            inputs = dict(self.processor(images=[decode_image(image) for image in images], return_tensors="pt"))
+            counts = (inputs["image_grid_thw"].prod(dim=1) // 4).tolist()
+        expanded: list[int] = []
+        remaining = iter(counts)
+        for token in input_ids:
+            expanded += [token] * (next(remaining) if token == self.image_id else 1)
+        ids = torch.tensor([[*expanded, *output_ids]])
+        if images:
+            inputs["mm_token_type_ids"] = (ids == self.image_id).int()
+        logits = self.model(input_ids=ids, **inputs).logits[0, len(expanded) - 1 : -1].float()
+        logits[:, self.forbidden] = -torch.inf
+        scores = (logits / temperature).log_softmax(dim=-1)
+        return scores[torch.arange(len(output_ids)), torch.tensor(output_ids)], len(expanded)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model_path: Path) -> Reference:
+    """The policy of version 0."""
+    return Reference(tiny_model_path)
+
+
+@pytest.fixture(scope="module")
+async def engine(
+    tiny_model_path: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EngineProcess]:
+    """One engine for all tests of this module; each leaves it READY."""
+    folder = tmp_path_factory.mktemp("engine")
+    async with engine_process(
+        tiny_model_path, nats_url, folder, max_running=32, max_queued=32, context_length=1024, grace_s=2.0
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+async def current(engine: EngineProcess, reference: Reference) -> Reference:
+    """A policy that the engine holds now: tests come in any order, so each one that looks at values pushes its own."""
+    policy = reference.perturbed(seed=random.randrange(1 << 30))
+    await Push(engine, policy.weights, (await engine.replica()).policy_version + 1).complete()
+    return policy
+
+
+def request(
+    input_ids: Sequence[int], images: Sequence[bytes] = (), *, max_new_tokens: int = 24, temperature: float = 1.0
+) -> generate_pb2.GenerateRequest:
+    """A turn."""
+    return generate_pb2.GenerateRequest(
+        request_id="test",
+        input_ids=input_ids,
+        images=[common_pb2.Image(data=image) for image in images],
+        sampling=generate_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_new_tokens=max_new_tokens),
+    )
+
+
+def picture(width: int, height: int, *, mode: str = "RGB", format: str = "PNG", seed: int = 0) -> bytes:
+    """A drawing in any size and mode."""
+    draw_seed = random.Random(seed)
+    image = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(image)
+    for _ in range(8):
+        corners = [(draw_seed.randrange(width), draw_seed.randrange(height)) for _ in range(2)]
+        draw.line(corners, fill=tuple(draw_seed.randrange(256) for _ in range(3)), width=3)
+    if mode in ("RGBA", "LA"):
+        image = image.convert(mode)
+        image.putalpha(Image.linear_gradient("L").resize((width, height)))
+    elif mode == "P-transparent":
+        image = image.quantize(16)
+        image.info["transparency"] = bytes(range(0, 256, 16))
+    elif mode != "RGB":
+        image = image.convert(mode)
+    file = io.BytesIO()
+    image.save(file, format)
+    return file.getvalue()
+
+
+def prompt(rng: random.Random, *, num_images: int, image_id: int | None, length: int = 20) -> list[int]:
+    """Random text with placeholders in random places, each between its vision tokens."""
+    places = sorted(rng.randrange(length) for _ in range(num_images))
+    ids: list[int] = []
+    for index in range(length):
+        ids += [START_ID, image_id or 0, END_ID] * places.count(index)
+        ids.append(rng.randrange(300))
+    return ids
+
+
+IMAGES = {
+    "none": [],
+    "grid": [picture(96, 96)],
+    "two": [picture(96, 96), picture(150, 101, seed=1)],
+    "large": [picture(1600, 700)],
+    "narrow": [picture(60, 900)],
+    "palette": [picture(200, 130, mode="P")],
+    "palette with transparency": [picture(200, 130, mode="P-transparent")],
+    "rgba": [picture(120, 120, mode="RGBA")],
+    "grey with alpha": [picture(120, 120, mode="LA")],
+    "one bit": [picture(120, 120, mode="1")],
+    "cmyk jpeg": [picture(120, 120, mode="CMYK", format="JPEG")],
+    "gif": [picture(120, 120, mode="P", format="GIF")],
+    "webp": [picture(120, 120, format="WEBP")],
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_transformers(
+    engine: EngineProcess, current: Reference, temperature: float
+) -> None:
+    """Text and images of all kinds: the tempered distribution without the forbidden ids, to 1e-4."""
+    rng = random.Random(1)
+    prompts = {
+        name: prompt(rng, num_images=len(images), image_id=current.image_id) for name, images in IMAGES.items()
+    }
+    answers = await asyncio.gather(
+        *(
+            engine.generation.Generate(request(prompts[name], IMAGES[name], temperature=temperature), timeout=60)
+            for name in IMAGES
+        )
+    )
+    version = (await engine.replica()).policy_version
+    for name, answer in zip(IMAGES, answers, strict=True):
+        expected, prompt_length = current.logprobs(
+            prompts[name], IMAGES[name], answer.output_ids, temperature=temperature
+        )
+        assert answer.usage.num_prompt_tokens == prompt_length, name
+        assert answer.usage.num_output_tokens == len(answer.output_ids) == len(answer.logprobs), name
+        assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE, name
+        assert [(span.num_tokens, span.policy_version) for span in answer.version_spans] == [
+            (len(answer.output_ids), version)
+        ], name
+
+
+async def test_generation_ends_at_the_models_and_the_requests_stop_ids(
+    engine: EngineProcess, tiny_model_path: Path
+) -> None:
+    """The stop token is the last id; without one, the length ends it."""
+    from penstock.tokens import end_token_ids
+
+    answers = await asyncio.gather(
+        *(engine.generation.Generate(request([5, 6, 7], max_new_tokens=200), timeout=60) for _ in range(24))
+    )
+    ends = set(end_token_ids(tiny_model_path))
+    reasons = {answer.finish_reason for answer in answers}
+    assert generate_pb2.FINISH_REASON_STOP in reasons
+    for answer in answers:
+        stopped = answer.finish_reason == generate_pb2.FINISH_REASON_STOP
+        assert (answer.output_ids[-1] in ends) == stopped
+        assert not ends.intersection(answer.output_ids[:-1])
+        assert stopped or len(answer.output_ids) == 200
+    stop = request([5, 6, 7], max_new_tokens=200)
+    stop.sampling.stop_token_ids.extend(range(300))
+    answer = await engine.generation.Generate(stop, timeout=60)
+    assert answer.finish_reason == generate_pb2.FINISH_REASON_STOP
+    assert all(token >= 300 for token in answer.output_ids[:-1])
+
+
+async def test_context_length_ends_generation(engine: EngineProcess) -> None:
+    """What does not fit is not generated, and that is no error."""
+    for _ in range(20):
+        answer = await engine.generation.Generate(
+            request([7] * 1000, max_new_tokens=100_000, temperature=1.0), timeout=60
+        )
+        assert len(answer.output_ids) <= 24
+        if answer.finish_reason == generate_pb2.FINISH_REASON_LENGTH:
+            return
+    raise AssertionError("always stopped by itself")
+
+
+BAD = {
+    "empty": (request([]), "input_ids is empty"),
+    "id above": (request([1, 384]), r"input_ids\[1\] = 384 is outside the vocabulary of 384"),
+    "id below": (request([1, -1]), r"input_ids\[1\] = -1 is outside"),
+    "no image": (request([1, START_ID, IMAGE_ID, 2]), "1 image placeholders .* for 0 images"),
+    "no placeholder": (request([1, 2], [picture(96, 96)]), "0 image placeholders .* for 1 images"),
+    "expanded": (request([1, START_ID, *[IMAGE_ID] * 9, 2], [picture(96, 96)]), "exactly one per image"),
+    "video": (request([1, VIDEO_ID, 2]), "videos are not taken"),
+    "first": (request([IMAGE_ID, 2], [picture(96, 96)]), r"input_ids\[0\] .* does not follow a vision start"),
+    "adjacent": (request([START_ID, IMAGE_ID, IMAGE_ID], [picture(96, 96)] * 2), r"input_ids\[2\] .* does not follow"),
+    "no file": (request([START_ID, IMAGE_ID], [b"not an image"]), r"images\[0\] \(12 bytes\) cannot be decoded"),
+    "cut short": (request([START_ID, IMAGE_ID], [picture(300, 300)[:400]]), r"images\[0\] .* cannot be decoded"),
+    "empty file": (request([START_ID, IMAGE_ID], [b""]), r"images\[0\] \(0 bytes\) cannot be decoded"),
+    "too narrow": (request([START_ID, IMAGE_ID], [picture(3, 900)]), r"images\[0\] is 3 x 900 pixels"),
+    "too long": (request([1] * 1100), "has 1100 tokens"),
+    "too long expanded": (request([START_ID, IMAGE_ID] * 22, [picture(224, 224)] * 22), "with its images expanded"),
+    "no tokens": (request([1], max_new_tokens=0), "max_new_tokens = 0 must be at least 1"),
+    "cold": (request([1], temperature=-1.0), "temperature = -1.0 must be 0"),
+    "nan": (request([1], temperature=float("nan")), "temperature = nan must be 0"),
+    "infinite": (request([1], temperature=float("inf")), "temperature = inf must be 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_requests_are_refused_and_the_engine_lives_on(engine: EngineProcess, name: str) -> None:
+    """What would kill or hang SGLang is answered with what is wrong, and the next request is served."""
+    bad, message = BAD[name]
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+        await engine.generation.Generate(bad, timeout=60)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    answer = await engine.generation.Generate(request([1, 2, 3], max_new_tokens=2), timeout=60)
+    assert answer.output_ids
+
+
+@pytest.mark.parametrize("field", ["top_p", "top_k", "stop_token_ids"])
+async def test_bad_sampling_is_refused(engine: EngineProcess, field: str) -> None:
+    """The parameters that have no sound default."""
+    bad = request([1, 2, 3])
+    if field == "top_p":
+        bad.sampling.top_p = 0.0
+    elif field == "top_k":
+        bad.sampling.top_k = -3
+    else:
+        bad.sampling.stop_token_ids.append(10**6)
+    with pytest.raises(grpc.aio.AioRpcError, match=rf"sampling\.{field}"):
+        await engine.generation.Generate(bad, timeout=60)
+
+
+async def _until(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
+    async with asyncio.timeout(timeout_s):
+        while not wanted(replica := await engine.replica()):
+            await asyncio.sleep(0.02)
+    return replica
+
+
+def long_request() -> generate_pb2.GenerateRequest:
+    """One that runs for a second or more, unless it happens to stop."""
+    return request([3, 4, 5], max_new_tokens=900)
+
+
+async def test_cancellation_aborts_in_the_engine(engine: EngineProcess) -> None:
+    """Calls that their callers gave up stop costing anything; so do calls whose deadline passed."""
+    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
+    replica = await _until(engine, lambda replica: replica.num_running >= 12)
+    assert replica.kv_use >= 0
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await _until(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+    late = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=0.3)) for _ in range(16)]
+    results = await asyncio.gather(*late, return_exceptions=True)
+    codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    await _until(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+
+
+async def test_a_full_queue_refuses(engine: EngineProcess) -> None:
+    """Above max_running + max_queued = 64 the answer is RESOURCE_EXHAUSTED, at once."""
+    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(80)]
+    done, _ = await asyncio.wait(calls, timeout=1.0)
+    codes = [call.exception().code() for call in done if call.exception()]  # type: ignore[union-attr]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert codes
+    assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    await _until(engine, lambda replica: replica.num_running == replica.num_queued == 0)
+
+
+async def test_a_newer_version_than_held_is_refused(engine: EngineProcess) -> None:
+    """min_policy_version is kept."""
+    wanted = request([1, 2, 3])
+    wanted.min_policy_version = (await engine.replica()).policy_version + 1
+    with pytest.raises(grpc.aio.AioRpcError, match="min_policy_version") as caught:
+        await engine.generation.Generate(wanted, timeout=60)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_push_during_generation_loses_nothing(engine: EngineProcess, current: Reference) -> None:
+    """Running requests go on with the new weights; each token's logprob is that of the version it is stamped with."""
+    old_version = (await engine.replica()).policy_version
+    images = [picture(150, 101, seed=1)]
+    ids = prompt(random.Random(2), num_images=1, image_id=current.image_id)
+    calls = [
+        asyncio.ensure_future(engine.generation.Generate(request(ids, images, max_new_tokens=300), timeout=120))
+        for _ in range(32)
+    ]
+    await _until(engine, lambda replica: replica.num_running >= 24)
+    await asyncio.sleep(0.3)
+    newer = current.perturbed(seed=3)
+    await Push(engine, newer.weights, old_version + 5).complete()
+    answers = await asyncio.gather(*calls)
+    replica = await engine.replica()
+    assert (replica.policy_version, replica.state) == (old_version + 5, common_pb2.REPLICA_STATE_READY)
+    num_two = 0
+    for answer in answers:
+        spans = [(span.policy_version, span.num_tokens) for span in answer.version_spans]
+        assert sum(length for _, length in spans) == len(answer.output_ids) == len(answer.logprobs)
+        num_two += len(spans) == 2
+        old, _ = current.logprobs(ids, images, answer.output_ids, temperature=1.0)
+        new, _ = newer.logprobs(ids, images, answer.output_ids, temperature=1.0)
+        first = 0
+        for version, length in spans:
+            expected = old if version == old_version else new
+            assert version in (old_version, old_version + 5)
+            got = torch.tensor(list(answer.logprobs)[first : first + length])
+            assert (got - expected[first : first + length]).abs().max() < TOLERANCE
+            first += length
+    assert num_two >= 4
+
+
+async def test_an_epoch_keeps_its_group(engine: EngineProcess, reference: Reference) -> None:
+    """Two pushes over one group, without forming it again."""
+    version = (await engine.replica()).policy_version
+    first = Push(engine, reference.perturbed(4).weights, version + 1)
+    await first.prepare()
+    for stage in (first.pause, first.transfer, first.verify, first.commit, first.resume):
+        await stage()
+    second = Push(engine, reference.perturbed(5).weights, version + 2, bucket_bytes=100_000)
+    await second.prepare((first.group, first.message))
+    for stage in (second.pause, second.transfer, second.verify, second.commit, second.resume):
+        await stage()
+    await asyncio.to_thread(first.group.close)
+    assert (await engine.replica()).policy_version == version + 2
+
+
+async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
+    engine: EngineProcess, current: Reference
+) -> None:
+    """The trainer dies after the first bucket: running requests fail, nothing is served, the next push repairs it."""
+    version = (await engine.replica()).policy_version
+    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
+    await _until(engine, lambda replica: replica.num_running >= 12)
+    push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
+    await push.prepare()
+    await push.pause()
+    assert (await engine.replica()).state == common_pb2.REPLICA_STATE_UPDATING
+    sent = push.manifest
+    push.manifest = type(sent)(sent.buckets[:1])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.gather(push.transfer(), _close_soon(push))
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    replica = await engine.replica()
+    assert (replica.state, replica.policy_version) == (common_pb2.REPLICA_STATE_BROKEN, version)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
+    assert codes == {grpc.StatusCode.UNAVAILABLE}
+    with pytest.raises(grpc.aio.AioRpcError, match="BROKEN"):
+        await engine.generation.Generate(request([1, 2, 3]), timeout=60)
+    newer = current.perturbed(7)
+    await Push(engine, newer.weights, version + 1).complete()
+    replica = await engine.replica()
+    assert (replica.state, replica.policy_version) == (common_pb2.REPLICA_STATE_READY, version + 1)
+    ids, images = [1, START_ID, IMAGE_ID, END_ID], [picture(96, 96)]
+    answer = await engine.generation.Generate(request(ids, images), timeout=60)
+    expected, _ = newer.logprobs(ids, images, answer.output_ids, temperature=1.0)
+    assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE
+
+
+async def _close_soon(push: Push) -> None:
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(push.group.close)
+
+
+async def test_a_push_aborted_before_it_touched_weights_changes_nothing(
+    engine: EngineProcess, current: Reference
+) -> None:
+    """Running requests go on under the old version."""
+    version = (await engine.replica()).policy_version
+    calls = [
+        asyncio.ensure_future(engine.generation.Generate(request([1, 2, 3], max_new_tokens=100), timeout=60))
+        for _ in range(16)
+    ]
+    await _until(engine, lambda replica: replica.num_running >= 8)
+    push = Push(engine, current.perturbed(8).weights, version + 1)
+    await push.prepare()
+    with pytest.raises(grpc.aio.AioRpcError, match="needs it VERIFIED") as caught:
+        await push.commit()
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    await push.pause()
+    assert await push.abort("changed its mind") == common_pb2.REPLICA_STATE_READY
+    await asyncio.to_thread(push.group.close)
+    for answer in await asyncio.gather(*calls):
+        assert [span.policy_version for span in answer.version_spans] == [version]
+        expected, _ = current.logprobs([1, 2, 3], [], answer.output_ids, temperature=1.0)
+        assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE
+    with pytest.raises(grpc.aio.AioRpcError, match="prepare it first"):
+        await push.receive_only()
+
+
+async def test_a_push_that_does_not_fit_is_refused_before_anything_happens(
+    engine: EngineProcess, reference: Reference
+) -> None:
+    """Missing, unknown and misshapen parameters, and versions that go back."""
+    version = (await engine.replica()).policy_version
+    weights = reference.weights
+    name = "model.language_model.norm.weight"
+    cases = {
+        "1 parameters are missing": {key: value for key, value in weights.items() if key != name},
+        "1 are unknown": {**weights, "lm_head.weight": weights["model.language_model.embed_tokens.weight"]},
+        "the engine holds float32": {**weights, name: weights[name].bfloat16()},
+    }
+    for message, wrong in cases.items():
+        push = Push(engine, wrong, version + 1)
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+            await push.prepare_only()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await engine.replica()).state == common_pb2.REPLICA_STATE_READY
+
+
+async def test_forbidden_ids_are_never_sampled(engine: EngineProcess, reference: Reference) -> None:
+    """A policy whose logits of all forbidden ids tower above the rest still produces none of them."""
+    policy = reference.perturbed(seed=9)
+    with torch.no_grad():
+        policy.model.model.language_model.embed_tokens.weight[policy.forbidden] *= 100
+    await Push(engine, policy.weights, (await engine.replica()).policy_version + 1).complete()
+    answers = await asyncio.gather(
+        *(engine.generation.Generate(request([1, 2, token], max_new_tokens=40), timeout=60) for token in range(24))
+    )
+    unmasked = policy.model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1]
+    assert int(unmasked.argmax()) in policy.forbidden
+    for token, answer in enumerate(answers):
+        assert not set(answer.output_ids) & set(policy.forbidden)
+        expected, _ = policy.logprobs([1, 2, token], [], answer.output_ids, temperature=1.0)
+        assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE

@@ -1,0 +1,183 @@
+"""Leases and watches on a real nats-server: the dead vanish within seconds, the living do not."""
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus, connect
+from penstock.bus.leases import Watch, claim, held, watched
+from penstock.bus.local_server import local_server
+from penstock.config import BusConfig
+from penstock.errors import SetupError
+
+TTL_S = 1.0
+
+_HOLD_A_LEASE = """
+import asyncio, sys
+from penstock.bus.connection import connect
+from penstock.bus.leases import claim, held
+from penstock.config import BusConfig
+
+async def main(url, run):
+    async with connect(BusConfig(url=url, lease_ttl_s=1.0), run=run) as bus:
+        bucket = await bus.bucket("leases", ttl_s=1.0)
+        await claim(bucket, "trainer", b"first", ttl_s=1.0, what="a trainer")
+        async with held(bucket, "trainer", lambda: b"first", ttl_s=1.0):
+            sys.stdout.write("holding\\n")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@contextlib.asynccontextmanager
+async def killed_at_the_end(url: str, run: str):
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _HOLD_A_LEASE, url, run, stdout=asyncio.subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert await asyncio.wait_for(holder.stdout.readline(), 20.0) == b"holding\n"
+    try:
+        yield holder
+    finally:
+        if holder.returncode is None:
+            holder.send_signal(signal.SIGKILL)
+        await holder.wait()
+
+
+async def until(watch: Watch, condition: Callable[[dict[str, bytes]], bool], *, within_s: float = 5.0) -> float:
+    started = time.monotonic()
+    while not condition(watch.values):
+        assert time.monotonic() - started < within_s, watch.values
+        await watch.changed(0.05)
+    return time.monotonic() - started
+
+
+async def test_a_watch_knows_what_is_there_on_entry_and_what_comes(bus: Bus) -> None:
+    """Values of before are known at once; changes and deletions arrive."""
+    bucket = await bus.bucket("policy")
+    await bucket.put("current", b"1")
+    async with watched(bucket) as watch:
+        assert watch.values == {"current": b"1"}
+        await bucket.put("current", b"2")
+        await bucket.put("other", b"x")
+        await until(watch, lambda values: values == {"current": b"2", "other": b"x"})
+        await bucket.delete("other")
+        await until(watch, lambda values: values == {"current": b"2"})
+
+
+async def test_a_watch_of_an_empty_bucket_opens_at_once(bus: Bus) -> None:
+    """Nothing there is an answer, too."""
+    started = time.monotonic()
+    async with watched(await bus.bucket("replicas", ttl_s=TTL_S), ttl_s=TTL_S) as watch:
+        assert watch.values == {}
+    assert time.monotonic() - started < 2.0
+
+
+async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
+    """Several may wait at once, and a change between two waits is not lost to either."""
+    bucket = await bus.bucket("policy")
+    async with watched(bucket) as watch:
+        waiting = [asyncio.create_task(watch.changed(5.0)) for _ in range(5)]
+        await asyncio.sleep(0)
+        await bucket.put("current", b"1")
+        assert await asyncio.gather(*waiting) == [True] * 5
+        assert not await watch.changed(0.05)
+
+
+async def test_a_held_lease_outlives_its_ttl_and_ends_with_its_holder(bus: Bus) -> None:
+    """Renewed while held, with the value of now; gone at once when given back."""
+    bucket = await bus.bucket("replicas", ttl_s=TTL_S)
+    numbers = itertools.count()
+    async with watched(bucket, ttl_s=TTL_S) as watch:
+        async with held(bucket, "r", lambda: str(next(numbers)).encode(), ttl_s=TTL_S) as lease:
+            await until(watch, lambda values: "r" in values)
+            for _ in range(25):
+                await asyncio.sleep(0.1)
+                assert "r" in watch.values
+            assert int(watch.values["r"]) >= 6
+            before = next(numbers)
+            await lease.renew()
+            assert await until(watch, lambda values: int(values["r"]) > before) < 0.3
+        assert await until(watch, lambda values: values == {}) < 0.5
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_killed_holders_lease_ends_within_seconds(
+    bus: Bus, bus_config: BusConfig, run_name: str, others: int
+) -> None:
+    """After kill -9 a lease is gone within its ttl and a little, whether or not others keep the bucket busy."""
+    bucket = await bus.bucket("leases", ttl_s=TTL_S)
+    async with contextlib.AsyncExitStack() as stack:
+        for index in range(others):
+            await stack.enter_async_context(held(bucket, f"other-{index}", lambda: b"x", ttl_s=TTL_S))
+        watch = await stack.enter_async_context(watched(bucket, ttl_s=TTL_S))
+        async with killed_at_the_end(bus_config.url, run_name):
+            await until(watch, lambda values: "trainer" in values)
+        assert await until(watch, lambda values: "trainer" not in values) <= TTL_S + 0.3
+        assert len(watch.values) == others
+
+
+async def test_only_one_holds_a_claimed_lease_and_a_killed_ones_is_taken_over(
+    bus: Bus, bus_config: BusConfig, run_name: str
+) -> None:
+    """While the first lives the second is refused with the remedy; when it was killed the second waits and gets it."""
+    bucket = await bus.bucket("leases", ttl_s=TTL_S)
+    async with killed_at_the_end(bus_config.url, run_name):
+        with pytest.raises(SetupError, match=r"a trainer is running already; stop it, or choose another run\.name"):
+            await claim(bucket, "trainer", b"second", ttl_s=TTL_S, what="a trainer")
+    started = time.monotonic()
+    await claim(bucket, "trainer", b"second", ttl_s=TTL_S, what="a trainer")
+    assert time.monotonic() - started < TTL_S + 1.5
+    assert (await bucket.get("trainer")).value == b"second"
+
+
+async def test_a_lease_given_back_can_be_claimed_at_once(bus: Bus) -> None:
+    """An orderly end leaves nothing to wait for."""
+    bucket = await bus.bucket("leases", ttl_s=30.0)
+    for name in (b"first", b"second"):
+        started = time.monotonic()
+        await claim(bucket, "trainer", name, ttl_s=30.0, what="a trainer")
+        async with held(bucket, "trainer", lambda value=name: value, ttl_s=30.0):
+            pass
+        assert time.monotonic() - started < 2.0
+
+
+async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:
+    """On the same store and port: leases go on, values are kept, changes are seen; the end is in order without it."""
+    ttl_s = 3.0
+    async with contextlib.AsyncExitStack() as first:
+        url = await first.enter_async_context(local_server(tmp_path))
+        port = int(url.rsplit(":", 1)[1])
+        async with connect(BusConfig(url=url), run=run_name) as bus:
+            replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket("policy")
+            await policy.put("current", b"1")
+            async with (
+                held(replicas, "r", lambda: b"alive", ttl_s=ttl_s),
+                watched(replicas, ttl_s=ttl_s) as replica_watch,
+                watched(policy) as policy_watch,
+            ):
+                await until(replica_watch, lambda values: "r" in values)
+                await first.aclose()
+                async with local_server(tmp_path, port=port):
+                    for _ in range(60):  # longer than the ttl: the lease is renewed, and that is seen
+                        await asyncio.sleep(0.1)
+                        assert replica_watch.values == {"r": b"alive"}
+                    assert policy_watch.values == {"current": b"1"}
+                    await policy.put("current", b"2")
+                    await until(policy_watch, lambda values: values == {"current": b"2"})
+
+
+async def test_a_bucket_with_other_settings_is_a_setup_error(bus: Bus) -> None:
+    """Processes whose [bus] sections differ are told so."""
+    await bus.bucket("replicas", ttl_s=2.0)
+    with pytest.raises(SetupError, match=r"other settings.*same \[bus\] section"):
+        await bus.bucket("replicas", ttl_s=5.0)

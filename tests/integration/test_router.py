@@ -1,0 +1,369 @@
+"""The router over engines that serve real gRPC and hold real leases."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+
+from penstock.bus.connection import Bus, connect
+from penstock.config import BusConfig
+from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, UnavailableError
+from penstock.rpc.channel import connect as connect_channel
+from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
+from services.router.config import RouterConfig
+from services.router.server import routing
+from tests.simulated_engine import SimulatedEngine
+from tests.waiting import until
+
+DRAINING = common_pb2.REPLICA_STATE_DRAINING
+UPDATING = common_pb2.REPLICA_STATE_UPDATING
+
+
+class Caller:
+    """What a worker is to the router."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._generate = generate_pb2_grpc.GenerateServiceStub(channel)
+        self._router = router_pb2_grpc.RouterServiceStub(channel)
+
+    def generate(self, session: str = "", *, version: int = 0, timeout_s: float = 10.0, **fields):
+        request = generate_pb2.GenerateRequest(session_id=session, min_policy_version=version, **fields)
+        return self._generate.Generate(request, timeout=timeout_s)
+
+    async def replicas(self) -> router_pb2.ListReplicasResponse:
+        return await self._router.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+
+    async def until(self, condition: Callable[[router_pb2.ListReplicasResponse], bool], within_s: float = 5.0) -> float:
+        """Wait until the router sees the pool so; return how long it took."""
+        started = time.monotonic()
+        while not condition(pool := await self.replicas()):
+            assert time.monotonic() - started < within_s, pool
+            await asyncio.sleep(0.02)
+        return time.monotonic() - started
+
+    async def until_routable(self, count: int) -> None:
+        await self.until(lambda pool: sum(each.routable for each in pool.replicas) == count)
+
+
+@contextlib.asynccontextmanager
+async def router(bus: Bus, **settings) -> AsyncIterator[Caller]:
+    config = RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings))
+    async with routing(config, bus) as server, connect_channel(server.address) as channel:
+        yield Caller(channel)
+
+
+@contextlib.asynccontextmanager
+async def pool(bus: Bus, count: int, **settings) -> AsyncIterator[tuple[Caller, list[SimulatedEngine]]]:
+    """A router and `count` engines that it knows."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{index}").running())
+            for index in range(count)
+        ]
+        caller = await stack.enter_async_context(router(bus, **settings))
+        await caller.until_routable(count)
+        yield caller, engines
+
+
+@contextlib.asynccontextmanager
+async def engine_process(bus: Bus, run: str, replica_id: str, *, delay_s: float = 0.0):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.simulated_engine", f"--url={bus.config.url}", f"--run={run}", f"--replica-id={replica_id}"),
+        f"--delay-s={delay_s}",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        assert await asyncio.wait_for(process.stdout.readline(), 30.0)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+
+async def publish(bus: Bus, version: int, min_version: int) -> None:
+    value = {"version": version, "min_version": min_version, "run_id": "r", "step": version}
+    await (await bus.bucket("policy")).put("current", json.dumps(value).encode())
+
+
+async def failure(pending) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pending
+    return caught.value
+
+
+async def test_a_call_passes_through_unchanged(bus: Bus) -> None:
+    """The engine sees the caller's request, and the caller the engine's answer."""
+    async with pool(bus, 1) as (caller, [engine]):
+        answer = await caller.generate(
+            "s",
+            input_ids=[5, 6, 7],
+            request_id="q",
+            images=[common_pb2.Image(data=b"\x89PNG" * 500_000)],
+            sampling=generate_pb2.SamplingParams(max_new_tokens=3, temperature=0.5),
+        )
+        assert list(answer.output_ids) == [1, 2, 3]
+        assert answer.replica_id == "r0"
+        [request] = engine.requests
+        assert list(request.input_ids) == [5, 6, 7]
+        assert request.request_id == "q"
+        assert request.images[0].data == b"\x89PNG" * 500_000
+        assert request.sampling.temperature == 0.5
+
+
+async def test_sessions_stay_and_spread(bus: Bus) -> None:
+    """Each session's turns go to one replica; the sessions share the replicas evenly."""
+    async with pool(bus, 3) as (caller, engines):
+        first = [(await caller.generate(f"s{index}")).replica_id for index in range(9)]
+        for _ in range(3):
+            assert [(await caller.generate(f"s{index}")).replica_id for index in range(9)] == first
+        assert [engine.num_calls for engine in engines] == [12, 12, 12]
+
+
+async def test_a_call_whose_engine_is_killed_is_played_by_another(bus: Bus, run_name: str) -> None:
+    """kill -9 in the middle of a call: the caller gets an answer of the other replica and no error."""
+    async with engine_process(bus, run_name, "a-victim", delay_s=30.0) as victim, router(bus) as caller:
+        await caller.until_routable(1)
+        pending = asyncio.ensure_future(caller.generate("s"))
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
+            await caller.until_routable(2)
+            victim.send_signal(signal.SIGKILL)
+            answer = await asyncio.wait_for(pending, 5.0)
+            assert answer.replica_id == "b-heir"
+            assert heir.num_calls == 1
+            assert (await caller.generate("s")).replica_id == "b-heir"
+
+
+async def test_killed_engines_leave_the_pool_within_seconds(bus: Bus, run_name: str) -> None:
+    """One after the other is killed with -9; each is gone when its lease has ended, and calls go on all the while."""
+    async with contextlib.AsyncExitStack() as stack:
+        victims = [
+            await stack.enter_async_context(engine_process(bus, run_name, f"victim-{index}")) for index in range(3)
+        ]
+        survivor = await stack.enter_async_context(SimulatedEngine(bus, replica_id="survivor").running())
+        caller = await stack.enter_async_context(router(bus))
+        await caller.until_routable(4)
+        for num_left, victim in zip((3, 2, 1), victims, strict=True):
+            victim.send_signal(signal.SIGKILL)
+            await asyncio.gather(*(caller.generate() for _ in range(8)))
+            took_s = await caller.until(lambda pool, left=num_left: len(pool.replicas) == left)
+            assert took_s <= bus.config.lease_ttl_s + 1.0
+        assert survivor.num_calls >= 8
+
+
+async def test_waits_for_a_replica_and_then_uses_it(bus: Bus) -> None:
+    """A call that finds nobody is answered by the engine that comes a moment later."""
+    async with router(bus, wait_for_replica_s=10.0) as caller:
+        pending = asyncio.ensure_future(caller.generate())
+        await asyncio.sleep(0.5)
+        async with SimulatedEngine(bus, replica_id="late").running():
+            assert (await asyncio.wait_for(pending, 2.0)).replica_id == "late"
+
+
+async def test_without_a_replica_a_call_fails_and_says_why(bus: Bus) -> None:
+    """After wait_for_replica_s: UNAVAILABLE, and what to do."""
+    async with router(bus, wait_for_replica_s=0.5) as caller:
+        started = time.monotonic()
+        error = await failure(caller.generate())
+        assert 0.4 <= time.monotonic() - started < 2.0
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "no replica is registered; start one with `penstock serve rollout`" in (error.details() or "")
+
+
+async def test_waiting_ends_before_the_callers_deadline(bus: Bus) -> None:
+    """A caller with little time hears the reason rather than that its deadline passed."""
+    async with router(bus, wait_for_replica_s=60.0) as caller:
+        error = await failure(caller.generate(timeout_s=1.0))
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "no replica is registered" in (error.details() or "")
+
+
+async def test_nothing_below_the_version_bound_is_used(bus: Bus) -> None:
+    """The published bound and the request's own hold, the higher of the two; a refusal names the versions."""
+    async with pool(bus, 2, wait_for_replica_s=0.4) as (caller, [old, new]):
+        await new.update(policy_version=5)
+        await caller.until(lambda pool: any(each.replica.policy_version == 5 for each in pool.replicas))
+        await publish(bus, 6, 4)
+        await caller.until(lambda pool: pool.min_policy_version == 4)
+        seen = await caller.replicas()
+        assert seen.published_version == 6
+        assert [(each.routable, each.unroutable_reason) for each in seen.replicas] == [
+            (False, "below policy version"),
+            (True, ""),
+        ]
+        assert {(await caller.generate(f"s{index}")).replica_id for index in range(6)} == {"r1"}
+        error = await failure(caller.generate(version=6))
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "all 2 replicas are below policy version 6 (newest 5)" in (error.details() or "")
+        assert old.num_calls == 0
+
+
+async def test_a_replica_that_turns_out_too_old_is_passed_over(bus: Bus) -> None:
+    """FAILED_PRECONDITION (its lease told of more than it has) sends the call to another replica."""
+    async with pool(bus, 2) as (caller, [first, second]):
+        first.error = NotReadyError("policy version 3 < 4")
+        assert [(await caller.generate("s")).replica_id for _ in range(2)] == ["r1", "r1"]
+        assert first.num_calls == 1
+        assert second.num_answered == 2
+
+
+async def test_a_full_replica_is_passed_over(bus: Bus) -> None:
+    """RESOURCE_EXHAUSTED sends the call to another; when all are full it waits for a place."""
+    async with pool(bus, 2, wait_for_replica_s=5.0) as (caller, engines):
+        engines[0].error = OverloadedError("queue full")
+        assert (await caller.generate()).replica_id == "r1"
+        engines[1].error = OverloadedError("queue full")
+        pending = asyncio.ensure_future(caller.generate())
+        await asyncio.sleep(0.6)
+        assert not pending.done()
+        engines[0].error = None
+        assert (await asyncio.wait_for(pending, 2.0)).replica_id == "r0"
+
+
+async def test_when_all_stay_full_the_caller_is_told(bus: Bus) -> None:
+    """RESOURCE_EXHAUSTED comes back when nobody had a place within the wait."""
+    async with pool(bus, 2, wait_for_replica_s=0.5) as (caller, engines):
+        for engine in engines:
+            engine.error = OverloadedError("queue full")
+        error = await failure(caller.generate())
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "queue full" in (error.details() or "")
+
+
+async def test_an_invalid_request_is_not_tried_again(bus: Bus) -> None:
+    """INVALID_ARGUMENT is passed on with the engine's words."""
+    async with pool(bus, 2) as (caller, engines):
+        for engine in engines:
+            engine.error = InvalidRequestError("id 900 is outside the vocabulary")
+        error = await failure(caller.generate())
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "id 900 is outside the vocabulary" in (error.details() or "")
+        assert sum(engine.num_calls for engine in engines) == 1
+
+
+async def test_bytes_that_are_no_request_are_invalid(bus: Bus) -> None:
+    """Garbage is refused by the router itself."""
+    async with routing(RouterConfig(), bus) as server, connect_channel(server.address) as channel:
+        error = await failure(
+            channel.unary_unary("/penstock.v1.GenerateService/Generate")(b"\xff\xff\xff", timeout=5.0)
+        )
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_request_that_breaks_replicas_is_given_up(bus: Bus) -> None:
+    """A call that max_tries replicas took and failed does not go on to break the rest of the pool."""
+    async with pool(bus, 4, max_tries=2) as (caller, engines):
+        for engine in engines:
+            engine.error = UnavailableError("crashed")
+        error = await failure(caller.generate())
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "given up after 2 replicas failed" in (error.details() or "")
+        assert sum(engine.num_calls for engine in engines) == 2
+
+
+async def test_replicas_that_cannot_be_reached_are_passed_over_however_many(bus: Bus) -> None:
+    """Leases of dead engines cost nobody a call, and do not count as tries."""
+    async with pool(bus, 5, max_tries=1) as (caller, engines):
+        for engine in engines[:4]:
+            await engine.stop_serving()
+        for _ in range(5):
+            assert (await caller.generate()).replica_id == "r4"
+        unreachable = [each for each in (await caller.replicas()).replicas if each.unroutable_reason == "not reachable"]
+        assert unreachable
+
+
+async def test_cancelling_the_call_cancels_it_in_the_engine(bus: Bus) -> None:
+    """The engine stops to compute for a caller that has gone, and the place is free again."""
+    async with pool(bus, 1) as (caller, [engine]):
+        engine.delay_s = 30.0
+        pending = caller.generate()
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        await until(lambda: engine.num_running == 1, timeout_s=5.0)
+        pending.cancel()
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 0)
+        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        assert engine.num_answered == 0
+
+
+async def test_the_deadline_reaches_the_engine(bus: Bus) -> None:
+    """The engine is given what is left of the caller's time, and is cancelled when that has passed."""
+    async with pool(bus, 1) as (caller, [engine]):
+        engine.delay_s = 30.0
+        error = await failure(caller.generate(timeout_s=0.5))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        [remaining_s] = engine.deadlines_s
+        assert remaining_s is not None
+        assert 0.1 < remaining_s <= 0.6
+
+
+async def test_a_draining_replica_finishes_what_runs_and_gets_nothing_new(bus: Bus) -> None:
+    """A session moves on, the call that runs is answered, also after the lease was given back."""
+    async with (
+        router(bus) as caller,
+        SimulatedEngine(bus, replica_id="stays").running() as stays,
+        SimulatedEngine(bus, replica_id="goes", delay_s=1.5).running() as goes,
+    ):
+        await stays.update(state=UPDATING)
+        await caller.until(lambda pool: len(pool.replicas) == 2)
+        await caller.until(lambda pool: pool.replicas[1].replica.state == UPDATING)
+        pending = asyncio.ensure_future(caller.generate("s"))
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        await goes.update(state=DRAINING)
+        await caller.until(lambda pool: not pool.replicas[0].routable)
+        assert (await caller.generate("s")).replica_id == "stays"
+        assert goes._lease is not None
+        await goes._lease._bucket.delete("goes")
+        assert (await pending).replica_id == "goes"
+        assert goes.num_cancelled == 0
+
+
+async def test_two_routers_share_one_pool(bus: Bus, bus_config: BusConfig, run_name: str) -> None:
+    """Each sees all replicas and sends to all; what engines report of the other's load counts."""
+    async with (
+        pool(bus, 2) as (caller, engines),
+        connect(bus_config, run=run_name) as other_bus,
+        router(other_bus) as other,
+    ):
+        await other.until_routable(2)
+        for engine in engines:
+            engine.delay_s = 0.3
+        calls = [one.generate(f"{index}-{n}") for index, one in enumerate((caller, other)) for n in range(8)]
+        await asyncio.gather(*calls)
+        assert [engine.num_calls for engine in engines] == [8, 8]
+        await engines[0].update(num_running=6, num_queued=2)
+        await other.until(lambda pool: pool.replicas[0].replica.num_running == 6)
+        assert {(await other.generate(f"late-{n}")).replica_id for n in range(4)} == {"r1"}
+
+
+async def test_a_router_that_stops_lets_calls_finish(bus: Bus) -> None:
+    """Within the grace, a call that runs is answered."""
+    async with SimulatedEngine(bus, replica_id="r", delay_s=0.5).running(), contextlib.AsyncExitStack() as stack:
+        serving = routing(RouterConfig(grace_s=5.0), bus)
+        server = await serving.__aenter__()
+        caller = Caller(await stack.enter_async_context(connect_channel(server.address)))
+        await caller.until_routable(1)
+        pending = asyncio.ensure_future(caller.generate())
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        await serving.__aexit__(None, None, None)
+        assert (await pending).replica_id == "r"
+
+
+async def test_an_unreadable_lease_is_left_out(bus: Bus) -> None:
+    """One broken entry does not hide the replicas beside it."""
+    async with pool(bus, 1) as (caller, _):
+        bucket = await bus.bucket("replicas", ttl_s=bus.config.lease_ttl_s)
+        await bucket.put("broken", b"{")
+        await bucket.put("other", b'{"replica_id": "not-other", "address": "127.0.0.1:1"}')
+        await asyncio.sleep(0.3)
+        assert [each.replica.replica_id for each in (await caller.replicas()).replicas] == ["r0"]
+        assert (await caller.generate()).replica_id == "r0"

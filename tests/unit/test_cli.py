@@ -1,0 +1,144 @@
+"""The command line answers every mistake with one line and exit code 2."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+
+
+def penstock(*arguments: str | Path, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run the command as a person would."""
+    return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """One line on stderr that holds `words`, nothing on stdout, exit code 2."""
+    assert result.returncode == 2, result
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe that is valid, for a model that is no more than its configuration."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'[run]\ndir = "{tmp_path}/runs"\n[model]\npath = "{tmp_path}/model"\n[trainer]\nnum_steps = 7\n')
+    return path
+
+
+def test_version_is_the_package_s() -> None:
+    """`penstock version` prints a version number."""
+    result = penstock("version")
+    assert result.returncode == 0
+    assert result.stdout.strip()[0].isdigit()
+
+
+def test_config_prints_a_recipe_that_means_the_same(recipe: Path, tmp_path: Path) -> None:
+    """What `penstock config` prints is a whole recipe: printing that again changes nothing."""
+    first = penstock("config", recipe, "--trainer.loss.clip_high=0.28", "--run.name=other")
+    assert first.returncode == 0, first.stderr
+    resolved = tomllib.loads(first.stdout)
+    assert resolved["trainer"]["num_steps"] == 7
+    assert resolved["trainer"]["loss"]["clip_high"] == 0.28
+    assert resolved["run"]["name"] == "other"
+    again = tmp_path / "again.toml"
+    again.write_text(first.stdout)
+    assert penstock("config", again).stdout == first.stdout
+
+
+def test_overrides_may_stand_before_the_recipe(recipe: Path) -> None:
+    """The order of recipe and overrides does not matter; of two overrides of a key the last counts."""
+    result = penstock("config", "--run.name=first", recipe, "--run.name=second")
+    assert tomllib.loads(result.stdout)["run"]["name"] == "second"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--model.path=/nowhere/at/all", ("model.path", "/nowhere/at/all", "config.json")),
+        ("--data.path=/nowhere.parquet", ("/nowhere.parquet",)),
+        ("--trainer.num_stepz=3", ("unknown key trainer.num_stepz", "num_steps")),
+        ("--trainers.num_steps=3", ("unknown key trainers", "trainer")),
+        ("--trainer.num_steps=many", ("trainer.num_steps", "many")),
+        ("--trainer.num_steps=0", ("trainer.num_steps", "0")),
+        ("--num_steps=3", ("--num_steps=3", "--section.key=value")),
+        ("--trainer.num_steps", ("--trainer.num_steps", "--section.key=value")),
+        ("--run.name=a b", ("run.name", "a b")),
+        ("-x", ("-x", "--section.key=value")),
+    ],
+)
+def test_bad_setting(recipe: Path, override: str, words: tuple[str, ...]) -> None:
+    """A setting that is wrong is named with its value, and nothing is started."""
+    assert_mistake(penstock("train", recipe, override), *words)
+    assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [("config",), ("serve", "reward", "--config"), ("serve", "trainer", "--config")])
+def test_every_command_checks_the_whole_recipe(recipe: Path, command: tuple[str, ...]) -> None:
+    """A mistyped key fails alike in every process, whichever section it is in."""
+    assert_mistake(penstock(*command, recipe, "--router.prot=1"), "unknown key router.prot", "port")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("penstock --help",)),
+        (("fly",), ("fly",)),
+        (("train",), ("recipe",)),
+        (("train", "nowhere.toml"), ("nowhere.toml", "cannot be read")),
+        (("train", "one.toml", "two.toml"), ("one.toml, two.toml",)),
+        (("train", "--resume"), ("--resume",)),
+        (("train", "--resume", "/nowhere"), ("/nowhere", "config.toml")),
+        (("serve",), ("service",)),
+        (("serve", "kettle", "--config", "x.toml"), ("kettle",)),
+        (("serve", "reward"), ("--config",)),
+    ],
+)
+def test_bad_command(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """A command that is incomplete or unknown says what is missing."""
+    assert_mistake(penstock(*arguments), *words)
+
+
+def test_recipe_that_is_no_toml(tmp_path: Path) -> None:
+    """A syntax error is reported with its place."""
+    path = tmp_path / "broken.toml"
+    path.write_text("[run\n")
+    assert_mistake(penstock("config", path), "broken.toml", "line 1")
+
+
+def test_settings_are_checked_before_anything_heavy_is_imported(recipe: Path) -> None:
+    """Parsing the recipe of a trainer imports neither torch nor transformers nor sglang."""
+    script = (
+        "import sys; from penstock.cli import main; "
+        f"main(['serve', 'trainer', '--config', {str(recipe)!r}, '--no.such=1']); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sglang', 'grpc')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_missing_extra_names_the_remedy(recipe: Path) -> None:
+    """A service whose packages are not installed says which extra brings them."""
+    script = (
+        "import sys; sys.modules['grpc'] = None; from penstock.cli import main; "
+        f"sys.exit(main(['serve', 'reward', '--config', {str(recipe)!r}]))"
+    )
+    command = [sys.executable, "-c", script]
+    assert_mistake(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=False), "grpc", "penstock[reward]"
+    )
+
+
+def test_run_folder_that_cannot_be_made(recipe: Path, tmp_path: Path) -> None:
+    """A run.dir that is a file is refused by name."""
+    (tmp_path / "file").write_text("")
+    assert_mistake(penstock("train", recipe, f"--run.dir={tmp_path}/file"), "run.dir", f"{tmp_path}/file")

@@ -1,0 +1,244 @@
+"""Records travel unchanged, and bytes that are no record never become one."""
+
+import math
+
+import hypothesis.extra.numpy as hnp
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.codec import DTYPES, decode, encode
+from penstock.errors import CorruptMessageError
+from penstock.records import Group, ImagePart, Message, Prompt, Sample, TextPart, Verdict, VersionSpan
+
+
+class Box(msgspec.Struct):
+    """A record with one array."""
+
+    array: np.ndarray
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    images = draw(st.lists(st.binary(max_size=20), max_size=3))
+    parts = [ImagePart(index=index) for index in range(len(images))]
+    parts += [TextPart(text=text) for text in draw(st.lists(st.text(max_size=10), max_size=3))]
+    return Prompt(
+        run_id=draw(st.text(max_size=10)),
+        index=draw(st.integers(0, 2**62)),
+        attempt=draw(st.integers(0, 5)),
+        admitted_version=draw(st.integers(0, 2**62)),
+        num_samples=draw(st.integers(1, 3)),
+        messages=(Message(role=draw(st.sampled_from(["system", "user", "assistant", "tool"])), parts=tuple(parts)),),
+        images=tuple(images),
+        golds=tuple(draw(st.lists(st.text(max_size=10), max_size=2))),
+        profile="math",
+        environment="single_turn",
+    )
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    length = draw(st.integers(1, 12))
+    mask = draw(hnp.arrays(np.bool_, length))
+    mask[draw(st.integers(0, length - 1))] = True
+    own = int(mask.sum())
+    first = draw(st.integers(1, own))
+    spans = [VersionSpan(num_tokens=n, policy_version=v) for v, n in enumerate((first, own - first)) if n]
+    return Sample(
+        token_ids=draw(hnp.arrays("<i4", length)),
+        loss_mask=mask,
+        logprobs=draw(hnp.arrays("<f4", length, elements=st.floats(-50, 0, width=32))),
+        version_spans=tuple(spans),
+        images=tuple(draw(st.lists(st.binary(max_size=20), max_size=2))),
+        num_turns=1,
+        num_prompt_tokens=3,
+        num_cached_tokens=0,
+        num_last_turn_tokens=own,
+        finish_reason=draw(st.sampled_from(["stop", "length", "environment"])),
+        verdict=Verdict(score=draw(st.floats(-1, 1)), status="OK", extracted="", method="EXACT"),
+        text=draw(st.text(max_size=20)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    prompt = draw(prompts())
+    played = tuple(draw(samples()) for _ in range(prompt.num_samples))
+    return Group(prompt=prompt, samples=played, worker_id="w")
+
+
+def same(left: object, right: object) -> bool:
+    """Equality that reads arrays."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, msgspec.Struct):
+        return type(left) is type(right) and all(
+            same(getattr(left, name), getattr(right, name)) for name in left.__struct_fields__
+        )
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    return Sample(
+        token_ids=np.array([7, 8, 9, 10], dtype=np.int32),
+        loss_mask=np.array([False, True, True, True]),
+        logprobs=np.array([0, -1, -2, -3], dtype=np.float32),
+        version_spans=(VersionSpan(num_tokens=1, policy_version=3), VersionSpan(num_tokens=2, policy_version=4)),
+        images=(b"picture",),
+        num_turns=1,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_last_turn_tokens=3,
+        finish_reason="stop",
+        verdict=Verdict(score=1.0, status="OK", extracted="4", method="EXACT"),
+        text="4",
+    )
+
+
+@given(groups())
+def test_a_group_travels_unchanged(group: Group) -> None:
+    """Every field, every array bit for bit."""
+    assert same(decode(encode(group), Group), group)
+
+
+@given(
+    st.sampled_from(sorted(DTYPES)).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0)))
+)
+def test_an_array_travels_unchanged(array: np.ndarray) -> None:
+    """All dtypes and shapes, empty ones and scalars included."""
+    assert same(decode(encode(Box(array)), Box).array, array)
+
+
+@pytest.mark.parametrize("array", [np.arange(6, dtype=">i4"), np.arange(12, dtype="<i8").reshape(3, 4).T])
+def test_memory_order_does_not_travel(array: np.ndarray) -> None:
+    """Big-endian and transposed arrays arrive with the same values."""
+    assert np.array_equal(decode(encode(Box(array)), Box).array, array)
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([1j]), np.array([object()]), np.zeros(1, np.float16)])
+def test_an_array_of_another_dtype_is_refused_by_the_sender(array: np.ndarray) -> None:
+    """Better there than at the receiver."""
+    with pytest.raises(TypeError, match="cannot travel"):
+        encode(Box(array))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    """Random bytes raise CorruptMessageError, whatever they are."""
+    with pytest.raises(CorruptMessageError, match=f"{len(data)} bytes are no Group"):
+        decode(data, Group)
+
+
+# What a stranger may write where an array belongs.
+_wire_arrays = st.tuples(
+    st.sampled_from([*sorted(DTYPES), "<c8", "O", "<f2", "no", ""]) | st.integers(0, 9),
+    st.lists(st.integers(-3, 2**63) | st.sampled_from([0, 1, 2]) | st.booleans() | st.none(), max_size=70) | st.none(),
+    st.binary(max_size=64) | st.text(max_size=3),
+)
+
+
+@given(_wire_arrays | st.lists(st.integers(-9, 9), max_size=4) | st.none() | st.binary(max_size=4))
+def test_an_array_decodes_to_what_it_says_or_not_at_all(wire: object) -> None:
+    """A decoded array has the dtype, the shape and the bytes that were sent; everything else is refused."""
+    data = msgspec.msgpack.encode({"array": wire})
+    try:
+        array = decode(data, Box).array
+    except CorruptMessageError:
+        return
+    dtype, shape, raw = wire  # type: ignore[misc]
+    assert array.dtype.str == dtype
+    assert list(array.shape) == list(shape)
+    assert array.nbytes == len(raw) == math.prod(shape) * np.dtype(dtype).itemsize
+    assert array.tobytes() == raw
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63], [2**62, 4], [2**63, 0, 2**63], [1] * 65])
+def test_absurd_shapes_are_refused(shape: list[int]) -> None:
+    """Shapes that numpy itself cannot hold are no crash."""
+    data = msgspec.msgpack.encode({"array": ("|u1", shape, b"x" if 0 not in shape else b"")})
+    with pytest.raises(CorruptMessageError):
+        decode(data, Box)
+
+
+def test_a_boolean_is_0_or_1(sample: Sample) -> None:
+    """Any other byte would be true for one reader and count for more than one for another."""
+    data = msgspec.msgpack.encode({"array": ("|b1", [2], b"\x01\x02")})
+    with pytest.raises(CorruptMessageError, match="boolean"):
+        decode(data, Box)
+
+
+def test_every_truncation_is_refused(sample: Sample) -> None:
+    """No prefix of a record is a record; nor is a record with something behind it."""
+    data = encode(sample)
+    for length in range(len(data)):
+        with pytest.raises(CorruptMessageError):
+            decode(data[:length], Sample)
+    with pytest.raises(CorruptMessageError):
+        decode(data + b"\x00", Sample)
+
+
+def test_no_flipped_bit_changes_a_length(sample: Sample) -> None:
+    """After any one-bit error a sample is refused, or its arrays are as long as each other and as its spans say."""
+    data = encode(sample)
+    num_survivors = 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            got = decode(bytes(flipped), Sample)
+        except CorruptMessageError:
+            continue
+        num_survivors += 1
+        assert [len(got.token_ids), len(got.loss_mask), len(got.logprobs)] == [4, 4, 4]
+        assert [array.dtype.str for array in (got.token_ids, got.loss_mask, got.logprobs)] == ["<i4", "|b1", "<f4"]
+        assert sum(span.num_tokens for span in got.version_spans) == got.loss_mask.sum() == 3
+        assert all(span.num_tokens >= 1 and span.policy_version >= 0 for span in got.version_spans)
+        assert np.isfinite(got.logprobs).all()
+    assert num_survivors > 0, "flips of values must survive, else this test proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"loss_mask": np.zeros(3, np.bool_)}, "loss_mask must be"),
+        ({"token_ids": np.zeros(4, np.int64)}, "token_ids must be <i4"),
+        ({"logprobs": np.full(4, np.nan, np.float32)}, "not finite"),
+        ({"version_spans": (VersionSpan(num_tokens=2, policy_version=3),)}, "version spans cover 2 tokens"),
+        ({"loss_mask": np.zeros(4, np.bool_), "version_spans": ()}, "no token of the policy's own"),
+    ],
+)
+def test_a_record_that_breaks_its_own_rules_is_refused(sample: Sample, change: dict, what: str) -> None:
+    """At construction, and in the same words when it comes over the bus."""
+    fields = {name: getattr(sample, name) for name in sample.__struct_fields__} | change
+    with pytest.raises(ValueError, match=what):
+        Sample(**fields)
+    wire = msgspec.msgpack.decode(encode(sample))
+    broken = msgspec.msgpack.decode(encode(msgspec.defstruct("Change", list(change))(**change)))
+    with pytest.raises(CorruptMessageError, match=what):
+        decode(msgspec.msgpack.encode(wire | broken), Sample)
+
+
+@pytest.mark.parametrize("wrong", [{"extra": 1}, {"num_turns": "one"}, {"finish_reason": "tired"}, {"text": None}])
+def test_a_field_of_the_wrong_kind_is_refused(sample: Sample, wrong: dict) -> None:
+    """Unknown fields, wrong types and unknown words."""
+    wire = msgspec.msgpack.decode(encode(sample)) | wrong
+    with pytest.raises(CorruptMessageError, match=next(iter(wrong))):
+        decode(msgspec.msgpack.encode(wire), Sample)
+
+
+def test_a_record_of_another_kind_is_refused(sample: Sample) -> None:
+    """A sample is no group."""
+    with pytest.raises(CorruptMessageError):
+        decode(encode(sample), Group)
+
+
+def test_deep_nesting_is_refused() -> None:
+    """A bomb of nested arrays ends in an error, not in a crash."""
+    with pytest.raises(CorruptMessageError):
+        decode(b"\x81\xa5array" + b"\x91" * 100_000, Box)

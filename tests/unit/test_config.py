@@ -1,0 +1,176 @@
+"""A recipe is read strictly; every message names the key, the value and the remedy."""
+
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig, load
+from penstock.errors import ConfigError
+
+
+class InnerConfig(Config):
+    """A section inside a section."""
+
+    rate: float = 0.5
+    """A number."""
+
+
+class OuterConfig(Config):
+    """A section."""
+
+    inner: InnerConfig = InnerConfig()
+    """A section."""
+    count: int = pydantic.Field(default=1, ge=1)
+    """A count."""
+    names: tuple[str, ...] = ()
+    """Names."""
+
+
+class FileConfig(Config):
+    """A whole file."""
+
+    run: RunConfig = RunConfig()
+    """The run."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling."""
+    outer: OuterConfig = OuterConfig()
+    """Something nested."""
+
+
+class NeedyConfig(Config):
+    """A file with a section that has no default."""
+
+    model: ModelConfig
+    """The model."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[run]\nname = "geo"\nseed = 3\n[outer.inner]\nrate = 0.25\n')
+    return path
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_reads_the_file_and_fills_in_defaults(recipe: Path) -> None:
+    """What the file says, else the defaults."""
+    config = load(FileConfig, recipe)
+    assert (config.run.name, config.run.seed, config.run.dir) == ("geo", 3, Path("runs"))
+    assert (config.outer.inner.rate, config.outer.count) == (0.25, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "get", "value"),
+    [
+        ("--run.seed=7", lambda c: c.run.seed, 7),
+        ("--run.name=other-run", lambda c: c.run.name, "other-run"),
+        ('--run.name="quoted"', lambda c: c.run.name, "quoted"),
+        ("--run.dir=/tmp/a=b", lambda c: str(c.run.dir), "/tmp/a=b"),
+        ("--outer.inner.rate=1e-3", lambda c: c.outer.inner.rate, 1e-3),
+        ('--outer.names=["a", "b"]', lambda c: c.outer.names, ("a", "b")),
+        ("--sampling.top_p=0.9", lambda c: c.sampling.top_p, 0.9),
+        ("--run.name=123", lambda c: c.run.name, "123"),
+        ("--run.name=2026-11-21", lambda c: c.run.name, "2026-11-21"),
+        ("--run.name=true", lambda c: c.run.name, "true"),
+        ("--outer.names=[1, 2]", lambda c: c.outer.names, None),
+    ],
+)
+def test_overrides_go_before_the_file(recipe: Path, override: str, get, value: object) -> None:
+    """Values are read as TOML, and as plain text where they are none or where text is wanted."""
+    if value is None:
+        with pytest.raises(ConfigError, match=r"outer\.names\.0 = '1': Input should be a valid string"):
+            load(FileConfig, recipe, [override])
+        return
+    assert get(load(FileConfig, recipe, [override])) == value
+
+
+def test_the_last_override_wins(recipe: Path) -> None:
+    """As on every command line."""
+    assert load(FileConfig, recipe, ["--run.seed=1", "--run.seed=2"]).run.seed == 2
+
+
+def test_an_override_can_begin_a_section_that_the_file_has_not(recipe: Path) -> None:
+    """[sampling] is not in the file."""
+    assert load(FileConfig, recipe, ["--sampling.top_k=5"]).sampling.top_k == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=1", r"argument 'run.seed=1' is not an override; write --section.key=value"),
+        ("--run.seed", r"argument '--run.seed' is not an override; write --section.key=value"),
+        ("--seed=1", r"argument '--seed=1' is not an override; write --section.key=value"),
+        ("--run..seed=1", r"argument '--run..seed=1' is not an override"),
+        ("--run.seed.x=1", r"argument '--run.seed.x=1': seed is a value, not a section"),
+        ("--run.sede=1", r"unknown key run.sede; known here: .*seed"),
+        ("--rum.seed=1", r"unknown key rum; known here: outer, run, sampling"),
+        ("--outer.inner.rat=1", r"unknown key outer.inner.rat; known here: rate"),
+        ("--run.seed=soon", r"run.seed = 'soon': Input should be a valid integer"),
+        ("--outer.count=0", r"outer.count = '0': Input should be greater than or equal to 1"),
+        ("--run.name=a b", r"run.name = 'a b': "),
+        ("--sampling.temperature=0", r"sampling.temperature = '0': Input should be greater than 0"),
+        ("--outer.inner=3", r"outer.inner = '3'"),
+    ],
+)
+def test_a_wrong_override_is_explained(recipe: Path, override: str, message: str) -> None:
+    """One line with the key, the value and what would be right."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(FileConfig, recipe, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    """A person need not start three times."""
+    path = write(tmp_path, "[run]\nnme = 1\nseed = 'x'\n[sampling]\ntop_p = 2.0\n")
+    with pytest.raises(ConfigError) as caught:
+        load(FileConfig, path)
+    assert str(caught.value).count(";") >= 2
+    for part in ("run.nme", "run.seed = 'x'", "sampling.top_p = '2.0'"):
+        assert part in str(caught.value)
+
+
+def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:
+    """With what to add."""
+    with pytest.raises(ConfigError, match=r"model is missing; add it to the recipe"):
+        load(NeedyConfig, write(tmp_path, ""))
+    with pytest.raises(ConfigError, match=r"key model\.path is missing; add it to the recipe or give --model\.path="):
+        load(NeedyConfig, write(tmp_path, "[model]\n"))
+
+
+def test_a_model_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    """Before anything starts."""
+    with pytest.raises(ConfigError, match=r"model\.path = '.*nowhere': holds no config.json; give the folder of"):
+        load(NeedyConfig, write(tmp_path, '[model]\npath = "nowhere"\n'))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Missing, a folder, no TOML, no UTF-8: each says which file and what it should be."""
+    with pytest.raises(ConfigError, match=r"recipe .*none.toml cannot be read: No such file.*give the path of a .toml"):
+        load(FileConfig, tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
+        load(FileConfig, tmp_path)
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 2"):
+        load(FileConfig, write(tmp_path, "[run]\nname =\n"))
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary.toml is not TOML"):
+        load(FileConfig, binary)
+
+
+def test_configuration_cannot_be_changed(recipe: Path) -> None:
+    """What a process read is what it runs with."""
+    config = load(FileConfig, recipe)
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.run.seed = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("model", [RunConfig, BusConfig, SamplingConfig, ModelConfig])
+def test_every_shared_setting_has_a_help_text(model: type[Config]) -> None:
+    """Field docstrings are the help text."""
+    assert [name for name, field in model.model_fields.items() if not field.description] == []

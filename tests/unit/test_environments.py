@@ -1,0 +1,53 @@
+"""Environments are found by name."""
+
+import importlib.metadata
+
+import pytest
+
+from penstock.errors import ConfigError, InvalidRequestError
+from penstock.records import ImagePart, Message
+from services.rollout.worker.environments.base import Observation
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.environments.single_turn import SingleTurn
+
+HERE = "services.rollout.worker.environments.single_turn:SingleTurn"
+
+
+def test_the_built_in_environment_is_there() -> None:
+    """No configuration is needed for single turns."""
+    assert EnvironmentRegistry().find("single_turn") is SingleTurn
+
+
+def test_a_user_adds_an_environment_by_its_path() -> None:
+    """Under a name of their own."""
+    assert EnvironmentRegistry({"mine": HERE}).find("mine") is SingleTurn
+
+
+def test_an_installed_package_adds_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the entry-point group penstock.environments."""
+    point = importlib.metadata.EntryPoint(name="theirs", value=HERE, group="penstock.environments")
+    monkeypatch.setattr(
+        "services.rollout.worker.environments.registry.entry_points",
+        lambda *, group: [point] if group == point.group else [],
+    )
+    assert EnvironmentRegistry().find("theirs") is SingleTurn
+
+
+@pytest.mark.parametrize("path", ["no.such.module:X", f"{HERE}s", "services", "penstock.errors:__doc__"])
+def test_a_path_that_names_no_class_is_a_mistake_in_the_recipe(path: str) -> None:
+    """The message shows the path and what one looks like."""
+    with pytest.raises(ConfigError, match=r'environment mine = ".*package\.module:Class'):
+        EnvironmentRegistry({"mine": path})
+
+
+def test_a_prompt_cannot_name_code_to_import() -> None:
+    """A path where a name belongs is just an unknown name."""
+    with pytest.raises(InvalidRequestError, match="is unknown"):
+        EnvironmentRegistry().find(HERE)
+
+
+def test_an_observation_brings_the_images_that_it_shows() -> None:
+    """Indices count from 0 within the observation."""
+    shown = Message(role="user", parts=(ImagePart(index=0),))
+    with pytest.raises(ValueError, match=r"refer to images \[0\], but the observation brings 0"):
+        Observation(messages=(shown,))

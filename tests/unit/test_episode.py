@@ -1,0 +1,327 @@
+"""Episodes against a scripted policy and scripted environments, with the real renderer."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import SamplingConfig
+from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, UnavailableError
+from penstock.records import ImagePart, Message, Prompt, TextPart, Verdict, VersionSpan
+from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.base import Observation, StepResult
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.episode import EpisodePlayer
+from services.rollout.worker.render import Renderer
+from services.rollout.worker.trace import LENGTH, STOP
+
+PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model_path: Path) -> Renderer:
+    """The tiny model's renderer."""
+    return Renderer.load(tiny_model_path)
+
+
+@dataclasses.dataclass
+class ScriptedPolicy:
+    """Says `turns` one after another; each is what it says and the version that says it."""
+
+    renderer: Renderer
+    turns: Sequence[tuple[str, int]]
+    finish: generate_pb2.FinishReason.ValueType = STOP
+    requests: list[generate_pb2.GenerateRequest] = dataclasses.field(default_factory=list)
+    limits: list[tuple[float, float | None]] = dataclasses.field(default_factory=list)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of what it says."""
+        return list(self.renderer._tokenizer(text, add_special_tokens=False).input_ids)
+
+    async def generate(
+        self, request: generate_pb2.GenerateRequest, *, timeout_s: float, retry_until: float | None = None
+    ) -> generate_pb2.GenerateResponse:
+        """The next turn."""
+        text, version = self.turns[len(self.requests)]
+        self.requests.append(request)
+        self.limits.append((timeout_s, retry_until))
+        ids = self.ids(text)
+        return generate_pb2.GenerateResponse(
+            output_ids=ids,
+            logprobs=[-0.25 * len(self.requests)] * len(ids),
+            version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=version)],
+            finish_reason=self.finish,
+            usage=generate_pb2.Usage(
+                num_prompt_tokens=len(request.input_ids) + 8 * len(request.images), num_output_tokens=len(ids)
+            ),
+        )
+
+
+class TwoTurns:
+    """Answers the first turn with a picture and ends after the second; remembers what it was told."""
+
+    last: "TwoTurns"
+
+    def __init__(self) -> None:
+        TwoTurns.last = self
+        self.heard: list[str] = []
+        self.num_closed = 0
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        return Observation(messages=prompt.messages, images=prompt.images)
+
+    async def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        if len(self.heard) == 2:
+            return StepResult(observation=None)
+        told = Message(role="user", parts=(TextPart(text="Wrong. "), ImagePart(index=0)))
+        return StepResult(observation=Observation(messages=(told,), images=(SECOND_PICTURE,)))
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+class Truncating(TwoTurns):
+    """Cuts the episode short after the first turn."""
+
+    async def step(self, text: str) -> StepResult:
+        return StepResult(observation=None, truncated=True)
+
+
+class Stuck(TwoTurns):
+    """Never answers."""
+
+    async def step(self, text: str) -> StepResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Broken(TwoTurns):
+    """Fails while it answers."""
+
+    async def step(self, text: str) -> StepResult:
+        raise RuntimeError("the tool crashed")
+
+
+class OwnPictures(TwoTurns):
+    """Hides the prompt's picture."""
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        return Observation(messages=prompt.messages, images=(SECOND_PICTURE,))
+
+
+ENVIRONMENTS = {
+    kind.__name__: f"{__name__}:{kind.__name__}" for kind in (TwoTurns, Truncating, Stuck, Broken, OwnPictures)
+}
+
+
+def make_prompt(environment: str = "single_turn") -> Prompt:
+    """One picture and a question."""
+    return Prompt(
+        run_id="run",
+        index=3,
+        attempt=1,
+        admitted_version=4,
+        num_samples=2,
+        messages=(Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x."))),),
+        images=(PICTURE,),
+        golds=("3",),
+        profile="math",
+        environment=environment,
+    )
+
+
+def make_player(
+    renderer: Renderer,
+    generator: Any,
+    *,
+    forbidden_ids: Sequence[int] = (),
+    context_length: int | None = None,
+    **config: Any,
+) -> EpisodePlayer:
+    """A player of at most four turns."""
+    return EpisodePlayer(
+        WorkerConfig(**({"max_turns": 4} | config)),
+        SamplingConfig(temperature=0.5, max_new_tokens=32),
+        renderer=renderer,
+        generator=generator,
+        environments=EnvironmentRegistry(ENVIRONMENTS),
+        forbidden_ids=forbidden_ids,
+        context_length=context_length,
+    )
+
+
+def soon() -> float:
+    """A deadline that no test reaches."""
+    return time.monotonic() + 60
+
+
+async def test_a_single_turn_carries_the_engines_tokens_untouched(renderer: Renderer) -> None:
+    """One request with the prompt's ids, images and bounds; one sample with the answer's ids, logprobs and version."""
+    policy = ScriptedPolicy(renderer, [("\\boxed{3}" + END, 5)])
+    deadline = soon()
+    episode = await make_player(renderer, policy).play(make_prompt(), 1, deadline=deadline)
+    sample = episode.judged(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
+    [request] = policy.requests
+    assert request.session_id == "run/3/1/1"
+    assert request.request_id.startswith("run/3/1/1/0/")
+    assert [image.data for image in request.images] == [PICTURE]
+    assert request.min_policy_version == 4
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_new_tokens) == (0.5, 0, 32)
+    assert policy.limits == [(300.0, deadline)]
+    own = policy.ids("\\boxed{3}" + END)
+    assert sample.token_ids.tolist() == [*request.input_ids, *own]
+    assert sample.loss_mask.tolist() == [False] * len(request.input_ids) + [True] * len(own)
+    assert sample.logprobs.tolist() == [0.0] * len(request.input_ids) + [-0.25] * len(own)
+    assert sample.version_spans == (VersionSpan(num_tokens=len(own), policy_version=5),)
+    assert (sample.text, sample.finish_reason, sample.num_turns, sample.images) == ("\\boxed{3}", "stop", 1, ())
+    assert sample.num_prompt_tokens == len(request.input_ids) + 8
+
+
+async def test_the_second_turn_continues_the_first_token_for_token(renderer: Renderer) -> None:
+    """Observation ids have mask 0 and no logprobs; the reward sees only what the policy said."""
+    policy = ScriptedPolicy(renderer, [("\\boxed{2}" + END, 4), ("\\boxed{3}" + END, 5)])
+    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    sample = episode.judged(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
+    first, second = policy.requests
+    said, said_next = policy.ids("\\boxed{2}" + END), policy.ids("\\boxed{3}" + END)
+    head = [*first.input_ids, *said]
+    assert list(second.input_ids[: len(head)]) == head
+    observed = list(second.input_ids[len(head) :])
+    assert renderer._tokenizer.decode(observed) == (
+        "\n<|im_start|>user\nWrong. <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert sample.token_ids.tolist() == [*second.input_ids, *said_next]
+    runs = [(len(first.input_ids), 0.0), (len(said), -0.25), (len(observed), 0.0), (len(said_next), -0.5)]
+    assert sample.logprobs.tolist() == [value for length, value in runs for _ in range(length)]
+    assert sample.loss_mask.tolist() == [value != 0 for length, value in runs for _ in range(length)]
+    assert [(span.num_tokens, span.policy_version) for span in sample.version_spans] == [
+        (len(said), 4),
+        (len(said_next), 5),
+    ]
+    assert [image.data for image in second.images] == [PICTURE, SECOND_PICTURE]
+    assert sample.images == (SECOND_PICTURE,)
+    assert first.session_id == second.session_id
+    assert first.request_id != second.request_id
+    assert (sample.text, sample.finish_reason, sample.num_turns) == ("\\boxed{2}\n\\boxed{3}", "stop", 2)
+    assert TwoTurns.last.heard == ["\\boxed{2}", "\\boxed{3}"]
+    assert TwoTurns.last.num_closed == 1
+
+
+async def test_ids_are_never_made_from_text(renderer: Renderer) -> None:
+    """A policy that spells a word in single bytes finds its own spelling in the next turn's prompt."""
+    policy = ScriptedPolicy(renderer, [("x", 4), ("y" + END, 4)])
+    odd_ids = [i for letter in "Find" for i in policy.ids(letter)] + policy.ids(END)
+    assert renderer.decode(odd_ids) == "Find"
+    assert odd_ids != policy.ids("Find" + END)
+    policy.ids = lambda text: odd_ids  # type: ignore[method-assign]
+    await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    start = len(policy.requests[0].input_ids)
+    assert list(policy.requests[1].input_ids[start : start + len(odd_ids)]) == odd_ids
+
+
+async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
+    """The environment is not asked about half a sentence."""
+    policy = ScriptedPolicy(renderer, [("\\boxed{", 4)], finish=LENGTH)
+    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    assert (episode.finish_reason, episode.text) == ("length", "\\boxed{")
+    assert TwoTurns.last.heard == []
+
+
+async def test_the_last_turn_allowed_ends_the_episode(renderer: Renderer) -> None:
+    """An observation that no turn will answer is not part of the sample."""
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    episode = await make_player(renderer, policy, max_turns=1).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    assert episode.finish_reason == "environment"
+    assert episode.trace.token_ids == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
+    assert episode.images == ()
+
+
+async def test_an_environment_may_cut_the_episode_short(renderer: Renderer) -> None:
+    """That is told apart from an end that the policy reached."""
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    episode = await make_player(renderer, policy).play(make_prompt("Truncating"), 0, deadline=soon())
+    assert episode.finish_reason == "environment"
+
+
+async def test_a_full_context_ends_the_episode_before_the_observation(renderer: Renderer) -> None:
+    """What does not fit is not sent to fail in the engine; the turns played so far count."""
+
+    async def play(context_length: int | None) -> tuple[str, list[generate_pb2.GenerateRequest]]:
+        policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
+        player = make_player(renderer, policy, context_length=context_length)
+        episode = await player.play(make_prompt("TwoTurns"), 0, deadline=soon())
+        return episode.finish_reason, policy.requests
+
+    _, unlimited = await play(None)
+    # The scripted engine expands the prompt's picture by 8 tokens; 16 tokens of room are kept for the answer.
+    just_enough = len(unlimited[1].input_ids) + 8 + 16
+    finish_reason, requests = await play(just_enough)
+    assert (finish_reason, len(requests)) == ("stop", 2)
+    finish_reason, requests = await play(just_enough - 1)
+    assert (finish_reason, len(requests)) == ("length", 1)
+
+
+async def test_a_sampled_placeholder_is_refused(renderer: Renderer) -> None:
+    """An image placeholder in the answer would make the trainer look for an image that is not there."""
+    policy = ScriptedPolicy(renderer, [("<|image_pad|>" + END, 4)])
+    player = make_player(renderer, policy, forbidden_ids=policy.ids("<|image_pad|>"))
+    with pytest.raises(PenstockError, match="may never be sampled"):
+        await player.play(make_prompt(), 0, deadline=soon())
+
+
+async def test_an_environment_that_hangs_runs_into_the_deadline_and_is_closed(renderer: Renderer) -> None:
+    """Every await on the outside world has one."""
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    with pytest.raises(DeadlineError, match=r"environment's step took longer than worker\.episode_timeout_s"):
+        await make_player(renderer, policy).play(make_prompt("Stuck"), 0, deadline=time.monotonic() + 0.3)
+    assert TwoTurns.last.num_closed == 1
+
+
+async def test_an_environment_that_fails_is_closed(renderer: Renderer) -> None:
+    """Its own error goes on to the caller."""
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    with pytest.raises(RuntimeError, match="the tool crashed"):
+        await make_player(renderer, policy).play(make_prompt("Broken"), 0, deadline=soon())
+    assert TwoTurns.last.num_closed == 1
+
+
+async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
+    """Cancelling waits for nothing else."""
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    task = asyncio.create_task(make_player(renderer, policy).play(make_prompt("Stuck"), 0, deadline=soon()))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert TwoTurns.last.num_closed == 1
+
+
+async def test_an_environment_must_show_the_prompts_images_first(renderer: Renderer) -> None:
+    """The trainer pairs placeholders with images by their order."""
+    with pytest.raises(PenstockError, match="show the prompt's images first"):
+        await make_player(renderer, ScriptedPolicy(renderer, [])).play(make_prompt("OwnPictures"), 0, deadline=soon())
+
+
+async def test_an_unknown_environment_makes_the_prompt_invalid(renderer: Renderer) -> None:
+    """The message lists those that are known."""
+    with pytest.raises(InvalidRequestError, match=r"'chess' is unknown; known: .*single_turn"):
+        await make_player(renderer, ScriptedPolicy(renderer, [])).play(make_prompt("chess"), 0, deadline=soon())
+
+
+async def test_the_generators_failure_is_the_episodes(renderer: Renderer) -> None:
+    """Nothing is made of a turn that failed."""
+
+    class Failing(ScriptedPolicy):
+        async def generate(self, *_: Any, **__: Any) -> generate_pb2.GenerateResponse:
+            raise UnavailableError("no replica")
+
+    with pytest.raises(UnavailableError, match="no replica"):
+        await make_player(renderer, Failing(renderer, [])).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    assert TwoTurns.last.num_closed == 1

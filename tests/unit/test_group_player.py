@@ -1,0 +1,163 @@
+"""Groups: all samples or none, and verdicts that never lie."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from penstock.errors import InvalidRequestError, PenstockError, UnavailableError
+from penstock.records import Message, Prompt, TextPart
+from penstock.v1 import common_pb2, generate_pb2, reward_pb2
+from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.episode import Episode, EpisodePlayer
+from services.rollout.worker.group import GroupPlayer, summarize
+from services.rollout.worker.trace import STOP, Trace
+
+PROMPT = Prompt(
+    run_id="run",
+    index=0,
+    attempt=0,
+    admitted_version=0,
+    num_samples=3,
+    messages=(Message(role="user", parts=(TextPart(text="?"),)),),
+    images=(),
+    golds=("3", "3.0"),
+    profile="geo3k",
+    environment="single_turn",
+)
+
+
+@dataclasses.dataclass
+class ScriptedEpisodes:
+    """Plays by `script`: sample number to error, or "wait"; otherwise the sample's text is its number."""
+
+    script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
+    num_cancelled: int = 0
+
+    async def play(self, prompt: Prompt, sample: int, *, deadline: float) -> Episode:
+        match self.script.get(sample):
+            case "wait":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.num_cancelled += 1
+                    raise
+            case Exception() as error:
+                raise error
+        trace = Trace(min_version=0, forbidden_ids=())
+        trace.add_observation([1])
+        trace.add_turn(
+            generate_pb2.GenerateResponse(
+                output_ids=[2],
+                logprobs=[-1.0],
+                version_spans=[common_pb2.VersionSpan(num_tokens=1, policy_version=sample)],
+                finish_reason=STOP,
+            )
+        )
+        return Episode(trace=trace, images=(), text=f"said {sample}", finish_reason="stop")
+
+
+@dataclasses.dataclass
+class ScriptedJudge:
+    """Gives the verdict that `verdict` makes of each item."""
+
+    verdict: Callable[[reward_pb2.VerifyItem], reward_pb2.Verdict]
+    items: list[reward_pb2.VerifyItem] = dataclasses.field(default_factory=list)
+
+    async def verify_batch(
+        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
+    ) -> list[reward_pb2.Verdict]:
+        self.items += items
+        return [self.verdict(item) for item in items]
+
+
+def with_status(status: Any, score: float = 0.0) -> ScriptedJudge:
+    """A judge that always gives `status`."""
+    return ScriptedJudge(lambda item: reward_pb2.Verdict(item_id=item.item_id, score=score, status=status))
+
+
+def make_player(judge: ScriptedJudge, episodes: ScriptedEpisodes | None = None) -> GroupPlayer:
+    """A player of scripted parts."""
+    played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
+    return GroupPlayer(WorkerConfig(), episodes=played, judge=judge, worker_id="worker-a")
+
+
+async def test_every_sample_gets_its_own_verdict() -> None:
+    """Samples and verdicts stay in the order of their numbers."""
+    judge = ScriptedJudge(
+        lambda item: reward_pb2.Verdict(
+            item_id=item.item_id,
+            score=float(item.response == "said 1"),
+            status=reward_pb2.VERDICT_STATUS_OK,
+            extracted=item.response,
+            method=reward_pb2.VERDICT_METHOD_SYMBOLIC,
+        )
+    )
+    group = await make_player(judge).play(PROMPT)
+    assert [sample.text for sample in group.samples] == ["said 0", "said 1", "said 2"]
+    assert [sample.verdict.score for sample in group.samples] == [0.0, 1.0, 0.0]
+    assert {sample.verdict.method for sample in group.samples} == {"SYMBOLIC"}
+    assert (group.worker_id, group.error, group.oldest_version) == ("worker-a", "", 0)
+    assert [item.item_id for item in judge.items] == ["run/0/0/0", "run/0/0/1", "run/0/0/2"]
+    assert {(tuple(item.golds), item.profile) for item in judge.items} == {(("3", "3.0"), "geo3k")}
+
+
+@pytest.mark.parametrize("status", ["NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"])
+async def test_a_judged_response_keeps_its_status(status: str) -> None:
+    """These are scores of the policy."""
+    group = await make_player(with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"))).play(PROMPT)
+    assert [(sample.verdict.score, sample.verdict.status) for sample in group.samples] == [(0.0, status)] * 3
+    assert summarize(group.samples)["num_unjudged"] == 0
+
+
+@pytest.mark.parametrize("status", ["TIMEOUT", "OUT_OF_MEMORY"])
+async def test_an_unjudged_response_scores_zero_under_its_own_status_and_is_counted(status: str) -> None:
+    """Whatever score such a verdict carries, it is no right answer; and it is no silent zero either."""
+    judge = with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"), score=1.0)
+    group = await make_player(judge).play(PROMPT)
+    assert [(sample.verdict.score, sample.verdict.status) for sample in group.samples] == [(0.0, status)] * 3
+    summary = summarize(group.samples)
+    assert summary["num_unjudged"] == 3
+    assert summary["statuses"] == {status: 3}
+
+
+async def test_a_gold_answer_that_cannot_be_read_fails_the_group_for_good() -> None:
+    """It is a fault of the data, so no other try is made; the message names row, gold and profile."""
+    with pytest.raises(InvalidRequestError, match=r"gold answers \['3', '3.0'\] of group run/0 .* 'geo3k'"):
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_GOLD_INVALID)).play(PROMPT)
+
+
+async def test_a_verdict_without_status_fails_the_group() -> None:
+    """An unset field is never taken for a zero."""
+    with pytest.raises(PenstockError, match="status UNSPECIFIED"):
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_UNSPECIFIED)).play(PROMPT)
+
+
+async def test_one_failed_sample_cancels_the_others() -> None:
+    """A group is whole or not at all, so nothing more is spent on it; nothing is judged."""
+    episodes = ScriptedEpisodes({0: "wait", 1: UnavailableError("no replica"), 2: "wait"})
+    judge = with_status(reward_pb2.VERDICT_STATUS_OK)
+    with pytest.raises(UnavailableError, match="no replica"):
+        await make_player(judge, episodes).play(PROMPT)
+    assert episodes.num_cancelled == 2
+    assert judge.items == []
+
+
+async def test_the_error_that_no_other_try_can_mend_decides() -> None:
+    """Of several failures at once, the hopeless one says what becomes of the prompt."""
+    episodes = ScriptedEpisodes({0: UnavailableError("no replica"), 2: InvalidRequestError("too long")})
+    with pytest.raises(InvalidRequestError, match="too long"):
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT)
+
+
+async def test_cancelling_a_group_cancels_its_samples() -> None:
+    """A worker that stops leaves nothing running."""
+    episodes = ScriptedEpisodes({0: "wait", 1: "wait", 2: "wait"})
+    task = asyncio.create_task(make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert episodes.num_cancelled == 3

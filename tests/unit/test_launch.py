@@ -1,0 +1,181 @@
+"""What the launcher settles before it starts anything, and what it reads while the run goes on."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import load
+from penstock.errors import SetupError
+from penstock.launch.child import StopStage
+from penstock.launch.launcher import child_environment, free_ports, process_specs, with_addresses
+from penstock.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
+from penstock.launch.reaper import groups_left
+from penstock.launch.run_folder import RunFolder
+from services.recipe import Recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A small recipe that keeps its runs in `tmp_path`."""
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[run]\nname = "r"\ndir = "{tmp_path}/runs"\n[model]\npath = "{tmp_path}"\n[rollout]\nreplicas = 2\n'
+    )
+    return load(Recipe, path)
+
+
+def test_demo_recipe_holds_known_keys_only(tmp_path: Path) -> None:
+    """recipes/tiny-cpu.toml is valid, but for its model, which the working directory decides."""
+    (tmp_path / "config.json").write_text("{}")
+    recipes = Path(__file__).parents[2] / "recipes"
+    assert load(Recipe, recipes / "tiny-cpu.toml", [f"--model.path={tmp_path}"]).rollout.replicas == 2
+
+
+def test_two_runs_in_one_second_have_two_folders(recipe: Recipe) -> None:
+    """Each run gets a folder of its own below run.dir, named by the run and the time."""
+    folders = [RunFolder.create(recipe.run).path for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert all(folder.parent == recipe.run.dir and folder.name.startswith("r-20") for folder in folders)
+
+
+def test_written_config_is_the_recipe(recipe: Recipe) -> None:
+    """The run folder's config.toml reads back as the same recipe."""
+    folder = RunFolder.create(recipe.run)
+    folder.write_config(recipe)
+    assert load(Recipe, folder.config_file) == recipe
+    assert RunFolder.open(folder.path) == folder
+
+
+def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
+    """run.folder is taken as it is, and refused when it holds a run."""
+    run = recipe.run.model_copy(update={"folder": tmp_path / "mine"})
+    folder = RunFolder.create(run)
+    assert folder.path == tmp_path / "mine"
+    folder.write_config(recipe)
+    with pytest.raises(SetupError, match="--resume"):
+        RunFolder.create(run)
+
+
+def test_second_launcher_is_kept_out(recipe: Recipe) -> None:
+    """Two launchers cannot work in one folder; after the first has ended the second may."""
+    folder = RunFolder.create(recipe.run)
+    with folder.locked(), pytest.raises(SetupError, match="running"), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_every_server_gets_an_address(recipe: Recipe) -> None:
+    """Ports that are 0 become different free ones, given ones stay; engines choose their own and tell them by lease."""
+    folder = RunFolder.create(recipe.run)
+    given = recipe.model_copy(update={"router": recipe.router.model_copy(update={"port": 4321})})
+    live = with_addresses(given, folder)
+    assert live.router.port == 4321
+    ports = {live.reward.port, live.trainer.port, int(live.bus.url.rpartition(":")[2])}
+    assert len(ports) == 3
+    assert 0 not in ports
+    assert live.rollout.port == 0
+    assert live.run.folder == folder.path
+    assert with_addresses(live, folder) == live
+
+
+def test_port_in_use_is_not_free() -> None:
+    """A port on which somebody listens is not handed out."""
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as server:
+        for _ in range(3):
+            assert server.getsockname()[1] not in free_ports(50)
+
+
+def test_processes_of_a_run(recipe: Recipe) -> None:
+    """Replicas have names of their own; only the trainer ends the run; what serves is stopped after what works."""
+    folder = RunFolder.create(recipe.run)
+    live = with_addresses(recipe, folder)
+    specs = {spec.name: spec for spec in process_specs(live, folder, own_bus=True)}
+    assert set(specs) == {"nats", "rollout-0", "rollout-1", "trainer", "reward", "router", "worker-0"}
+    assert [name for name, spec in specs.items() if spec.ends_run] == ["trainer"]
+    stages = {name: spec.stage for name, spec in specs.items()}
+    assert stages["worker-0"] == stages["trainer"] == StopStage.WORK < stages["router"] == stages["rollout-1"]
+    assert max(stages, key=lambda name: stages[name]) == "nats"
+    assert "nats" not in {spec.name for spec in process_specs(live, folder, own_bus=False)}
+
+
+def test_one_computing_thread_each_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU each process computes in one thread, unless the person has decided otherwise."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert child_environment(has_gpu=False)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in child_environment(has_gpu=True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert child_environment(has_gpu=False)["OMP_NUM_THREADS"] == "3"
+
+
+def test_reaper_kills_groups_that_were_not_taken_back() -> None:
+    """The reaper's list is what was named and not taken back."""
+    assert groups_left(["+11\n", "+12\n", "-11\n", "+13\n"]) == {12, 13}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], mode: str = "a") -> None:
+    """Append rows as the trainer does."""
+    with path.open(mode) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
+    """A row is given when its line is complete, and only once."""
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    assert follower.poll() == []
+    write_rows(path, [{"step": 1}, {"step": 2}])
+    with path.open("a") as file:
+        file.write('{"step"')
+    assert follower.poll() == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert follower.poll() == [{"step": 3}]
+    assert [row["step"] for row in follower.rows] == [1, 2, 3]
+
+
+def test_follower_takes_over_a_replaced_file(tmp_path: Path) -> None:
+    """When a resumed trainer cuts the file back, its steps count, and those known already are not shown again."""
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    write_rows(path, [{"step": 1}, {"step": 2, "reward_mean": 0.1}])
+    follower.poll()
+    write_rows(tmp_path / "new", [{"step": 1}, {"step": 2, "reward_mean": 0.2}, {"step": 3}])
+    os.replace(tmp_path / "new", path)
+    assert follower.poll() == [{"step": 3}]
+    assert follower.rows[1]["reward_mean"] == 0.2
+
+
+def test_sparkline_rises_with_the_values() -> None:
+    """The least value is the lowest bar, the greatest the highest; long series are averaged into the width."""
+    assert sparkline([0.0, 0.5, 1.0], width=10) == "▁▅█"
+    assert sparkline([float(number) for number in range(800)], width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0], width=8) == "▁▁"
+    assert sparkline([float("nan")], width=8) == ""
+
+
+def test_step_is_one_line() -> None:
+    """A step's line holds what a person watches; what the row lacks is left out."""
+    row = {"step": 3, "num_steps": 100, "reward_mean": 0.4128, "staleness_mean": 0.5, "staleness_max": 1}
+    row |= {"output_tokens_per_s": 1234.5, "push_s": 0.21, "num_replicas": 2, "dlogp_mean": 1.2e-6, "dlogp_max": 9e-6}
+    assert describe_step(row) == (
+        "step 3/100  reward 0.413  staleness 0.50 (max 1)  1,234 tokens/s  push 0.21 s  replicas 2  "
+        "|dlogp| 1.2e-06 (max 9.0e-06)"
+    )
+    assert describe_step({"step": 3, "num_steps": 4}) == "step 3/4"
+
+
+def test_summary_compares_the_first_steps_with_the_last() -> None:
+    """The summary gives the mean reward of the first and last ten steps, and what became of the groups."""
+    rows = [{"step": n, "reward_mean": 0.2 if n <= 10 else 0.7, "num_trained_groups": n * 16} for n in range(1, 31)]
+    rows[-1]["num_lost_groups"] = 0
+    assert describe_run(rows) == [
+        "reward  first 10 steps 0.200, last 10 steps 0.700 (+0.500)",
+        "groups  trained 480, lost 0",
+    ]
+    assert describe_run([]) == ["no step was trained"]

@@ -1,0 +1,44 @@
+"""What installs without torch and sglang also imports without them."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import importlib, pkgutil, sys
+
+class Blocker:
+    blocked = {"torch", "sglang", "transformers"}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.blocked:
+            raise ImportError(f"{name} must not be imported here")
+
+sys.meta_path.insert(0, Blocker())
+name = sys.argv[1]
+module = importlib.import_module(name)
+if name == "penstock":
+    for found in pkgutil.walk_packages(module.__path__, "penstock."):
+        # penstock.weights is shared by trainer and engine and made of tensors.
+        if not found.name.startswith("penstock.weights") and not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+"""
+
+
+@pytest.mark.parametrize("name", ["penstock", "services.reward.server", "services.router.server"])
+def test_imports_without_torch_sglang_and_transformers(name: str) -> None:
+    """The reward service, the router and what all share need no deep-learning library."""
+    package = name.rpartition(".")[0]
+    if package and (importlib.util.find_spec(package) is None or importlib.util.find_spec(name) is None):
+        pytest.skip(f"{name} is not there yet")
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_reward_server_process_holds_no_sympy() -> None:
+    """math-verify and sympy, which run on the policy's text, are in the worker processes only."""
+    program = "import services.reward.server, sys; assert not {'sympy', 'math_verify', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,151 @@
+"""The GRPO loss: numbers and gradients by hand, limits, and independence of how a batch is cut."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.config import LossConfig
+from services.trainer.loss import policy_loss, token_weights
+from services.trainer.token_stats import TokenStats
+
+
+def tensor(*values: float) -> torch.Tensor:
+    """float64, so that hand computations agree to the last digits."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def loss_and_gradient(
+    logprobs: torch.Tensor,
+    engine: torch.Tensor,
+    advantages: torch.Tensor,
+    config: LossConfig,
+    old: torch.Tensor | None = None,
+) -> tuple[float, list[float]]:
+    """Loss with weight 1 on each token, and its gradient by the logprobs."""
+    logprobs = logprobs.clone().requires_grad_()
+    loss = policy_loss(logprobs, engine, advantages, torch.ones_like(advantages), config, old)
+    loss.backward()
+    return float(loss.detach()), logprobs.grad.tolist()
+
+
+def test_tis_weighs_the_policy_gradient_by_the_truncated_ratio() -> None:
+    """Ratios to the engine 1/2, 1, 3 with cap 2: the loss is -(1/2 * 1 - 1 * 1 + 2 * 2) and its gradient -w A."""
+    logprobs = tensor(-1, -1, -1)
+    engine = logprobs - tensor(0.5, 1, 3).log()
+    loss, gradient = loss_and_gradient(logprobs, engine, tensor(1, -1, 2), LossConfig(tis_cap=2.0))
+    assert loss == pytest.approx(-3.5)
+    assert gradient == pytest.approx([-0.5, 1, -4])
+
+
+def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
+    """cap -> infinity leaves every weight alone."""
+    _, gradient = loss_and_gradient(tensor(-1), tensor(-1 - math.log(300)), tensor(1), LossConfig(tis_cap=1e9))
+    assert gradient == pytest.approx([-300])
+
+
+@pytest.mark.parametrize("importance", ["tis", "ppo"])
+def test_on_policy_both_are_reinforce_with_group_advantages(importance: str) -> None:
+    """Where trainer and engine agree, the gradient is -A and the loss minus the mean of A."""
+    logprobs = tensor(-0.3, -2.0)
+    loss, gradient = loss_and_gradient(logprobs, logprobs, tensor(1.5, -0.5), LossConfig(importance=importance))
+    assert loss == pytest.approx(-1)
+    assert gradient == pytest.approx([-1.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.1, 1, -1.1, -1.1),
+        (1.5, 1, -1.3, 0),  # above 1 + clip_high, and better: clipped
+        (1.5, -1, 1.5, 1.5),  # above, but worse: the pessimistic branch keeps its gradient
+        (0.5, 1, -0.5, -0.5),
+        (0.5, -1, 0.8, 0),  # below 1 - clip_low, and worse: clipped
+    ],
+)
+def test_ppo_clips_the_ratio_to_the_engine(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    """clip_low 0.2, clip_high 0.3: all branches of min(r A, clip(r) A)."""
+    config = LossConfig(importance="ppo", clip_low=0.2, clip_high=0.3)
+    found = loss_and_gradient(tensor(-1), tensor(-1 - math.log(ratio)), tensor(advantage), config)
+    assert found[0] == pytest.approx(loss)
+    assert found[1] == pytest.approx([gradient])
+
+
+def test_tis_clips_against_the_trainers_own_old_logprobs() -> None:
+    """Second update of a version: ratio 1.5 to the old policy is clipped, weight old / engine = 2 stays."""
+    config = LossConfig(clip_high=0.2, tis_cap=5)
+    loss, gradient = loss_and_gradient(
+        tensor(-1), tensor(-1 - math.log(3)), tensor(1), config, old=tensor(-1 - math.log(1.5))
+    )
+    assert loss == pytest.approx(-2 * 1.2)
+    assert gradient == [0]
+
+
+def test_huge_log_ratios_stay_finite() -> None:
+    """A token that the engine found all but impossible must not make infinities."""
+    for importance in ("tis", "ppo"):
+        loss, gradient = loss_and_gradient(
+            tensor(-0.1, -900), tensor(-900, -0.1), tensor(-1, -1), LossConfig(importance=importance)
+        )
+        assert math.isfinite(loss)
+        assert all(map(math.isfinite, gradient))
+
+
+def test_token_mean_weighs_tokens_equally_and_sequence_mean_samples() -> None:
+    """Samples of 1, 3 and 4 tokens."""
+    counts = np.array([1, 3, 4])
+    assert token_weights(counts, "token_mean").tolist() == [1 / 8] * 3
+    np.testing.assert_allclose(token_weights(counts, "sequence_mean"), [1 / 3, 1 / 9, 1 / 12])
+    for aggregation in ("token_mean", "sequence_mean"):
+        assert (token_weights(counts, aggregation) * counts).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("importance", ["tis", "ppo"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_micro_batches_add_up_to_the_batch(importance: str, aggregation: str) -> None:
+    """Loss and gradient of any cut equal those of the whole."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 9, 6)
+    total = int(counts.sum())
+    logprobs, engine, advantages = (torch.from_numpy(rng.normal(size=total)) for _ in range(3))
+    weights = torch.from_numpy(np.repeat(token_weights(counts, aggregation), counts))
+    config = LossConfig(importance=importance)
+
+    def run(cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = logprobs.clone().requires_grad_()
+        parts = [tensor.split(cuts) for tensor in (leaf, engine, advantages, weights)]
+        loss = sum(policy_loss(*one, config) for one in zip(*parts, strict=True))
+        loss.backward()
+        return loss.detach(), leaf.grad
+
+    whole = run([total])
+    for cut in (1, 5, total - 1):
+        torch.testing.assert_close(run([cut, total - cut]), whole)
+
+
+def test_stats_by_hand() -> None:
+    """d = log 2 on a current token, -log 2 on one two versions old: k1 = 0, k3 = (1 - log 2 + log 2 - 1/2) / 2."""
+    stats = TokenStats(LossConfig(tis_cap=1.5), version=7)
+    log2 = np.float32(math.log(2))
+    stats.add(np.array([-1 + log2]), np.array([-1.0]), np.array([1.0]), np.array([7]))
+    stats.add(np.array([-1 - log2]), np.array([-1.0]), np.array([1.0]), np.array([5]))
+    metrics = stats.metrics()
+    assert metrics["kl_k1"] == pytest.approx(0)
+    assert metrics["kl_k3"] == pytest.approx(0.25)
+    assert metrics["tis_mean"] == pytest.approx((1.5 + 0.5) / 2)
+    assert metrics["tis_capped_fraction"] == 0.5
+    assert metrics["token_lag_mean"] == 1
+    assert metrics["token_lag_max"] == 2
+    assert metrics["dlogp_mean"] == metrics["dlogp_max_current"] == metrics["dlogp_mean_lag_2"] == pytest.approx(log2)
+    assert metrics["num_tokens"] == 2
+    assert metrics["num_tokens_lag_2"] == 1
+
+
+def test_stats_count_clipped_tokens_only_where_the_clip_bites() -> None:
+    """Ratio 2 clips a good token, 1/2 a bad one; the other two keep their gradient."""
+    stats = TokenStats(LossConfig(importance="ppo"), version=1)
+    delta = np.log(np.array([2, 2, 0.5, 0.5]))
+    stats.add(delta, np.zeros(4), np.array([1.0, -1, 1, -1]), np.ones(4, int))
+    assert stats.metrics()["clip_fraction"] == 0.5
+    assert "tis_mean" not in stats.metrics()

@@ -1,0 +1,180 @@
+"""The policy's logprobs: as a plain forward pass gives them, however batched; weights under the names engines know."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import services.trainer.policy_model as policy_model
+from penstock.errors import ConfigError
+from penstock.records import Group
+from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
+from services.trainer.batch import GroupReader, ModelTokens, TrainSequence
+from services.trainer.images import ImagePatcher
+from services.trainer.packing import MicroBatch, pad
+from services.trainer.policy_model import PolicyModel, load_policy
+from tests.train_groups import make_group, picture
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model_path: Path) -> PolicyModel:
+    """At a temperature that is not 1."""
+    return load_policy(tiny_model_path, temperature=TEMPERATURE, forbidden_ids=forbidden_token_ids(tiny_model_path))
+
+
+@pytest.fixture(scope="module")
+def sequences(tiny_model_path: Path) -> list[TrainSequence]:
+    """Of different lengths: without image, with one, with two of different sizes, with the same twice."""
+    tokens = ModelTokens(
+        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
+    )
+    reader = GroupReader(tokens, ImagePatcher(tiny_model_path))
+    square, wide = picture(0), picture(1, size=(160, 64))
+    groups: list[Group] = [
+        make_group(tiny_model_path, index=0, own_lengths=[4, 9], rewards=[0, 1]),
+        make_group(tiny_model_path, index=1, rewards=[0, 1], images=[square], placeholders=[9]),
+        make_group(tiny_model_path, index=2, rewards=[0, 1], images=[wide, square], placeholders=[10, 9]),
+        make_group(tiny_model_path, index=3, rewards=[0, 1], images=[square, square], placeholders=[9, 9]),
+    ]
+    return [sequence for group in groups for sequence in reader.read(group).sequences]
+
+
+def batch_of(*sequences: TrainSequence) -> MicroBatch:
+    """One micro-batch without advantages."""
+    return pad(sequences, [0.0] * len(sequences), [1.0] * len(sequences))
+
+
+@torch.no_grad()
+def test_logprobs_are_those_of_a_plain_forward_pass(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
+    """All logits of the whole model with pixel values, tempered, forbidden ids removed, in float64."""
+    for sequence in sequences:
+        inputs = {
+            "input_ids": torch.from_numpy(sequence.token_ids_X)[None],
+            "mm_token_type_ids": torch.from_numpy(sequence.image_mask_X).long()[None],
+        }
+        if sequence.images:
+            inputs["pixel_values"] = torch.cat([image.pixel_values_PD for image in sequence.images])
+            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in sequence.images])
+        logits = policy.model(**inputs).logits[0].double() / TEMPERATURE
+        logits[:, policy.forbidden_ids] = -math.inf
+        everywhere = logits.log_softmax(-1)[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+        expected = everywhere[torch.from_numpy(sequence.loss_mask_X[1:])]
+        torch.testing.assert_close(policy(batch_of(sequence)).double(), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_padded_rows_equal_each_alone(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
+    """Eight sequences of different lengths and images in one micro-batch."""
+    together = policy(batch_of(*sequences))
+    alone = torch.cat([policy(batch_of(sequence)) for sequence in sequences])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_slices_of_logits_change_nothing(
+    policy: PolicyModel, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logprobs and gradients of logits made seven tokens at a time equal those made at once."""
+    batch = batch_of(*sequences)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        policy.zero_grad()
+        logprobs = policy(batch)
+        logprobs.square().sum().backward()
+        return logprobs.detach(), policy.model.get_input_embeddings().weight.grad.clone()
+
+    whole = run()
+    monkeypatch.setattr(policy_model, "MAX_LOGITS", 7 * 384)
+    torch.testing.assert_close(run(), whole, rtol=1e-3, atol=1e-4)
+
+
+def test_the_vision_tower_learns_through_shared_features(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
+    """An image that occurs five times is encoded once; its gradient is that of five encodings."""
+    with_images = [sequence for sequence in sequences if sequence.images]
+
+    def gradient(batches: list[MicroBatch]) -> torch.Tensor:
+        policy.zero_grad()
+        for batch in batches:
+            policy(batch).sum().backward()
+        return policy.model.model.visual.patch_embed.proj.weight.grad.clone()
+
+    shared = gradient([batch_of(*with_images)])
+    assert float(shared.abs().max()) > 0
+    torch.testing.assert_close(shared, gradient([batch_of(sequence) for sequence in with_images]), rtol=1e-3, atol=1e-4)
+    policy._shares_image_features = False
+    try:
+        torch.testing.assert_close(shared, gradient([batch_of(*with_images)]), rtol=1e-3, atol=1e-4)
+    finally:
+        policy._shares_image_features = True
+
+
+@torch.no_grad()
+def test_forbidden_ids_have_no_share_of_the_probability(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
+    """Without the mask every logprob is lower."""
+    free = PolicyModel(policy.model, temperature=TEMPERATURE, forbidden_ids=())
+    batch = batch_of(*sequences)
+    assert bool((policy(batch) > free(batch)).all())
+
+
+def test_weights_carry_the_names_of_the_checkpoint(policy: PolicyModel, tiny_model_path: Path) -> None:
+    """Every tensor of the file, vision tower included, the tied head once."""
+    from safetensors import safe_open
+
+    with safe_open(tiny_model_path / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        ours = dict(policy.named_weights())
+        assert set(ours) == names - {"lm_head.weight"}
+        assert any(name.startswith("model.visual.") for name in ours)
+        assert all(torch.equal(ours[name], file.get_tensor(name)) for name in ours)
+
+
+def test_text_only_models_work_too(tmp_path: Path) -> None:
+    """A Qwen3 without images: same logprobs as a plain forward pass."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        attention_dropout=0.5,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, temperature=1.0, forbidden_ids=())
+    tokens = ModelTokens(vocab_size=256, image_id=None, forbidden_ids=frozenset())
+    group = make_group(tmp_path, rewards=[0.0, 1.0])
+    sequence = GroupReader(tokens, None).read(group).sequences[0]
+    sequence.token_ids_X[:] %= 64
+    ids = torch.from_numpy(sequence.token_ids_X)[None]
+    with torch.no_grad():
+        expected = policy.model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        found = policy(batch_of(sequence))
+    torch.testing.assert_close(found, expected[torch.from_numpy(sequence.loss_mask_X[1:])], rtol=0, atol=1e-5)
+    assert "lm_head.weight" in dict(policy.named_weights())
+
+
+def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
+    """One line that names the folder."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.path .* cannot be loaded"):
+        load_policy(tmp_path, temperature=1.0, forbidden_ids=())
+
+
+def test_refuses_a_checkpoint_with_other_names(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Such weights could not be pushed; better known before the first step than after it."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model_path, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file({**load_file(file), "model.unknown": torch.zeros(1)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 of the checkpoint not in the model \(such as \['model.unknown'\]\)"):
+        load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=())

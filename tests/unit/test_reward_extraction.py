@@ -1,0 +1,114 @@
+"""Where the answer is found in a response."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.reward.extraction import extract_answer
+
+
+def _extract(response: str) -> str | None:
+    return extract_answer(response, max_chars=65536)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"So \boxed{5}.", "5"),
+        (r"First \boxed{5}, then I see that it is \boxed{6}.", "6"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {7}", "7"),
+        (r"$\boxed 5$", "5"),
+        (r"$\boxed{\boxed{5}}$", r"\boxed{5}"),
+        (r"\boxed{5} or \boxed{6}", "5 or 6"),
+        (r"$\boxed{5}$, $\boxed{6}$", "5 or 6"),
+        (r"\boxed{4} and so \boxed{5", "4"),
+        (r"} \boxed{3} {", "3"),
+        (r"<think>\boxed{4}</think>\boxed{5}", "5"),
+        (r"no tag was opened: \boxed{4}</think> \boxed{5}", "5"),
+        ("<answer> 12 </answer>", "12"),
+        (r"<answer>12</answer> \boxed{13}", "13"),
+        ("Some words.\nAnswer: 5 cm\n", "5 cm"),
+        ("**Final answer:** 8", "8"),
+        ("Answer: 4\nAnswer: 5", "5"),
+    ],
+)
+def test_the_answer_is_found(response: str, answer: str) -> None:
+    """The last balanced box, else <answer>, else the last Answer: line, all after </think>."""
+    assert _extract(response) == answer
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "no answer here",
+        r"\boxed{}",
+        r"\boxed{  }",
+        r"\boxed{5",
+        r"<think>So \boxed{5}.</think> I am not sure.",
+        r"<think>So \boxed{5}. But wait",
+        r"\boxed{5}</think>\boxed{6}<think> again",
+        "the answer is 5",
+    ],
+)
+def test_there_is_no_answer(response: str) -> None:
+    """Empty and open boxes, thoughts, and a thought that never ends hold no answer."""
+    assert _extract(response) is None
+
+
+def test_the_answer_line_is_for_profiles_that_allow_it() -> None:
+    """Without leave, only boxes and <answer> count."""
+    assert extract_answer("Answer: 5", max_chars=100, answer_line=False) is None
+
+
+def test_only_the_end_of_a_long_response_is_searched() -> None:
+    """What is further from the end than the limit is not seen."""
+    assert extract_answer(r"\boxed{5}" + " " * 100, max_chars=100) is None
+    assert extract_answer(" " * 10_000 + r"\boxed{5}", max_chars=100) == "5"
+
+
+_PIECES = ["\\", r"\boxed", "{", "}", " ", "5", "$", "or", "<think>", "</think>", "\n", "answer:", "<answer>"]
+
+
+@given(st.lists(st.sampled_from(_PIECES)).map("".join))
+def test_any_text_is_taken(response: str) -> None:
+    """Whatever the text, extraction returns a stripped part or None."""
+    answer = _extract(response)
+    assert answer is None or (answer and answer == answer.strip())
+
+
+@given(prefix=st.text(), answer=st.text(alphabet="0123456789abc+-^_ ", min_size=1).filter(str.strip))
+def test_a_box_at_the_end_is_found_after_any_text(prefix: str, answer: str) -> None:
+    """What stands before the last box does not hide it."""
+    prefix = prefix.replace("\\", "")
+    assert _extract(f"{prefix}. So: \\boxed{{{answer}}}") == answer.strip()
+
+
+@pytest.mark.parametrize(
+    "unit", ["{", "}", r"\boxed{", r"\boxed ", r"\boxed{5},", "\\", "Answer:", "\n", "<answer>", "answer: *", "$", " "]
+)
+def test_extraction_takes_linear_time(unit: str) -> None:
+    """A text of nothing but a troublesome piece takes about 16 times as long at 16 times the length."""
+
+    def seconds(length: int) -> float:
+        text = (unit * length)[:length]
+        best = float("inf")
+        for _ in range(5):
+            started = time.process_time()
+            extract_answer(text, max_chars=length)
+            best = min(best, time.process_time() - started)
+        return best
+
+    assert seconds(128_000) < 4 * 16 * seconds(8_000) + 0.01
+
+
+def test_five_megabytes_take_no_time() -> None:
+    """The length of a response does not matter beyond the limit."""
+    text = "word " * 1_000_000 + r"\boxed{5}"
+    started = time.process_time()
+    assert _extract(text) == "5"
+    assert time.process_time() - started < 0.1

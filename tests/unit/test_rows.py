@@ -1,0 +1,167 @@
+"""Data sets: layouts, order, and what is said about a file that is wrong."""
+
+import base64
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from penstock.errors import DataError
+from penstock.records import ImagePart, TextPart
+from services.trainer.config import DataConfig
+from services.trainer.data.rows import open_dataset, row_at
+
+
+def png(color: str = "red", mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
+    """An encoded picture of one colour."""
+    out = io.BytesIO()
+    Image.new("RGB", size, color).convert(mode).save(out, "PNG")
+    return out.getvalue()
+
+
+def write(path: Path, columns: dict[str, list[object]]) -> str:
+    """Write a Parquet file and return its path."""
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def one_row(config: DataConfig) -> tuple[tuple[object, ...], tuple[bytes, ...], tuple[str, ...]]:
+    """Parts of the only message, images and golds of the first row."""
+    row = open_dataset(config)[0]
+    assert [message.role for message in row.messages] == ["user"]
+    return row.messages[0].parts, row.images, row.golds
+
+
+def test_reads_hiyougas_schema_as_it_is(tmp_path: Path) -> None:
+    r"""Text keeps its \r\n, pictures keep their bytes, palette or not, the mark becomes a part."""
+    picture = png(mode="P")
+    path = write(
+        tmp_path / "a.parquet",
+        {
+            "images": [[{"bytes": picture, "path": "x.png"}]],
+            "problem": ["<image>Find x.\r\nRound."],
+            "answer": [r"3 \sqrt{2}"],
+        },
+    )
+    parts, images, golds = one_row(DataConfig(path=path, prompt_suffix="\nBox it."))
+    assert parts == (ImagePart(index=0), TextPart(text="Find x.\r\nRound.\nBox it."))
+    assert images == (picture,)
+    assert golds == (r"3 \sqrt{2}",)
+
+
+@pytest.mark.parametrize("form", ["data_uri", "base64", "binary", "file"])
+def test_reads_pictures_in_every_form(tmp_path: Path, form: str) -> None:
+    """Base64 with and without a header, plain bytes, and a file beside the data."""
+    picture = png("blue")
+    (tmp_path / "p.png").write_bytes(picture)
+    text = base64.b64encode(picture).decode()
+    cell = {
+        "data_uri": f"data:image/png;base64,{text}",
+        "base64": text,
+        "binary": picture,
+        "file": {"bytes": None, "path": "p.png"},
+    }[form]
+    path = write(tmp_path / "a.parquet", {"images": [[cell]], "problem": ["<image>?"], "answer": ["1"]})
+    assert one_row(DataConfig(path=path))[1] == (picture,)
+
+
+def test_reads_verls_prepared_form_and_boxed_answers(tmp_path: Path) -> None:
+    """Messages instead of a text, the answer inside reward_model, a box around all of it removed."""
+    path = write(
+        tmp_path / "a.parquet",
+        {
+            "images": [[png(), png("green")]],
+            "prompt": [[{"role": "system", "content": "S"}, {"role": "user", "content": "a<image>b<image>"}]],
+            "reward_model": [{"ground_truth": r"\boxed{\frac{1}{2}}", "style": "rule"}],
+        },
+    )
+    row = open_dataset(DataConfig(path=path, prompt_suffix="!"))[0]
+    assert [message.role for message in row.messages] == ["system", "user"]
+    assert row.messages[1].parts == (
+        TextPart(text="a"),
+        ImagePart(index=0),
+        TextPart(text="b"),
+        ImagePart(index=1),
+        TextPart(text="!"),
+    )
+    assert row.golds == (r"\frac{1}{2}",)
+
+
+def test_text_only_rows_need_no_images(tmp_path: Path) -> None:
+    """A file without pictures is a data set too."""
+    path = write(tmp_path / "a.parquet", {"problem": ["1+1?"], "answer": [2]})
+    assert one_row(DataConfig(path=path)) == ((TextPart(text="1+1?"),), (), ("2",))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"question": ["x"], "answer": ["1"]},
+            r"no column 'problem'; it has question, answer\. .*--data\.problem_col",
+        ),
+        (
+            {"problem": ["x"], "solution": ["1"]},
+            r"no column 'answer'; it has problem, solution\..*--data\.answer_col",
+        ),
+        ({"problem": ["x"], "answer": [""]}, r"row 0: column 'answer' holds empty text"),
+        ({"problem": ["x"], "answer": [None]}, r"row 0: column 'answer' holds nothing"),
+        ({"problem": ["x"], "answer": ["1"], "images": [[b"no picture"]]}, r"row 0: .* 0 <image> for 1 images"),
+        ({"problem": ["<image>"], "answer": ["1"]}, r"row 0: .* 1 <image> for 0 images"),
+        (
+            {"problem": ["<image>"], "answer": ["1"], "images": [[b"no picture"]]},
+            r"row 0: image 0 \(10 bytes\) cannot",
+        ),
+        (
+            {"problem": ["<image>"], "answer": ["1"], "images": [[png(size=(90, 90))[:-40]]]},
+            r"row 0: image 0 .* cannot",
+        ),
+        ({"problem": ["<image>"], "answer": ["1"], "images": [["%%"]]}, r"row 0: an image is text that is no base64"),
+        ({"problem": [[1, 2]], "answer": ["1"]}, r"row 0: column 'problem' holds list"),
+    ],
+)
+def test_says_what_is_wrong_with_a_file(tmp_path: Path, columns: dict[str, list[object]], message: str) -> None:
+    """File, column or row, and what to do, when the data set is opened and not later."""
+    with pytest.raises(DataError, match=message):
+        open_dataset(DataConfig(path=write(tmp_path / "a.parquet", columns)))
+
+
+def test_says_that_a_file_is_no_parquet(tmp_path: Path) -> None:
+    """Not a traceback of Arrow."""
+    (tmp_path / "a.parquet").write_text("hello")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        open_dataset(DataConfig(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_bad_row_in_the_middle_is_found_when_the_file_is_opened(tmp_path: Path) -> None:
+    """Not an hour later."""
+    path = write(tmp_path / "a.parquet", {"problem": ["a", "<image>", "c"], "answer": ["1"] * 3})
+    with pytest.raises(DataError, match="row 1"):
+        open_dataset(DataConfig(path=path))
+
+
+def test_each_epoch_plays_every_row_once_in_an_order_of_its_own() -> None:
+    """The order depends on seed and epoch alone, so one integer is the whole position."""
+    orders = [[row_at(epoch * 10 + i, 10, 7) for i in range(10)] for epoch in range(3)]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert row_at(25, 10, 7) == orders[2][5]
+    assert [row_at(i, 10, 8) for i in range(10)] != orders[0]
+    assert [row_at(i, 3, None) for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_built_in_problems_come_through_the_same_door() -> None:
+    """One picture, one mark, one answer, and no end."""
+    dataset = open_dataset(DataConfig(size=4), seed=3)
+    row = dataset[4 * 1000 + 1]
+    assert row.messages[0].parts[0] == ImagePart(index=0)
+    assert len(row.images) == len(row.golds) == 1
+    assert dataset.num_rows == 4
+    one_epoch = [dataset[position].golds for position in range(4)]
+    other_order = [open_dataset(DataConfig(size=4), seed=4)[position].golds for position in range(4)]
+    assert sorted(one_epoch) == sorted(other_order)
+    in_order = open_dataset(DataConfig(size=4, shuffle=False), seed=3)
+    assert in_order[5].images == in_order[1].images

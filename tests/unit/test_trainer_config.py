@@ -1,0 +1,46 @@
+"""The trainer's settings: ranges, and what is said about a value outside them."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Config, SamplingConfig, load
+from penstock.errors import ConfigError
+from services.trainer.config import DataConfig, TrainerConfig
+
+
+class Both(Config):
+    """A recipe with the trainer's sections."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--trainer.max_staleness=-1", r"trainer\.max_staleness = '-1'"),
+        ("--trainer.samples_per_group=1", r"trainer\.samples_per_group = '1'"),
+        ("--trainer.loss.importance=gspo", r"trainer\.loss\.importance = 'gspo'.*'tis' or 'ppo'"),
+        ("--trainer.loss.clip=0.2", r"unknown key trainer\.loss\.clip; known here: .*clip_high, clip_low"),
+        ("--trainer.optimizer.betas=[0.9, 1.0]", r"trainer\.optimizer\.betas = .*below 1"),
+        ("--trainer.optimizer.learning_rate=0", r"trainer\.optimizer\.learning_rate"),
+        ("--data.path=/no/such.parquet", r"data: path '/no/such.parquet' is no file; give a \.parquet file"),
+        ("--sampling.temperature=0", r"sampling\.temperature = '0'"),
+    ],
+)
+def test_refuses_values_out_of_range(tmp_path: Path, override: str, message: str) -> None:
+    """One line that names key, value and remedy."""
+    (tmp_path / "r.toml").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        load(Both, tmp_path / "r.toml", [override])
+
+
+def test_every_setting_is_explained() -> None:
+    """Field docstrings are the help text."""
+    for model in (TrainerConfig, DataConfig, SamplingConfig):
+        assert [name for name, field in model.model_fields.items() if not field.description] in (
+            [],
+            ["optimizer", "loss", "push"],
+        )

@@ -1,0 +1,11 @@
+"""Waiting for what other tasks and processes do."""
+
+import asyncio
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Return as soon as `condition` holds; TimeoutError if it does not within `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - there is no event for what others do
+            await asyncio.sleep(0.01)

@@ -1,0 +1,12 @@
+"""A worker in a process of its own, to be killed: `python -m tests.worker_process recipe.json`."""
+
+import sys
+from pathlib import Path
+
+from penstock.process import run
+from services.recipe import Recipe
+from services.rollout.worker.main import serve
+
+if __name__ == "__main__":
+    recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
+    sys.exit(run(lambda stop: serve(recipe, stop)))
