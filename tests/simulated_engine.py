@@ -15,9 +15,10 @@ from typing import Any, Self
 
 from google.protobuf import json_format
 
+from penstock import log
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
-from penstock.config import BusConfig
+from penstock.config import BusConfig, LogConfig
 from penstock.errors import NotReadyError, PenstockError
 from penstock.rpc.server import RpcServer
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -140,6 +141,7 @@ async def _main() -> None:
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--lease-ttl-s", type=float, default=1.0)
     options = parser.parse_args()
+    log.configure(LogConfig(), service="simulated-engine")  # to standard error: standard output is for the address
     async with connect(BusConfig(url=options.url, lease_ttl_s=options.lease_ttl_s), run=options.run) as bus:
         engine = SimulatedEngine(bus, replica_id=options.replica_id, delay_s=options.delay_s)
         async with engine.running():

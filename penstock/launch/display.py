@@ -101,7 +101,7 @@ def _table(rows: Sequence[Row]) -> Table:
     if rewards:
         table.add_row("reward", f"{rewards[-1]:.3f}", Text(sparkline(rewards, width=_SPARKLINE_WIDTH), style="green"))
     for label, key, form, note in (
-        ("staleness", "staleness_mean", "{:.2f}", f"max {last.get('staleness_max', '-')} versions"),
+        ("staleness", "staleness_mean", "{:.2f}", f"max {last.get('staleness_max', 0):g} versions"),
         ("throughput", "output_tokens_per_s", "{:,.0f}", "tokens/s"),
         (
             "push",

@@ -3,12 +3,17 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 """One optimizer step; keys as the trainer names them."""
+
+_GROUP_COUNT = re.compile("num_(trained|stale|failed|lost|duplicate)_groups")
+_GROUP_COUNTS = ("trained", "stale", "failed", "duplicate")
+"""What became of groups; the trainer counts each as num_<name>_groups."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -60,7 +65,7 @@ def describe_step(row: Row) -> str:
     parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
     parts += [f"reward {row['reward_mean']:.3f}"] if "reward_mean" in row else []
     if "staleness_mean" in row:
-        parts.append(f"staleness {row['staleness_mean']:.2f} (max {row.get('staleness_max', '?')})")
+        parts.append(f"staleness {row['staleness_mean']:.2f} (max {row.get('staleness_max', 0):g})")
     parts += [f"{row['output_tokens_per_s']:,.0f} tokens/s"] if "output_tokens_per_s" in row else []
     parts += [f"push {row['push_s']:.2f} s"] if "push_s" in row else []
     parts += [f"replicas {row['num_replicas']}"] if "num_replicas" in row else []
@@ -77,11 +82,10 @@ def describe_run(rows: Sequence[Row]) -> list[str]:
     count = max(1, min(10, len(rewards) // 2))
     first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     lines = [f"reward  first {count} steps {first:.3f}, last {count} steps {last:.3f} ({last - first:+.3f})"]
-    names = [key.removeprefix("num_").removesuffix("_groups") for key in rows[-1] if _is_group_count(key)]
-    if names:
-        lines.append("groups  " + ", ".join(f"{name} {rows[-1][f'num_{name}_groups']}" for name in names))
+    counts = {key[4:-7]: row_count for key, row_count in rows[-1].items() if _GROUP_COUNT.fullmatch(key)}
+    indices = [index for row in rows for index in row.get("groups", [])]
+    if indices:
+        counts["trained twice"] = len(indices) - len(set(indices))
+    if counts:
+        lines.append("groups  " + ", ".join(f"{name} {count}" for name, count in counts.items()))
     return lines
-
-
-def _is_group_count(key: str) -> bool:
-    return key.startswith("num_") and key.endswith("_groups")

@@ -38,7 +38,7 @@ class OptimizerConfig(Config):
 
 
 class LossConfig(Config):
-    """The policy-gradient loss (equations in services/trainer/loss.py)."""
+    """The policy-gradient loss (equations in services/trainer/algorithm/loss.py)."""
 
     importance: Literal["tis", "ppo"] = "tis"
     """Correction for stale tokens. tis: truncated weight against the engine's logprobs, and a ratio clipped against

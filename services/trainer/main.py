@@ -18,19 +18,19 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.tokens import forbidden_token_ids
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.recipe import Recipe
-from services.trainer.batch import GroupReader, ModelTokens
-from services.trainer.checkpoint import Checkpoint, CheckpointStore
-from services.trainer.collector import Collector
-from services.trainer.curves import draw_curves
 from services.trainer.data.rows import open_dataset
-from services.trainer.feeder import Feeder
-from services.trainer.gate import Gate
-from services.trainer.images import ImagePatcher
-from services.trainer.metrics_log import MetricsLog
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.policy_model import load_policy
-from services.trainer.progress import Progress, TrainerServicer
+from services.trainer.flow.collector import Collector
+from services.trainer.flow.feeder import Feeder
+from services.trainer.flow.gate import Gate
+from services.trainer.policy.batch import GroupReader, ModelTokens
+from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.policy.images import ImagePatcher
+from services.trainer.policy.optimizer import PolicyOptimizer
+from services.trainer.policy.policy_model import load_policy
 from services.trainer.publisher import WeightPublisher
+from services.trainer.report.curves import draw_curves
+from services.trainer.report.metrics_log import MetricsLog
+from services.trainer.report.progress import Progress, TrainerServicer
 from services.trainer.training_run import TrainingRun
 
 log = structlog.get_logger()

@@ -88,10 +88,9 @@ class WeightPublisher:
                     await self._push(self._current, members)
 
     @property
-    def num_current_replicas(self) -> int:
-        """Live replicas that hold the published version."""
-        version = self._current.version if self._current else -1
-        return len(self._members(lambda replica: replica.policy_version == version))
+    def num_live_replicas(self) -> int:
+        """Replicas with a lease that have finished loading."""
+        return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
 
     async def close(self) -> None:
         """Leave the process group and close all channels."""

@@ -17,17 +17,17 @@ from nats.js.kv import KeyValue
 
 from penstock.codec import encode
 from penstock.v1 import trainer_pb2
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.collector import Collector, Finished
 from services.trainer.config import TrainerConfig
-from services.trainer.episode_samples import write_group
-from services.trainer.feeder import Feeder
-from services.trainer.gate import Gate
-from services.trainer.metrics_log import MetricsLog
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.progress import Progress
+from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.feeder import Feeder
+from services.trainer.flow.gate import Gate
+from services.trainer.policy.checkpoint import CheckpointStore
+from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.published_weights import PublishedWeights
 from services.trainer.publisher import PushReport, WeightPublisher
+from services.trainer.report.episode_samples import write_group
+from services.trainer.report.metrics_log import MetricsLog
+from services.trainer.report.progress import Progress
 
 log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ class TrainingRun:
     async def _next_batch(self, stop: asyncio.Event) -> list[Finished] | None:
         """The next batch, or None when `stop` comes first."""
         self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
-        getting = asyncio.ensure_future(self.collector.next_batch(self.version))
+        getting = asyncio.ensure_future(self.collector.next_batch(self.version, self._admit))
         stopping = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait({getting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +179,8 @@ class TrainingRun:
             "push_pause_s": report.pause_s,
             "push_bytes": report.num_bytes,
             "push_failed_replicas": report.num_failed,
-            "num_replicas": self.publisher.num_current_replicas,
+            "num_replicas": self.publisher.num_live_replicas,
+            "push_replicas": report.num_replicas,
             "num_trained_groups": self.gate.num_trained,
             "num_stale_groups": self.gate.num_rejected,
             "num_failed_groups": self.gate.num_dropped,

@@ -27,7 +27,7 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 
 
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
-    """An engine, the worker, the router, the reward service and the trainer die in turn; the run ends as if nothing was."""
+    """An engine, the worker, the router, the reward service and the trainer die in turn; the run goes to its end."""
     num_steps = 40
     with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps)) as train:
         for step, victim in ((3, "rollout"), (8, "worker"), (13, "router"), (18, "reward"), (23, "trainer")):

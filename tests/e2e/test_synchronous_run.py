@@ -16,11 +16,11 @@ from penstock.config import load
 from penstock.records import Group
 from penstock.tokens import forbidden_token_ids
 from services.recipe import Recipe
-from services.trainer.batch import GroupReader, ModelTokens
 from services.trainer.data.geometry import GeometryDataset
-from services.trainer.images import ImagePatcher
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.policy_model import load_policy
+from services.trainer.policy.batch import GroupReader, ModelTokens
+from services.trainer.policy.images import ImagePatcher
+from services.trainer.policy.optimizer import PolicyOptimizer
+from services.trainer.policy.policy_model import load_policy
 from tests.e2e.train_process import RECIPE, TrainProcess, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainProcess]:
 
 
 def write_rows(path: Path) -> None:
-    """Rows in the schema of hiyouga/geometry3k: drawn problems, and pictures of every size and mode with LaTeX answers."""
+    """Rows in the schema of hiyouga/geometry3k: drawn problems, and pictures of every size and mode."""
     rng = np.random.default_rng(0)
     drawn = GeometryDataset(12, seed=5)
     rows = [drawn[index] for index in range(12)]
@@ -91,7 +91,8 @@ def test_pushes_reached_every_replica(run: TrainProcess) -> None:
     """No push left a replica out; the publisher counts one as reached only after its weights' digests matched."""
     for row in run.rows():
         assert row["push_failed_replicas"] == 0
-        assert row["num_replicas"] == 2
+        assert row["push_replicas"] >= 1
+    assert run.rows()[-1]["push_replicas"] == 2
 
 
 def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:

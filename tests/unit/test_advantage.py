@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.trainer.advantage import group_advantages
+from services.trainer.algorithm.advantage import group_advantages
 
 
 def test_grpo_divides_by_the_standard_deviation() -> None:

@@ -15,9 +15,9 @@ from PIL import Image
 from penstock.errors import InvalidRequestError
 from penstock.records import Group, Sample, VersionSpan
 from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
-from services.trainer.batch import GroupReader, ModelTokens
-from services.trainer.images import ImagePatcher, decode_rgb
-from services.trainer.packing import pad, plan_micro_batches
+from services.trainer.policy.batch import GroupReader, ModelTokens
+from services.trainer.policy.images import ImagePatcher, decode_rgb
+from services.trainer.policy.packing import pad, plan_micro_batches
 from tests.train_groups import BETWEEN, make_group, num_placeholders, picture
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.gate import Gate
-from services.trainer.selection import select_batch
+from services.trainer.flow.gate import Gate
+from services.trainer.flow.selection import select_batch
 
 
 def test_admits_up_to_the_bound_and_counts_indices_up() -> None:

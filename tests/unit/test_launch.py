@@ -172,10 +172,13 @@ def test_step_is_one_line() -> None:
 
 def test_summary_compares_the_first_steps_with_the_last() -> None:
     """The summary gives the mean reward of the first and last ten steps, and what became of the groups."""
-    rows = [{"step": n, "reward_mean": 0.2 if n <= 10 else 0.7, "num_trained_groups": n * 16} for n in range(1, 31)]
-    rows[-1]["num_lost_groups"] = 0
+    rows = [
+        {"step": n, "reward_mean": 0.2 if n <= 10 else 0.7, "num_groups": 2, "groups": [2 * n, 2 * n + 1]}
+        for n in range(1, 31)
+    ]
+    rows[-1] |= {"num_trained_groups": 60, "num_stale_groups": 1, "num_failed_groups": 0, "groups": [60, 17]}
     assert describe_run(rows) == [
         "reward  first 10 steps 0.200, last 10 steps 0.700 (+0.500)",
-        "groups  trained 480, lost 0",
+        "groups  trained 60, stale 1, failed 0, trained twice 1",
     ]
     assert describe_run([]) == ["no step was trained"]

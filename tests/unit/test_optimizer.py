@@ -11,14 +11,14 @@ import torch
 
 from penstock.errors import ConfigError, UserError
 from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
-from services.trainer.advantage import group_advantages
-from services.trainer.batch import GroupReader, ModelTokens, TrainGroup
-from services.trainer.checkpoint import CheckpointStore
+from services.trainer.algorithm.advantage import group_advantages
 from services.trainer.config import LossConfig, OptimizerConfig, TrainerConfig
-from services.trainer.images import ImagePatcher
-from services.trainer.optimizer import PolicyOptimizer, warmup_factor
-from services.trainer.packing import pad
-from services.trainer.policy_model import load_policy
+from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
+from services.trainer.policy.checkpoint import CheckpointStore
+from services.trainer.policy.images import ImagePatcher
+from services.trainer.policy.optimizer import PolicyOptimizer, warmup_factor
+from services.trainer.policy.packing import pad
+from services.trainer.policy.policy_model import load_policy
 from tests.train_groups import make_group, picture
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from services.trainer.algorithm.loss import policy_loss, token_weights
+from services.trainer.algorithm.token_stats import TokenStats
 from services.trainer.config import LossConfig
-from services.trainer.loss import policy_loss, token_weights
-from services.trainer.token_stats import TokenStats
 
 
 def tensor(*values: float) -> torch.Tensor:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import services.trainer.policy_model as policy_model
+import services.trainer.policy.policy_model as policy_model
 from penstock.errors import ConfigError
 from penstock.records import Group
 from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
-from services.trainer.batch import GroupReader, ModelTokens, TrainSequence
-from services.trainer.images import ImagePatcher
-from services.trainer.packing import MicroBatch, pad
-from services.trainer.policy_model import PolicyModel, load_policy
+from services.trainer.policy.batch import GroupReader, ModelTokens, TrainSequence
+from services.trainer.policy.images import ImagePatcher
+from services.trainer.policy.packing import MicroBatch, pad
+from services.trainer.policy.policy_model import PolicyModel, load_policy
 from tests.train_groups import make_group, picture
 
 TEMPERATURE = 0.7

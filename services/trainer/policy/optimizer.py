@@ -21,15 +21,15 @@ import torch
 from accelerate import Accelerator
 
 from penstock.errors import ConfigError, UserError
-from services.trainer.advantage import group_advantages
-from services.trainer.batch import TrainGroup, TrainSequence
-from services.trainer.checkpoint import save_model
+from services.trainer.algorithm.advantage import group_advantages
+from services.trainer.algorithm.loss import policy_loss, token_weights
+from services.trainer.algorithm.token_stats import TokenStats
 from services.trainer.config import TrainerConfig
-from services.trainer.loss import policy_loss, token_weights
-from services.trainer.packing import pad, plan_micro_batches
-from services.trainer.policy_model import PolicyModel
-from services.trainer.random_state import capture_random_state, restore_random_state
-from services.trainer.token_stats import TokenStats
+from services.trainer.policy.batch import TrainGroup, TrainSequence
+from services.trainer.policy.checkpoint import save_model
+from services.trainer.policy.packing import pad, plan_micro_batches
+from services.trainer.policy.policy_model import PolicyModel
+from services.trainer.policy.random_state import capture_random_state, restore_random_state
 
 log = structlog.get_logger()
 

@@ -32,9 +32,9 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
 
     gap.semilogy(steps, [max(row["dlogp_max"], 1e-9) for row in rows], color="tab:red", label="largest")
     gap.semilogy(steps, [max(row["dlogp_mean"], 1e-9) for row in rows], color="tab:green", label="mean")
-    same = [(row["step"], row["dlogp_lag0_max"]) for row in rows if row.get("dlogp_lag0_max")]
+    same = [(row["step"], row["dlogp_max_current"]) for row in rows if row.get("dlogp_max_current")]
     if same:
-        gap.semilogy(*zip(*same, strict=True), ".", color="black", label="largest where no version lies between")
+        gap.semilogy(*zip(*same, strict=True), ".", color="black", label="largest, tokens of the current version")
     gap.set(xlabel="optimizer step", ylabel="|train - rollout logprob|")
     gap.legend(loc="upper right")
 

@@ -6,6 +6,7 @@ its group, so that a crash brings back exactly what the surviving weights have n
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -14,8 +15,8 @@ from penstock.bus.consumer import Consumer, Delivery
 from penstock.codec import decode
 from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
 from penstock.records import Group
-from services.trainer.batch import GroupReader, TrainGroup
-from services.trainer.gate import Gate
+from services.trainer.flow.gate import Gate
+from services.trainer.policy.batch import GroupReader, TrainGroup
 
 log = structlog.get_logger()
 
@@ -53,7 +54,8 @@ class Collector:
     """So many groups that could not be played, with none that could between them, end the run."""
     counts: Counts = field(default_factory=Counts)
     _held: dict[int, Finished] = field(default_factory=dict)
-    _unsettled: list[Delivery] = field(default_factory=list)
+    _failed: dict[int, int] = field(default_factory=dict)  # index -> attempt: could not be played, not yet dropped
+    _unsettled: list[tuple[int, Delivery]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _failures_in_a_row: list[str] = field(default_factory=list)
 
@@ -72,13 +74,18 @@ class Collector:
     def holds(self, index: int, attempt: int) -> bool:
         """Whether this group, or a later attempt at it, is here already: it need not be played again."""
         finished = self._held.get(index)
-        return finished is not None and finished.ready.attempt >= attempt
+        return (finished is not None and finished.ready.attempt >= attempt) or self._failed.get(index, -1) >= attempt
 
-    async def next_batch(self, version: int) -> list[Finished]:
-        """Wait for the groups of the batch that trains the published `version`, and take them, in order of index."""
+    async def next_batch(self, version: int, admit: Callable[[], Awaitable[object]]) -> list[Finished]:
+        """Wait for the groups of the batch that trains the published `version`, and take them, in order of index.
+
+        `admit` is called whenever groups may have been rejected or dropped: others are to be admitted in their place.
+        """
         waited_s = 0.0
         while True:
             self._reject_stale(version)
+            self._drop_failed()
+            await admit()
             outstanding = self.gate.outstanding
             finished = {
                 index: group.ready.oldest_version for index, group in self._held.items() if index in outstanding
@@ -94,9 +101,14 @@ class Collector:
                 log.warning("group.awaited", waited_s=waited_s, waiting_for=selection.waiting_for[:16], version=version)
 
     def take_unsettled(self) -> list[Delivery]:
-        """The messages whose groups the state of now accounts for: ack them once a checkpoint holds that state."""
-        unsettled, self._unsettled = self._unsettled, []
-        return unsettled
+        """The messages whose groups the state of now accounts for: ack them once a checkpoint holds that state.
+
+        Groups that are held but not trained are in no checkpoint; their messages stay in hand.
+        """
+        waiting = self._held.keys() | self._failed.keys()
+        settled = [delivery for index, delivery in self._unsettled if index not in waiting]
+        self._unsettled = [(index, delivery) for index, delivery in self._unsettled if index in waiting]
+        return settled
 
     async def _receive(self, delivery: Delivery) -> None:
         try:
@@ -110,7 +122,7 @@ class Collector:
             self.counts.num_foreign += 1
             await delivery.ack()
             return
-        self._unsettled.append(delivery)
+        self._unsettled.append((prompt.index, delivery))
         standing = self.gate.standing(prompt.index, prompt.attempt)
         if standing == "done" or self.holds(prompt.index, prompt.attempt):
             self.counts.num_duplicate += 1
@@ -126,17 +138,20 @@ class Collector:
             self._held[prompt.index] = Finished(played=group, ready=ready)
 
     def _fail(self, group: Group) -> None:
-        index = group.prompt.index
         log.error("group.failed", group=group.prompt.group_id, reason=group.error)
         self.counts.num_failed += 1
         self._failures_in_a_row.append(group.error)
-        if index in self.gate.outstanding:
-            self.gate.dropped(index)
+        self._failed[group.prompt.index] = group.prompt.attempt
         if len(self._failures_in_a_row) > self.max_failures_in_a_row:
             raise DataError(
                 f"{len(self._failures_in_a_row)} groups in a row could not be played; the last one, "
                 f"{group.prompt.group_id}: {group.error}"
             )
+
+    def _drop_failed(self) -> None:
+        for index in [index for index in self._failed if index in self.gate.outstanding]:
+            del self._failed[index]
+            self.gate.dropped(index)
 
     def _reject_stale(self, version: int) -> None:
         for index in [index for index in self._held if index in self.gate.outstanding]:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
-from services.trainer.packing import MicroBatch
+from services.trainer.policy.packing import MicroBatch
 
 MAX_LOGITS = 2**27
 """Logits that exist at one time: half a GiB in float32. Beyond it they are made in slices and again in the backward

@@ -11,9 +11,9 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.codec import encode
 from penstock.records import Prompt
-from services.trainer.collector import Collector
 from services.trainer.data.rows import Dataset
-from services.trainer.gate import Admission, Gate
+from services.trainer.flow.collector import Collector
+from services.trainer.flow.gate import Admission, Gate
 
 log = structlog.get_logger()
 

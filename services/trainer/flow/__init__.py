@@ -1,0 +1,1 @@
+"""What flows through the trainer: admission, collection, and the choice of each batch."""

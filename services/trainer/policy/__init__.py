@@ -1,0 +1,1 @@
+"""The policy that is trained: groups to tensors, forward passes, optimizer steps, checkpoints."""

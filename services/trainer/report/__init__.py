@@ -1,0 +1,1 @@
+"""What a run tells people: metrics, curves, sample episodes, and its state over gRPC."""

@@ -1,0 +1,118 @@
+"""How a rollout engine lives and dies: lease, drain, and no process left behind whichever of them is killed."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from google.protobuf import json_format
+
+from penstock.bus.connection import connect
+from penstock.bus.leases import Watch, watched
+from penstock.config import BusConfig
+from penstock.v1 import common_pb2, generate_pb2
+from tests.engine_process import engine_process, log_events
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+LEASE_TTL_S = BusConfig().lease_ttl_s
+
+
+def _request(max_new_tokens: int) -> generate_pb2.GenerateRequest:
+    sampling = generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=max_new_tokens)
+    return generate_pb2.GenerateRequest(input_ids=[1, 2, 3], sampling=sampling)
+
+
+def _replicas(watch: Watch) -> list[common_pb2.Replica]:
+    return [json_format.Parse(value, common_pb2.Replica()) for value in watch.values.values()]
+
+
+async def _gone(pids: list[int], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while any(_runs(pid) for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _children(pid: int) -> list[int]:
+    pids = [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    assert len(pids) >= 2
+    return pids
+
+
+async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """The lease tells of the engine; on SIGTERM running requests finish, new ones are refused, and nothing is left."""
+    async with (
+        engine_process(tiny_model_path, nats_url, tmp_path, grace_s=20.0) as engine,
+        connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
+        watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
+    ):
+        async with asyncio.timeout(10):
+            while not watch.values:
+                await watch.changed(1.0)
+        (leased,) = _replicas(watch)
+        replica = await engine.replica()
+        assert (leased.replica_id, leased.address) == (replica.replica_id, replica.address)
+        assert (leased.state, leased.role) == (common_pb2.REPLICA_STATE_READY, common_pb2.REPLICA_ROLE_UNIFIED)
+        children = _children(engine.process.pid)
+        calls = [asyncio.ensure_future(engine.generation.Generate(_request(60), timeout=60)) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        engine.process.send_signal(signal.SIGTERM)
+        answers = await asyncio.gather(*calls)
+        assert all(answer.output_ids for answer in answers)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await engine.generation.Generate(_request(5), timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.wait_for(engine.process.wait(), 20) == 0
+        assert not any(_runs(pid) for pid in children)
+        assert not watch.values
+
+
+async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """SGLang's scheduler is killed: running requests fail, the log says what happened, exit code 1, no lease left."""
+    async with (
+        engine_process(tiny_model_path, nats_url, tmp_path) as engine,
+        connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
+        watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
+    ):
+        children = _children(engine.process.pid)
+        call = asyncio.ensure_future(engine.generation.Generate(_request(900), timeout=60))
+        await asyncio.sleep(0.2)
+        os.kill(children[0], signal.SIGKILL)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.wait_for(engine.process.wait(), 20) == 1
+        assert "engine.died" in [event["event"] for event in log_events(engine.log)]
+        assert "error: the engine died" in engine.log.read_text()
+        assert not any(_runs(pid) for pid in children)
+        assert not watch.values
+
+
+async def test_a_killed_engine_leaves_no_orphans(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """kill -9 of the engine takes SGLang's processes with it."""
+    async with engine_process(tiny_model_path, nats_url, tmp_path) as engine:
+        children = _children(engine.process.pid)
+        engine.process.kill()
+        await engine.process.wait()
+        await _gone(children, timeout_s=3.0)
+
+
+async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """Exit code 2 and one line, before anything is loaded."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(AssertionError, match=r"ended with 2:\s+error: rollout.port = \d+ on 127.0.0.1"):
+            async with engine_process(tiny_model_path, nats_url, tmp_path, port=taken.getsockname()[1]):
+                pass

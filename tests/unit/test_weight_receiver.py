@@ -1,0 +1,253 @@
+"""WeightReceiver: whatever happens to a push, the engine ends with whole weights, or BROKEN and healed by the next."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
+from penstock.v1 import rollout_pb2
+from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
+from penstock.weights.manifest import Manifest, TensorSpec
+from services.rollout.engine.sglang_variables import HeldParameter
+from services.rollout.engine.weights import WeightReceiver
+
+MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_bucket_bytes=8)
+
+
+class RecordedSink:
+    """An engine that notes what is asked of it, and can be made to hang or fail at one call."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.hang_at = ""
+        self.fail_at = ""
+        self.failures: list[str] = []
+
+    async def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_at:
+            raise UnavailableError(f"{call} failed")
+        if call == self.hang_at:
+            await asyncio.Event().wait()
+
+    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
+        await self._note(f"join {group.name}")
+
+    async def leave_group(self, name: str) -> None:
+        await self._note(f"leave {name}")
+
+    async def pause(self) -> None:
+        await self._note("pause")
+
+    async def resume(self) -> None:
+        await self._note("resume")
+
+    async def begin(self) -> None:
+        await self._note("begin")
+
+    async def take_bucket(self, bucket: Sequence[TensorSpec], *, group_name: str) -> None:
+        await self._note(f"take {bucket[0].name}")
+
+    async def end(self) -> None:
+        await self._note("end")
+
+    async def end_if_open(self) -> None:
+        await self._note("end_if_open")
+
+    async def parameters(self) -> dict[str, HeldParameter]:
+        await self._note("parameters")
+        return {name: HeldParameter(digest=7, dtype="float32", shape=(2,)) for name in "ab"}
+
+    async def set_version(self, version: int) -> None:
+        await self._note(f"version {version}")
+
+    def fail_running(self, reason: str) -> None:
+        self.failures.append(reason)
+
+
+def group(name: str = "g1") -> rollout_pb2.WeightGroup:
+    """A group of a trainer and one engine."""
+    return rollout_pb2.WeightGroup(name=name, master_host="h", master_port=1, rank_offset=1, world_size=2)
+
+
+async def receiver(sink: RecordedSink, *, push_deadline_s: float = 30.0) -> WeightReceiver:
+    """A receiver that knows its engine's parameters."""
+    made = WeightReceiver(sink, prepare_deadline_s=1.0, push_deadline_s=push_deadline_s)
+    await made.open()
+    sink.calls.clear()
+    return made
+
+
+async def push(receiver: WeightReceiver, push_id: str, version: int, *, group_name: str = "g1") -> None:
+    """A complete push."""
+    await receiver.prepare(push_id, version, group(group_name), MANIFEST)
+    await receiver.pause(push_id)
+    await receiver.receive(push_id)
+    assert await receiver.verify(push_id) == {"a": 7, "b": 7}
+    await receiver.commit(push_id)
+    await receiver.resume(push_id)
+
+
+async def test_a_complete_push() -> None:
+    """Every stage in order; the version changes at commit; the next push keeps the group, another epoch changes it."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await push(one, "p1", 1)
+    assert sink.calls == [
+        "join g1", "pause", "begin", "take a", "take b", "end", "parameters", "version 1", "resume",
+    ]  # fmt: skip
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
+    sink.calls.clear()
+    await push(one, "p2", 2)
+    assert sink.calls[0] == "pause"
+    sink.calls.clear()
+    await push(one, "p3", 3, group_name="g2")
+    assert sink.calls[:3] == ["leave g1", "join g2", "pause"]
+    assert sink.failures == []
+
+
+async def test_stages_come_in_order_and_belong_to_the_push() -> None:
+    """A stage out of turn or of another push is refused and ends nothing."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    with pytest.raises(NotReadyError, match="prepare it first"):
+        await one.pause("p1")
+    await one.prepare("p1", 1, group(), MANIFEST)
+    for call in (one.receive, one.verify, one.commit, one.resume):
+        with pytest.raises(NotReadyError, match="needs it"):
+            await call("p1")
+    with pytest.raises(NotReadyError, match="not the one that was prepared"):
+        await one.pause("p0")
+    with pytest.raises(NotReadyError):
+        await one.abort("p0", "not mine")
+    await one.pause("p1")
+    assert one.state == REPLICA_STATE_UPDATING
+
+
+@pytest.mark.parametrize("version", [0, 4])
+async def test_versions_only_grow(version: int) -> None:
+    """A push older than what is held is refused; the same version again is not (it may heal)."""
+    one = await receiver(RecordedSink())
+    await push(one, "p1", 5)
+    with pytest.raises(InvalidRequestError, match="versions only grow"):
+        await one.prepare("p2", version, group(), MANIFEST)
+    await push(one, "p3", 5)
+
+
+@pytest.mark.parametrize("stage", ["begin", "take a", "take b", "end", "parameters", "version 2"])
+async def test_a_failure_before_commit(stage: str) -> None:
+    """BROKEN from the first byte on; before that the old weights serve on. The next push heals."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await push(one, "p1", 1)
+    sink.fail_at = stage
+    with pytest.raises(UnavailableError, match="failed"):
+        await push(one, "p2", 2)
+    touched = stage != "begin"
+    assert one.state == (REPLICA_STATE_BROKEN if touched else REPLICA_STATE_READY)
+    assert one.version == 1
+    assert bool(sink.failures) == touched
+    assert (sink.calls[-1] == "resume") != touched
+    assert await one.abort("p2", "the trainer says so too") == one.state
+    sink.fail_at = ""
+    await push(one, "p3", 2, group_name="g2")
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 2)
+
+
+async def test_broken_stays_broken_until_a_push_is_complete() -> None:
+    """A push that is given up before it touches anything does not make broken weights whole."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    sink.fail_at = "take b"
+    with pytest.raises(UnavailableError):
+        await push(one, "p1", 1)
+    sink.fail_at = ""
+    await one.prepare("p2", 1, group("g2"), MANIFEST)
+    await one.pause("p2")
+    assert await one.abort("p2", "changed its mind") == REPLICA_STATE_BROKEN
+    assert "resume" not in sink.calls
+    await push(one, "p3", 1, group_name="g3")
+    assert one.state == REPLICA_STATE_READY
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [("prepare", REPLICA_STATE_READY), ("pause", REPLICA_STATE_READY), ("receive", REPLICA_STATE_BROKEN),
+     ("verify", REPLICA_STATE_BROKEN), ("commit", REPLICA_STATE_READY)],
+)  # fmt: skip
+async def test_a_trainer_that_vanishes_costs_the_deadline(last: str, state: int) -> None:
+    """Nobody calls any more: the push ends by itself, and generation goes on wherever weights are whole."""
+    sink = RecordedSink()
+    one = await receiver(sink, push_deadline_s=0.2)
+    await one.prepare("p1", 1, group(), MANIFEST)
+    for name in ("pause", "receive", "verify", "commit")[: ("prepare", "pause", "receive", "verify", "commit").index(last)]:
+        await getattr(one, name)("p1")
+    await asyncio.sleep(0.4)
+    assert one.state == state
+    assert one.version == (1 if last == "commit" else 0)
+    assert ("resume" in sink.calls) == (last in ("pause", "commit"))
+    with pytest.raises(NotReadyError):
+        await one.pause("p1")
+
+
+async def test_a_hanging_stage_ends_at_the_deadline() -> None:
+    """A broadcast that never ends is an error of the stage, and the engine is BROKEN."""
+    sink = RecordedSink()
+    sink.hang_at = "take b"
+    one = await receiver(sink, push_deadline_s=0.2)
+    with pytest.raises((DeadlineError, UnavailableError)):
+        await push(one, "p1", 1)
+    await asyncio.sleep(0.05)
+    assert one.state == REPLICA_STATE_BROKEN
+
+
+async def test_abort_ends_a_hanging_stage() -> None:
+    """The trainer gives up: the stage that waits fails at once, saying why."""
+    sink = RecordedSink()
+    sink.hang_at = "take b"
+    one = await receiver(sink)
+    running = asyncio.create_task(push(one, "p1", 1))
+    await asyncio.sleep(0.05)
+    assert await one.abort("p1", "another member died") == REPLICA_STATE_BROKEN
+    with pytest.raises(UnavailableError, match="another member died"):
+        await running
+
+
+async def test_a_cancelled_call_ends_the_push() -> None:
+    """The trainer's connection is gone in the middle of a stage."""
+    sink = RecordedSink()
+    sink.hang_at = "take b"
+    one = await receiver(sink)
+    running = asyncio.create_task(push(one, "p1", 1))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(0.05)
+    assert one.state == REPLICA_STATE_BROKEN
+
+
+async def test_a_new_push_supersedes_an_unfinished_one() -> None:
+    """A trainer that was killed and started again need not wait for the deadline of its former self."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await one.prepare("p1", 1, group(), MANIFEST)
+    await one.pause("p1")
+    await push(one, "p2", 1, group_name="g2")
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
+
+
+async def test_a_group_that_does_not_form_costs_its_deadline() -> None:
+    """Generation never stopped, and the next push is taken."""
+    sink = RecordedSink()
+    sink.hang_at = "join g1"
+    one = WeightReceiver(sink, prepare_deadline_s=-4.9, push_deadline_s=30.0)  # with the margin, 0.1 s
+    await one.open()
+    with pytest.raises(DeadlineError, match="forming the weight group"):
+        await one.prepare("p1", 1, group(), MANIFEST)
+    await asyncio.sleep(0.05)
+    assert one.state == REPLICA_STATE_READY
+    assert sink.calls[-1] == "leave g1"
+    await push(one, "p2", 1, group_name="g2")
