@@ -18,6 +18,7 @@ from penstock.weights.manifest import Manifest, pack
 from services.trainer.weight_group import WeightGroup
 
 START_TIMEOUT_S = 240.0
+_ROOT = Path(__file__).parents[1]
 
 
 class EngineProcess:
@@ -36,7 +37,9 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(model_path: Path, nats_url: str, folder: Path, **rollout: object) -> AsyncIterator[EngineProcess]:
+async def engine_process(
+    model_path: Path, nats_url: str, folder: Path, **rollout: object
+) -> AsyncIterator[EngineProcess]:
     """Run an engine during the context; `rollout` are settings of its section."""
     recipe, log = folder / "recipe.toml", folder / "engine.log"
     settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in rollout.items())
@@ -47,7 +50,7 @@ async def engine_process(model_path: Path, nats_url: str, folder: Path, **rollou
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-W", "ignore", "-m", "penstock", "serve", "rollout", "--config", str(recipe),
-            stdout=output, stderr=output, start_new_session=True, cwd=Path(__file__).parents[1],
+            stdout=output, stderr=output, start_new_session=True, cwd=_ROOT,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
     try:
@@ -129,15 +132,11 @@ class Push:
 
     async def receive_only(self) -> None:
         """Ask for the buckets without sending any."""
-        await self.engine.control.ReceiveWeights(
-            rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id), timeout=20
-        )
+        await self.engine.control.ReceiveWeights(rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id), timeout=20)
 
     async def pause(self) -> None:
         """Stop generation."""
-        await self.engine.control.PauseGeneration(
-            rollout_pb2.PauseGenerationRequest(push_id=self.push_id), timeout=60
-        )
+        await self.engine.control.PauseGeneration(rollout_pb2.PauseGenerationRequest(push_id=self.push_id), timeout=60)
 
     async def transfer(self) -> None:
         """Send all buckets."""

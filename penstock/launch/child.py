@@ -15,8 +15,8 @@ from pathlib import Path
 from penstock.launch import reaper
 from penstock.process import dying_with_parent
 
-_UP = re.compile(r"\b\w+\.(started|ready)\b")
-"""The log event with which a service says that it has come up, for example server.started."""
+_UP = re.compile(r"\b\w+\.(started|ready)\b|Server is ready")
+"""What a service says when it has come up, for example server.started; and what nats-server says."""
 
 
 class StopStage(IntEnum):

@@ -14,6 +14,6 @@ class LaunchConfig(Config):
     """The window for counting restarts."""
     restart_backoff_s: float = pydantic.Field(default=0.5, ge=0)
     """Pause before a process is started again; it doubles with each restart in the window, up to 10 s."""
-    stop_grace_s: float = pydantic.Field(default=6.0, ge=0)
-    """How long each of the three stages of stopping may take before what is left of it is killed: worker and trainer;
-    router, engines and reward; nats-server."""
+    stop_grace_s: float = pydantic.Field(default=16.0, ge=0)
+    """How long stopping may take before what is left is killed. It goes in three stages: worker and trainer; router,
+    engines and reward; nats-server. Each leaves a fifth of the time to every later one."""

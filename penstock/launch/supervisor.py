@@ -61,7 +61,10 @@ class Supervisor:
     async def stop(self) -> None:
         """End all processes, stage by stage; what does not end within its stage's grace is killed."""
         self._stopping.set()
+        grace_s, started = self._config.stop_grace_s, time.monotonic()
         for stage in StopStage:
+            num_later = len(StopStage) - 1 - stage
+            timeout_s = grace_s * (1 - num_later / 5) - (time.monotonic() - started)
             tasks = {
                 self._tasks[c.spec.name]: c
                 for c in self.children
@@ -70,10 +73,10 @@ class Supervisor:
             for child in tasks.values():
                 child.terminate()
             if tasks:
-                await asyncio.wait(tasks, timeout=self._config.stop_grace_s)
+                await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
             for task, child in tasks.items():
                 if not task.done() and child.pid is not None:
-                    self._report(f"{child.spec.name} did not stop within {self._config.stop_grace_s:g} s; killed")
+                    self._report(f"{child.spec.name} did not stop within {timeout_s:.1f} s; killed")
                 child.kill()
 
     async def kill(self) -> None:

@@ -166,9 +166,7 @@ async def test_logprobs_are_those_of_transformers(
 ) -> None:
     """Text and images of all kinds: the tempered distribution without the forbidden ids, to 1e-4."""
     rng = random.Random(1)
-    prompts = {
-        name: prompt(rng, num_images=len(images), image_id=current.image_id) for name, images in IMAGES.items()
-    }
+    prompts = {name: prompt(rng, num_images=len(images), image_id=current.image_id) for name, images in IMAGES.items()}
     answers = await asyncio.gather(
         *(
             engine.generation.Generate(request(prompts[name], IMAGES[name], temperature=temperature), timeout=60)
@@ -274,7 +272,7 @@ async def test_bad_sampling_is_refused(engine: EngineProcess, field: str) -> Non
 
 async def _until(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
     async with asyncio.timeout(timeout_s):
-        while not wanted(replica := await engine.replica()):
+        while not wanted(replica := await engine.replica()):  # noqa: ASYNC110 - there is no event for what others do
             await asyncio.sleep(0.02)
     return replica
 

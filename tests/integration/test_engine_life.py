@@ -33,7 +33,7 @@ def _replicas(watch: Watch) -> list[common_pb2.Replica]:
 
 async def _gone(pids: list[int], timeout_s: float) -> None:
     async with asyncio.timeout(timeout_s):
-        while any(_runs(pid) for pid in pids):
+        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - there is no event for what others do
             await asyncio.sleep(0.05)
 
 
@@ -86,12 +86,12 @@ async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: st
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
         children = _children(engine.process.pid)
-        call = asyncio.ensure_future(engine.generation.Generate(_request(900), timeout=60))
+        calls = [asyncio.ensure_future(engine.generation.Generate(_request(900), timeout=60)) for _ in range(16)]
         await asyncio.sleep(0.2)
         os.kill(children[0], signal.SIGKILL)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # some may have been short enough
+        codes = {answer.code() for answer in answers if isinstance(answer, grpc.aio.AioRpcError)}
+        assert codes == {grpc.StatusCode.UNAVAILABLE}
         assert await asyncio.wait_for(engine.process.wait(), 20) == 1
         assert "engine.died" in [event["event"] for event in log_events(engine.log)]
         assert "error: the engine died" in engine.log.read_text()

@@ -182,7 +182,9 @@ async def test_a_trainer_that_vanishes_costs_the_deadline(last: str, state: int)
     sink = RecordedSink()
     one = await receiver(sink, push_deadline_s=0.2)
     await one.prepare("p1", 1, group(), MANIFEST)
-    for name in ("pause", "receive", "verify", "commit")[: ("prepare", "pause", "receive", "verify", "commit").index(last)]:
+    for name in ("pause", "receive", "verify", "commit")[
+        : ("prepare", "pause", "receive", "verify", "commit").index(last)
+    ]:
         await getattr(one, name)("p1")
     await asyncio.sleep(0.4)
     assert one.state == state

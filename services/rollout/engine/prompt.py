@@ -114,8 +114,8 @@ class PromptChecker:
             # SGLang finds images, and their rotary positions, by what stands before them.
             if num_images and token == self._image_id and input_ids[max(0, index - 1)] != self._vision_start_id:
                 raise InvalidRequestError(
-                    f"input_ids[{index}] is an image placeholder (id {self._image_id}) that does not follow a vision start "
-                    f"token (id {self._vision_start_id}); render prompts with the model's chat template"
+                    f"input_ids[{index}] is an image placeholder (id {self._image_id}) that does not follow a vision "
+                    f"start token (id {self._vision_start_id}); render prompts with the model's chat template"
                 )
         if self._video_id in input_ids:
             raise InvalidRequestError(

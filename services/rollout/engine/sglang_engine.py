@@ -1,7 +1,7 @@
 """One SGLang engine inside this process, on this process's event loop.
 
-What is submitted was checked before (`prompt.py`). A call that is cancelled is aborted inside SGLang. If one of SGLang's
-own processes dies, `died` is set: the engine is of no use any more, and the process should end.
+What is submitted was checked before (`prompt.py`). A call that is cancelled is aborted inside SGLang. If one of
+SGLang's own processes dies, `died` is set: the engine is of no use any more, and the process should end.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import os
 import signal
 import time
 import uuid
+import warnings
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ class SglangEngine:
         os.environ.update(settings.environment(config, cuda=cuda))
         # A million objects that live for ever: looking through them takes seconds, while starting and again at the end.
         gc.disable()
-        from sglang.srt.entrypoints.engine import Engine
+        with warnings.catch_warnings(action="ignore"):  # which kernels a machine without a GPU lacks
+            from sglang.srt.entrypoints.engine import Engine
 
         gc.freeze()
         gc.enable()
@@ -250,7 +252,7 @@ def _generation(response: dict[str, Any]) -> Generation:
     scored_ids = [entry[1] for entry in meta["output_token_logprobs"]]
     if scored_ids != output_ids or sum(length for length, _ in spans) != len(output_ids):
         raise RuntimeError(
-            f"SGLang's answer contradicts itself: {len(output_ids)} ids, {len(logprobs)} logprobs, version spans {spans}"
+            f"SGLang's answer contradicts itself: {len(output_ids)} ids, {len(logprobs)} logprobs, spans {spans}"
         )
     return Generation(
         output_ids=output_ids,

@@ -1,7 +1,7 @@
 """What Penstock changes in SGLang, through SGLang's own plugin hooks; nothing is patched behind its back.
 
-SGLang calls `register` in every one of its processes (entry-point group `sglang.srt.plugins`), with or without Penstock around it, so
-each hook must leave a plain SGLang as it was.
+SGLang calls `register` in every one of its processes (entry-point group `sglang.srt.plugins`), with or without Penstock
+around it, so each hook must leave a plain SGLang as it was.
 """
 
 import datetime
@@ -41,7 +41,7 @@ def _note_signal(_number: int, _frame: object) -> None:
 
 
 def _detach_signals(_result: None) -> None:
-    """In a child: Ctrl-C reaches the whole process group, but children end when their engine has drained, not before."""
+    """In a child: Ctrl-C reaches the whole process group, but children must outlive the draining of their engine."""
     signal.set_wakeup_fd(-1)  # after a fork it still is the parent's event loop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -3,13 +3,13 @@
 import dataclasses
 
 START_METHOD_VARIABLE = "PENSTOCK_SGLANG_START_METHOD"
-"""How SGLang's children start: "fork" shares the parent's imports and saves each child 20 s. Unset: not an engine of ours."""
+"""How SGLang's children start: "fork" shares the parent's imports, "spawn" imports anew. Unset: SGLang is not ours."""
 
 GROUP_TIMEOUT_VARIABLE = "PENSTOCK_WEIGHT_GROUP_TIMEOUT_S"
 """Seconds after which SGLang's part in a weight group gives up. Unset: torch's own half an hour."""
 
 DIGEST_ACTION = "penstock_digests"
-"""Action of SGLang's weight checker that answers with `penstock.weights.digest` of every parameter, by checkpoint name."""
+"""Action of SGLang's weight checker that answers with every parameter's `penstock.weights.digest`, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """SGLang's side of a push: the calls that the receiver makes, in a form that cannot wedge SGLang.
 
-SGLang answers such calls one at a time, and an answer that nobody waits for would be taken for the next call's. So a call, once made, is
-always awaited to its end, even when whoever wanted it has given up; the next call waits for it.
+SGLang answers such calls one at a time, and an answer that nobody waits for would be taken for the next call's. So a
+call, once made, is always awaited to its end, even when whoever wanted it has given up; the next call waits for it.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class SglangWeights:
 
         await self._call(lambda: self._tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract")))
         # Refused while a request has just ended and its batch is not yet cleared away.
-        while not (await self._call(self._tokenizer_manager.flush_cache)).success:
+        while not (await self._call(self._tokenizer_manager.flush_cache)).success:  # noqa: ASYNC110 - SGLang has no event
             await asyncio.sleep(_FLUSH_RETRY_S)
 
     async def resume(self) -> None:

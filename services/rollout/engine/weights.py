@@ -1,8 +1,9 @@
 """WeightReceiver: the engine's side of a push, prepare -> pause -> receive -> verify -> commit -> resume.
 
-Invariants: weights that were touched serve no token until a push was completed; the version changes at commit and nowhere else; no push
-outlives its deadline, so a trainer that vanishes costs `push_deadline_s`. A push that ends half-way leaves the engine BROKEN: running
-requests have failed, so that others play them, new ones are refused, and the next complete push heals it.
+Invariants: weights that were touched serve no token until a push was completed; the version changes at commit and
+nowhere else; no push outlives its deadline, so a trainer that vanishes costs `push_deadline_s`. A push that ends half-way
+leaves the engine BROKEN: running requests have failed, so that others play them, new ones are refused, and the next
+complete push heals it.
 """
 
 import asyncio
@@ -201,7 +202,8 @@ class WeightReceiver:
         if missing or unknown:
             raise InvalidRequestError(
                 f"manifest does not fit this engine's model: {len(missing)} parameters are missing "
-                f"{sorted(missing)[:3]}, {len(unknown)} are unknown {sorted(unknown)[:3]}; push named_parameters() of the same architecture"
+                f"{sorted(missing)[:3]}, {len(unknown)} are unknown {sorted(unknown)[:3]}; push named_parameters() of "
+                "the same architecture"
             )
         for name, held in self._expected.items():
             spec = pushed[name]
@@ -237,7 +239,7 @@ class WeightReceiver:
                 if push.abort_reason and task is not None:
                     task.uncancel()
                     raise UnavailableError(f"push {push_id!r} was ended: {push.abort_reason}") from None
-                # The trainer's call is gone, perhaps the trainer too: end the push. Not in this call, which must return.
+                # The trainer's call is gone, perhaps the trainer too: end the push, but let this call return.
                 self._start(self._abort_quietly(push_id, f"stage {after.name} was cancelled"))
                 raise
 

@@ -1,0 +1,181 @@
+"""The collector against a real bus: what becomes of groups, and of their messages."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.bus.consumer import open_consumer
+from penstock.codec import encode
+from penstock.errors import DataError
+from penstock.records import Group
+from penstock.tokens import forbidden_token_ids, image_token_id
+from services.trainer.flow.collector import Collector
+from services.trainer.flow.gate import Gate
+from services.trainer.policy.batch import GroupReader, ModelTokens
+from tests.train_groups import make_group
+
+RUN = "run"
+"""The run id of `make_group`."""
+
+
+def collector_of(bus: Bus, gate: Gate, model_path: Path) -> Callable[[], Awaitable[Collector]]:
+    """What opens a collector as the trainer does at its start: everything unacked is delivered again."""
+
+    async def open_one() -> Collector:
+        consumer = await open_consumer(bus, bus.groups, "trainer", ack_wait_s=3600.0, max_ack_pending=1000, fresh=True)
+        tokens = ModelTokens(
+            vocab_size=256,
+            image_id=image_token_id(model_path),
+            forbidden_ids=frozenset(forbidden_token_ids(model_path)),
+        )
+        return Collector(
+            consumer=consumer, gate=gate, reader=GroupReader(tokens, None), run_id=RUN, max_failures_in_a_row=2
+        )
+
+    return open_one
+
+
+@asynccontextmanager
+async def running(collector: Collector) -> AsyncIterator[None]:
+    """The collector at work."""
+    task = asyncio.create_task(collector.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
+    """Store a group as a worker does; `copy` makes a second copy that the bus cannot recognise."""
+    await bus.publish(bus.groups, encode(group), message_id=group.prompt.message_id + copy)
+
+
+async def num_stored(bus: Bus) -> int:
+    """Messages that are still on the bus."""
+    return int((await bus.jetstream.stream_info(bus.groups.name)).state.messages)
+
+
+def admit_all(gate: Gate, version: int) -> Callable[[], Awaitable[int]]:
+    """What the feeder does, without publishing."""
+
+    async def admit() -> int:
+        count = gate.num_admissible()
+        for _ in range(count):
+            gate.admit(version)
+        return count
+
+    return admit
+
+
+async def test_trained_groups_leave_the_bus_only_when_settled(bus: Bus, tiny_model_path: Path) -> None:
+    """A message is acked with the checkpoint; a group that is held but not trained stays on the bus."""
+    gate = Gate(max_staleness=1, groups_per_step=2)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    for index in range(3):
+        await publish(bus, make_group(tiny_model_path, index=index, version=1))
+    async with running(collector), asyncio.timeout(20):
+        batch = await collector.next_batch(1, admit_all(gate, 1))
+        assert [finished.ready.index for finished in batch] == [0, 1]
+        gate.trained([0, 1])
+        while not collector.holds(2, 0):
+            await asyncio.sleep(0.05)
+        settled = collector.take_unsettled()
+        assert await num_stored(bus) == 3
+        for delivery in settled:
+            await delivery.ack()
+    assert await num_stored(bus) == 1, "only the untrained group is still there"
+
+
+async def test_restart_brings_back_what_was_not_settled(bus: Bus, tiny_model_path: Path) -> None:
+    """A trainer that dies before its checkpoint gets the same groups again."""
+    gate = Gate(max_staleness=0, groups_per_step=2)
+    await admit_all(gate, 1)()
+    open_collector = collector_of(bus, gate, tiny_model_path)
+    for index in range(2):
+        await publish(bus, make_group(tiny_model_path, index=index, version=1))
+    for _ in range(2):
+        collector = await open_collector()
+        async with running(collector), asyncio.timeout(20):
+            batch = await collector.next_batch(1, admit_all(gate, 1))
+        assert [finished.ready.index for finished in batch] == [0, 1]
+
+
+async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> None:
+    """A second copy, of a group that is held or was trained, is counted and dropped."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    group = make_group(tiny_model_path, index=0, version=1)
+    await publish(bus, group)
+    await publish(bus, group, copy="/again")
+    async with running(collector), asyncio.timeout(20):
+        await collector.next_batch(1, admit_all(gate, 1))
+        gate.trained([0])
+        await publish(bus, group, copy="/and-again")
+        while collector.counts.num_duplicate < 2:
+            await asyncio.sleep(0.05)
+    assert not collector.holds(0, 0)
+
+
+async def test_stale_group_is_rejected_and_another_attempt_trained(bus: Bus, tiny_model_path: Path) -> None:
+    """A group over the bound is never trained; its prompt is admitted again, and that attempt is."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    await publish(bus, make_group(tiny_model_path, index=0, version=1))
+    async with running(collector), asyncio.timeout(20):
+        waiting = asyncio.create_task(collector.next_batch(2, admit_all(gate, 2)))
+        while 0 not in gate.outstanding or gate.outstanding[0].attempt != 1:
+            await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await publish(bus, make_group(tiny_model_path, index=0, attempt=1, version=2))
+        (finished,) = await waiting
+    assert (finished.ready.index, finished.ready.attempt) == (0, 1)
+    assert collector.counts.num_stale == 1
+
+
+async def test_failed_group_makes_room_for_the_next(bus: Bus, tiny_model_path: Path) -> None:
+    """A group that could not be played is dropped, and a new one admitted in its place: nothing waits for ever."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    played = make_group(tiny_model_path, index=0, version=1)
+    await publish(bus, Group(prompt=played.prompt, samples=(), worker_id="w", error="the image is broken"))
+    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    async with running(collector), asyncio.timeout(20):
+        (finished,) = await collector.next_batch(1, admit_all(gate, 1))
+    assert finished.ready.index == 1
+    assert gate.num_dropped == 1
+
+
+async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_model_path: Path) -> None:
+    """Failure after failure is a fault of data or set-up, and a person is told which."""
+    gate = Gate(max_staleness=0, groups_per_step=4)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    for index in range(3):
+        prompt = make_group(tiny_model_path, index=index, version=1).prompt
+        await publish(bus, Group(prompt=prompt, samples=(), worker_id="w", error="no such profile: geo4k"))
+    with pytest.raises(DataError, match="3 groups in a row could not be played.*geo4k"):
+        async with asyncio.timeout(20):
+            await collector.run()
+
+
+async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
+    """A group of another run on the same bus is not trained and not kept."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    collector.run_id = "this-run"
+    await publish(bus, make_group(tiny_model_path, index=0, version=1))
+    async with running(collector), asyncio.timeout(20):
+        while await num_stored(bus):
+            await asyncio.sleep(0.05)  # noqa: ASYNC110 - a test waits for the bus
+    assert collector.counts.num_foreign == 1
+    assert not collector.holds(0, 0)
