@@ -11,6 +11,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV ?= .uv/bin/uv
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+COMPILED := .venv/.compiled
 RECIPE ?= recipes/tiny-cpu.toml
 
 export UV_HTTP_TIMEOUT ?= 300
@@ -23,7 +24,7 @@ test check: export OMP_NUM_THREADS ?= 1
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
-setup: $(INSTALLED) ## Make .venv with all that the services, the tests and the tools need.
+setup: $(INSTALLED) $(COMPILED) ## Make .venv with all that the services, the tests and the tools need.
 
 .uv/bin/uv:
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target .uv uv==$(UV_VERSION)
@@ -32,6 +33,9 @@ $(INSTALLED): requirements.lock pyproject.toml | $(filter .uv/%,$(UV))
 	[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) .venv
 	$(UV) pip install --quiet --python $(BIN)/python --requirement requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+$(COMPILED): requirements.lock | $(INSTALLED)
 	$(BIN)/python -W ignore tools/compile_imports.py
 	touch $@
 

@@ -1,7 +1,7 @@
 """Import once what the services import, so that Python keeps the compiled modules; `make setup` ends with it.
 
 Without them every process of every run compiles SGLang, torch and transformers anew: 11 of the 20 CPU-seconds that an
-engine imports. It stays so where PYTHONDONTWRITEBYTECODE is set, as in many containers; only this program disregards that.
+engine's imports take. PYTHONDONTWRITEBYTECODE, which many containers set, would keep it so; this program disregards it.
 """
 
 import importlib

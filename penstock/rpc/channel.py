@@ -24,6 +24,7 @@ def connect(address: str) -> grpc.aio.Channel:
             ("grpc.max_reconnect_backoff_ms", 1_000),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.ping_timeout_ms", 5_000),  # its default of 60 s would outlast keepalive_timeout
             ("grpc.http2.max_pings_without_data", 0),  # else pings stop during a long silent call
             ("grpc.enable_http_proxy", 0),
         ],

@@ -1,8 +1,8 @@
 """The trainer's end of a weight group: rank 0 of a torch.distributed group whose other members are SGLang engines.
 
 The rendezvous is the one of SGLang's `init_custom_process_group`, so no SGLang is needed here. No call waits longer
-than its timeout: a member that died costs an immediate error or that deadline, and `close` ends a broadcast that another
-thread is waiting for. After an error the group is of no use; close it and open another under a new name.
+than its timeout: a member that died costs an immediate error or that deadline, and `close` ends a broadcast that
+another thread is waiting for. After an error the group is of no use; close it and open another under a new name.
 """
 
 import datetime

@@ -162,7 +162,7 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
     for index in range(3):
         prompt = make_group(tiny_model_path, index=index, version=1).prompt
         await publish(bus, Group(prompt=prompt, samples=(), worker_id="w", error="no such profile: geo4k"))
-    with pytest.raises(DataError, match="3 groups in a row could not be played.*geo4k"):
+    with pytest.raises(DataError, match=r"3 groups in a row could not be played.*geo4k"):
         async with asyncio.timeout(20):
             await collector.run()
 
@@ -176,6 +176,6 @@ async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path)
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
     async with running(collector), asyncio.timeout(20):
         while await num_stored(bus):
-            await asyncio.sleep(0.05)  # noqa: ASYNC110 - a test waits for the bus
+            await asyncio.sleep(0.05)
     assert collector.counts.num_foreign == 1
     assert not collector.holds(0, 0)

@@ -6,18 +6,19 @@ import json
 import signal
 import sys
 import time
+import types
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 
 from penstock.bus.connection import Bus, connect
-from penstock.config import BusConfig
-from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, UnavailableError
+from penstock.config import BusConfig, RunConfig
+from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, SetupError, UnavailableError
 from penstock.rpc.channel import connect as connect_channel
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
-from services.router.server import routing
+from services.router.server import routing, serve
 from tests.simulated_engine import SimulatedEngine
 from tests.waiting import until
 
@@ -367,3 +368,37 @@ async def test_an_unreadable_lease_is_left_out(bus: Bus) -> None:
         await asyncio.sleep(0.3)
         assert [each.replica.replica_id for each in (await caller.replicas()).replicas] == ["r0"]
         assert (await caller.generate()).replica_id == "r0"
+
+
+async def test_a_frozen_engine_loses_its_call_to_another(bus: Bus, run_name: str) -> None:
+    """A process that neither answers nor closes its connection is noticed by keepalive, within 15 seconds or so."""
+    async with engine_process(bus, run_name, "a-frozen", delay_s=60.0) as frozen, router(bus) as caller:
+        await caller.until_routable(1)
+        pending = asyncio.ensure_future(caller.generate(timeout_s=60.0))
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        frozen.send_signal(signal.SIGSTOP)
+        async with SimulatedEngine(bus, replica_id="b-heir").running():
+            assert (await asyncio.wait_for(pending, 25.0)).replica_id == "b-heir"
+
+
+async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_name: str) -> None:
+    """The entry point of `penstock serve router`: it stops in order, and a port in use is one line with the remedy."""
+    async with local_port() as port:
+        sections = {"bus": bus_config, "run": RunConfig(name=run_name)}
+        with pytest.raises(SetupError, match=rf"127.0.0.1:{port}.*in use"):
+            await serve(types.SimpleNamespace(router=RouterConfig(port=port), **sections), asyncio.Event())
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(types.SimpleNamespace(router=RouterConfig(port=port), **sections), stop))
+    async with connect_channel(f"127.0.0.1:{port}") as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=10.0, wait_for_ready=True)
+    stop.set()
+    await asyncio.wait_for(task, 5.0)
+
+
+@contextlib.asynccontextmanager
+async def local_port() -> AsyncIterator[int]:
+    """A port that is in use during the context."""
+    server = await asyncio.start_server(lambda *streams: None, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]

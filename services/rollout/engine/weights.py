@@ -1,9 +1,9 @@
 """WeightReceiver: the engine's side of a push, prepare -> pause -> receive -> verify -> commit -> resume.
 
 Invariants: weights that were touched serve no token until a push was completed; the version changes at commit and
-nowhere else; no push outlives its deadline, so a trainer that vanishes costs `push_deadline_s`. A push that ends half-way
-leaves the engine BROKEN: running requests have failed, so that others play them, new ones are refused, and the next
-complete push heals it.
+nowhere else; no push outlives its deadline, so a trainer that vanishes costs `push_deadline_s`. A push that ends
+half-way leaves the engine BROKEN: running requests have failed, so that others play them, new ones are refused, and the
+next complete push heals it.
 """
 
 import asyncio

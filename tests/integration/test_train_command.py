@@ -1,0 +1,127 @@
+"""`penstock train` with the real services, but for the engines: mistakes, Ctrl-C, and a launcher that is killed."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+SERVICES = ("nats", "reward", "router", "trainer", "worker-0")
+
+
+class TrainCommand:
+    """A `penstock train` without engines: its trainer waits for them for ever."""
+
+    def __init__(self, model: Path, runs: Path, *arguments: str) -> None:
+        recipe = runs / "recipe.toml"
+        recipe.write_text(f'[run]\nname = "t"\ndir = "{runs}"\n[model]\npath = "{model}"\n[rollout]\nreplicas = 0\n')
+        self.runs = runs
+        self.seen: set[psutil.Process] = set()
+        self.process = subprocess.Popen(
+            [PENSTOCK, "train", recipe, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_up(self, timeout_s: float = 90.0) -> None:
+        """Wait until every service has said so."""
+        assert self.process.stdout is not None
+        waiting, deadline = set(SERVICES), time.monotonic() + timeout_s
+        while waiting and time.monotonic() < deadline:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+            waiting -= {line.split()[0]} if "is up" in line else set()
+        assert not waiting
+        self.seen.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def finish(self, timeout_s: float) -> tuple[int, str, str]:
+        """Wait for the end: exit code, stdout, stderr."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def survivors(self) -> list[str]:
+        """Processes of the run that are alive still; zombies are not."""
+        psutil.wait_procs(self.seen, timeout=3.0)
+        alive = []
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(" ".join(process.cmdline()))
+        return alive
+
+
+@pytest.fixture
+def train(tiny_model_path: Path, tmp_path: Path) -> Iterator[Callable[..., TrainCommand]]:
+    """Start `penstock train`; what a failing test leaves of it is killed."""
+    commands: list[TrainCommand] = []
+
+    def start(*arguments: str) -> TrainCommand:
+        commands.append(TrainCommand(tiny_model_path, tmp_path, *arguments))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.process.kill()
+        command.process.communicate()
+
+
+def test_port_in_use(train: Callable[..., TrainCommand]) -> None:
+    """A port that is taken ends the run with the service's own line and exit code 2."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = train(f"--reward.port={port}").finish(timeout_s=60.0)
+    assert code == 2
+    assert err.startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
+    assert len(err.splitlines()) == 1
+
+
+def test_nats_out_of_reach(train: Callable[..., TrainCommand]) -> None:
+    """A bus.url where nobody answers ends the run with one line and exit code 2."""
+    code, _, err = train("--bus.url=nats://127.0.0.1:1", "--bus.connect_timeout_s=1").finish(timeout_s=60.0)
+    assert code == 2
+    assert err.startswith("error: bus.url = 'nats://127.0.0.1:1'")
+    assert len(err.splitlines()) == 1
+
+
+def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
+    """Ctrl-C ends everything within 20 s and says how to go on; going on uses the same folder."""
+    command = train()
+    command.wait_until_up()
+    started = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    code, out, err = command.finish(timeout_s=25.0)
+    assert time.monotonic() - started < 20.0
+    assert (code, err) == (130, "")
+    assert "killed" not in out
+    assert command.survivors() == []
+    (folder,) = command.runs.glob("t-*")
+    assert f"penstock train --resume {folder}" in out
+    again = subprocess.Popen(
+        [PENSTOCK, "train", "--resume", folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert again.stdout is not None
+    while "nats is up" not in again.stdout.readline():
+        assert again.poll() is None
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=25.0)
+    assert [path.name for path in command.runs.glob("t-*")] == [folder.name]
+
+
+def test_killed_launcher_leaves_no_service(train: Callable[..., TrainCommand]) -> None:
+    """kill -9 of `penstock train` ends nats-server, the services and their worker processes."""
+    command = train()
+    command.wait_until_up()
+    assert len(command.seen) > len(SERVICES)
+    command.process.kill()
+    command.process.wait()
+    assert command.survivors() == []
