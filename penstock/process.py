@@ -5,13 +5,16 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 
 from penstock.errors import UserError
 
 log = structlog.get_logger()
+
+ResultT = TypeVar("ResultT")
 
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
@@ -50,6 +53,18 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     except asyncio.CancelledError:
         return 1
     return 0
+
+
+async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Event) -> ResultT | None:
+    """Await `pending`; when `stop` comes first, cancel it and return None."""
+    working = asyncio.ensure_future(pending)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        stopping.cancel()
+        working.cancel()
 
 
 async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:

@@ -15,7 +15,7 @@ from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.digest import tensor_digest
 from penstock.weights.manifest import Manifest, pack
-from services.trainer.weight_group import WeightGroup
+from services.trainer.push.weight_group import WeightGroup
 
 START_TIMEOUT_S = 240.0
 _ROOT = Path(__file__).parents[1]

@@ -7,5 +7,5 @@ from collections.abc import Callable
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Return as soon as `condition` holds; TimeoutError if it does not within `timeout_s`."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - there is no event for what others do
+        while not condition():
             await asyncio.sleep(0.01)

@@ -143,7 +143,7 @@ class Child:
 
     def look(self) -> bool:
         """Read in the log whether the process has come up; true when it has just been seen to."""
-        if self.state is not State.STARTING or not _UP.search(self.log_since_start()):
+        if self._process is None or self.state is not State.STARTING or not _UP.search(self.log_since_start()):
             return False
         self.state = State.UP
         return True

@@ -14,6 +14,7 @@ from nats.js.kv import KeyValue
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Consumer, open_consumer
+from penstock.process import unless_stopped
 from penstock.rpc.server import RpcServer, service_name
 from penstock.tokens import forbidden_token_ids
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
@@ -27,7 +28,7 @@ from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.policy.policy_model import load_policy
-from services.trainer.publisher import WeightPublisher
+from services.trainer.push.publisher import WeightPublisher
 from services.trainer.report.curves import draw_curves
 from services.trainer.report.metrics_log import MetricsLog
 from services.trainer.report.progress import Progress, TrainerServicer
@@ -55,7 +56,10 @@ async def serve(recipe: Recipe, stop: asyncio.Event) -> None:
         server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
         await server.start()
         stack.push_async_callback(server.drain, 1.0)
-        run = await _build(recipe, folder, bus, stack, store, checkpoint, progress)
+        building = _build(recipe, folder, bus, stack, store, checkpoint, progress)
+        run = await unless_stopped(building, stop)
+        if run is None:
+            return
         await _run_with_helpers(run, stop)
         rows = run.metrics.rows()
         if rows:

@@ -16,6 +16,7 @@ import structlog
 from nats.js.kv import KeyValue
 
 from penstock.codec import encode
+from penstock.process import unless_stopped
 from penstock.v1 import trainer_pb2
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.collector import Collector, Finished
@@ -23,8 +24,8 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.flow.gate import Gate
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.published_weights import PublishedWeights
-from services.trainer.publisher import PushReport, WeightPublisher
+from services.trainer.push.published_weights import PublishedWeights
+from services.trainer.push.publisher import PushReport, WeightPublisher
 from services.trainer.report.episode_samples import write_group
 from services.trainer.report.metrics_log import MetricsLog
 from services.trainer.report.progress import Progress
@@ -62,7 +63,8 @@ class TrainingRun:
         await self._admit()
         while self.step < self.config.num_steps:
             started = time.monotonic()
-            batch = await self._next_batch(stop)
+            self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
+            batch = await unless_stopped(self.collector.next_batch(self.version, self._admit), stop)
             if batch is None:
                 break
             collected = time.monotonic()
@@ -85,18 +87,6 @@ class TrainingRun:
         if self.progress.checkpoint_step != self.step:
             await self._checkpoint()
         self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
-
-    async def _next_batch(self, stop: asyncio.Event) -> list[Finished] | None:
-        """The next batch, or None when `stop` comes first."""
-        self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
-        getting = asyncio.ensure_future(self.collector.next_batch(self.version, self._admit))
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({getting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return None if stop.is_set() else getting.result()
-        finally:
-            getting.cancel()
-            stopping.cancel()
 
     async def _train(self, batch: Sequence[Finished]) -> dict[str, Any]:
         self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING

@@ -63,7 +63,7 @@ async def working(consumer: Consumer, handle, **options):
 
 async def until(condition, *, within_s: float = 10.0) -> None:
     async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110 - there is no event for what the server does
+        while not await condition():
             await asyncio.sleep(0.02)
 
 

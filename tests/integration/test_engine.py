@@ -272,7 +272,7 @@ async def test_bad_sampling_is_refused(engine: EngineProcess, field: str) -> Non
 
 async def _until(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
     async with asyncio.timeout(timeout_s):
-        while not wanted(replica := await engine.replica()):  # noqa: ASYNC110 - there is no event for what others do
+        while not wanted(replica := await engine.replica()):
             await asyncio.sleep(0.02)
     return replica
 

@@ -33,7 +33,7 @@ def _replicas(watch: Watch) -> list[common_pb2.Replica]:
 
 async def _gone(pids: list[int], timeout_s: float) -> None:
     async with asyncio.timeout(timeout_s):
-        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - there is no event for what others do
+        while any(_runs(pid) for pid in pids):
             await asyncio.sleep(0.05)
 
 

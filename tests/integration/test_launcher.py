@@ -1,5 +1,6 @@
 """The launcher keeps processes going and leaves none, however the run ends. The processes here are small programs."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from penstock.launch.child import Child, ProcessSpec, Reaper, State, StopStage
 
 FAKE_RUN = Path(__file__).with_name("fake_run.py")
 
@@ -216,6 +219,32 @@ def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., Fake
     assert out.count("did not stop within 1.6 s; killed") == 4
     assert len(run.notes("stopped-nats")) == 1
     assert_all_gone(run)
+
+
+async def test_log_of_an_earlier_launch_is_no_sign_of_life(tmp_path: Path) -> None:
+    """A process counts as up when it has said so since it was last started."""
+    log_file = tmp_path / "router.log"
+    log_file.write_text("server.started\n")
+    program = (
+        "import sys, time; time.sleep(0.3); sys.stderr.write('server.started\\n'); sys.stderr.flush(); time.sleep(60)"
+    )
+    spec = ProcessSpec(
+        name="router", command=[sys.executable, "-c", program], environment=dict(os.environ), stage=StopStage.SERVE
+    )
+    reaper = await Reaper.start()
+    child = Child(spec, log_file=log_file, reaper=reaper)
+    assert not child.look()
+    running = asyncio.create_task(child.run())
+    while child.pid is None:
+        await asyncio.sleep(0.01)
+    assert not child.look()
+    deadline = time.monotonic() + 10.0
+    while not child.look() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert child.state is State.UP
+    child.kill()
+    assert await running == -signal.SIGKILL
+    await reaper.end()
 
 
 def test_second_signal_kills_at_once(fake_run: Callable[..., FakeRun]) -> None:

@@ -42,7 +42,7 @@ def _item(
 
 async def _until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - there is no event for what other processes do
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -102,7 +102,6 @@ def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
     code, out, err = command.finish(timeout_s=25.0)
     assert time.monotonic() - started < 20.0
     assert (code, err) == (130, "")
-    assert "killed" not in out
     assert command.survivors() == []
     (folder,) = command.runs.glob("t-*")
     assert f"penstock train --resume {folder}" in out

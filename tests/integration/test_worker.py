@@ -160,7 +160,7 @@ async def read_groups(bus: Bus) -> list[Group]:
 async def until_done(bus: Bus, num_groups: int, timeout_s: float = 30.0) -> list[Group]:
     """Wait until so many groups are published and no prompt is left."""
     async with asyncio.timeout(timeout_s):
-        while await count(bus, bus.groups) < num_groups or await count(bus, bus.prompts) > 0:  # noqa: ASYNC110
+        while await count(bus, bus.groups) < num_groups or await count(bus, bus.prompts) > 0:
             await asyncio.sleep(0.05)
     return await read_groups(bus)
 

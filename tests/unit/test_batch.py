@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penstock.errors import InvalidRequestError
+from penstock.images import decode_image
 from penstock.records import Group, Sample, VersionSpan
 from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.policy.batch import GroupReader, ModelTokens
-from services.trainer.policy.images import ImagePatcher, decode_rgb
+from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.packing import pad, plan_micro_batches
 from tests.train_groups import BETWEEN, make_group, num_placeholders, picture
 
@@ -71,7 +72,7 @@ def test_matches_the_models_own_processor(tiny_model_path: Path, reader: GroupRe
     processor = AutoProcessor.from_pretrained(tiny_model_path)
     data = picture(3, size=(300, 170))
     text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Find x.<|im_end|>\n<|im_start|>assistant\n"
-    theirs = processor(text=[text], images=[decode_rgb(data)], return_tensors="pt")
+    theirs = processor(text=[text], images=[decode_image(data)], return_tensors="pt")
     collapsed = processor.tokenizer(text).input_ids
     own = processor.tokenizer("3").input_ids
     group = make_group(tiny_model_path, rewards=(1.0,), images=[data], placeholders=[0])
@@ -106,10 +107,10 @@ def test_decodes_as_the_engine_does(mode: str) -> None:
     """`.convert("RGB")` and nothing more: alpha is dropped, not blended."""
     data = picture(1, mode=mode)
     image = Image.open(io.BytesIO(data))
-    assert np.array_equal(np.asarray(decode_rgb(data)), np.asarray(image.convert("RGB")))
+    assert np.array_equal(np.asarray(decode_image(data)), np.asarray(image.convert("RGB")))
     transparent = io.BytesIO()
     Image.new("RGBA", (4, 4), (200, 100, 50, 0)).save(transparent, "PNG")
-    assert decode_rgb(transparent.getvalue()).getpixel((0, 0)) == (200, 100, 50)
+    assert decode_image(transparent.getvalue()).getpixel((0, 0)) == (200, 100, 50)
 
 
 def test_last_turns_prompt_is_checked_over_several_turns(tiny_model_path: Path, reader: GroupReader) -> None:
@@ -187,7 +188,7 @@ def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupRead
         reader.read(make_group(tiny_model_path, rewards=[1.0, float("nan")]))
     with pytest.raises(InvalidRequestError, match=r"group run/0 has failed .* because"):
         reader.read(Group(prompt=group.prompt, samples=(), worker_id="w", error="because"))
-    with pytest.raises(InvalidRequestError, match="sample 0: an image of 3 bytes cannot be used"):
+    with pytest.raises(InvalidRequestError, match=r"sample 0: image \(3 bytes\) cannot be decoded"):
         reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]))
 
 

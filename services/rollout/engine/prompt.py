@@ -154,8 +154,8 @@ class ImageGrid:
             raise InvalidRequestError(
                 f"{field} is {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times the other"
             )
-        rows = max(1, round(height / self.factor))
-        columns = max(1, round(width / self.factor))
+        rows = round(height / self.factor)
+        columns = round(width / self.factor)
         if rows * columns * self.factor**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
             rows = max(1, math.floor(height / shrink / self.factor))

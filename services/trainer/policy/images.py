@@ -2,20 +2,18 @@
 
 Legend: P = patches of an image, D = values of a patch (channels * temporal patch * patch height * patch width).
 
-The engine decodes with Pillow and calls `.convert("RGB")` on whatever is not RGB: alpha is dropped, not blended, and
-the EXIF rotation is ignored (SGLang 0.5.23, `BaseMultimodalProcessor._load_single_item`). Then it calls the model's
-own image processor. We do the same; any other decoding shows as a difference of logprobs and nothing else.
+Both decode with `penstock.images` and then call the model's own image processor: any other decoding would show as a
+difference of logprobs and nothing else.
 """
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from penstock.errors import InvalidRequestError
+from penstock.images import decode_image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,24 +44,14 @@ class ImagePatcher:
         Raises:
             InvalidRequestError: the bytes are no image, or one that the processor refuses.
         """
+        image = decode_image(data)
         try:
-            out = self._processor(images=[decode_rgb(data)], return_tensors="pt")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise InvalidRequestError(f"an image of {len(data)} bytes cannot be used: {error}") from None
+            out = self._processor(images=[image], return_tensors="pt")
+        except ValueError as error:
+            raise InvalidRequestError(f"image ({image.width} x {image.height} pixels) cannot be cut: {error}") from None
         time, height, width = (int(n) for n in out["image_grid_thw"][0])
         return ImagePatches(
             pixel_values_PD=out["pixel_values"].float(),
             grid_thw=(time, height, width),
             num_placeholders=time * height * width // self._merge_area,
         )
-
-
-def decode_rgb(data: bytes) -> Image.Image:
-    """Return the image as the engine sees it.
-
-    Raises:
-        OSError: no image, or a truncated one (SyntaxError and ValueError for some broken ones).
-    """
-    image = Image.open(io.BytesIO(data))
-    image.load()
-    return image if image.mode == "RGB" else image.convert("RGB")

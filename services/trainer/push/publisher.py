@@ -20,9 +20,9 @@ from penstock.errors import PenstockError
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from services.trainer.config import PushConfig
-from services.trainer.published_weights import PublishedWeights
-from services.trainer.push_stages import Member, MembersFailedError, Stages
-from services.trainer.weight_group import WeightGroup
+from services.trainer.push.published_weights import PublishedWeights
+from services.trainer.push.stages import Member, MembersFailedError, Stages
+from services.trainer.push.weight_group import WeightGroup
 
 log = structlog.get_logger()
 
