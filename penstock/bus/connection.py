@@ -6,8 +6,9 @@ survives a kill of any process, the server's included.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import nats
 import nats.errors
@@ -21,6 +22,8 @@ from penstock.config import BusConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 
 log = structlog.get_logger()
+
+StoredT = TypeVar("StoredT")
 
 _DUPLICATE_WINDOW_S = 600.0
 _PUBLISH_TIMEOUT_S = 5.0
@@ -100,16 +103,24 @@ class Bus:
                 f"{self._client.max_payload}); raise max_payload in its configuration (JetStream takes at most "
                 f"{_MAX_RECORD_BYTES}), or make groups smaller"
             )
+        headers = {"Nats-Msg-Id": message_id}
+        ack = await self._stored(message_id, lambda: self._js.publish(stream.subject, payload, headers=headers))
+        return not ack.duplicate
+
+    async def put(self, bucket: KeyValue, key: str, value: bytes) -> None:
+        """Set a value of a bucket, waiting out a server that is away."""
+        await self._stored(key, lambda: bucket.put(key, value))
+
+    async def _stored(self, what: str, attempt: Callable[[], Awaitable[StoredT]]) -> StoredT:
+        """Try until the server has it; every attempt must be harmless when an earlier one was stored unheard."""
         while True:
             try:
-                ack = await self._js.publish(stream.subject, payload, headers={"Nats-Msg-Id": message_id})
+                return await attempt()
             except (nats.errors.Error, nats.js.errors.ServiceUnavailableError, OSError) as error:
                 if self._client.is_closed:
-                    raise UnavailableError(f"the connection to NATS closed before {message_id} was stored") from None
-                log.warning("message.publish_retried", message_id=message_id, error=repr(error))
+                    raise UnavailableError(f"the connection to NATS closed before {what} was stored") from None
+                log.warning("bus.store_retried", what=what, error=repr(error))
                 await asyncio.sleep(0.5)
-            else:
-                return not ack.duplicate
 
     def max_payload_bytes(self, message_id: str) -> int:
         """The largest payload that `publish` takes: the server counts in headers and what JetStream stores beside."""

@@ -95,7 +95,7 @@ async def _build(
     progress.step = progress.checkpoint_step = step
 
     policy_bucket = await bus.bucket("policy")
-    version = max(await _published_version(policy_bucket), 0 if checkpoint is None else checkpoint.state["version"])
+    version = _first_version(await _published_version(policy_bucket), checkpoint)
     consumer = await _open_groups(bus, fresh_run=checkpoint is None)
     collector = Collector(
         consumer=consumer,
@@ -115,6 +115,7 @@ async def _build(
         config=config,
         folder=folder,
         base_model=recipe.model.path,
+        bus=bus,
         policy_bucket=policy_bucket,
         progress=progress,
         optimizer=optimizer,
@@ -181,6 +182,18 @@ async def _published_version(bucket: KeyValue) -> int:
     except nats.js.errors.KeyNotFoundError:
         return 0
     return int(json.loads(entry.value or b"{}")["version"])
+
+
+def _first_version(published: int, checkpoint: Checkpoint | None) -> int:
+    """The version under which a trainer publishes what it starts with: never one that other weights have had.
+
+    After an orderly stop the checkpoint holds what was published last, so that number still stands for these weights,
+    and groups that were played with them are as fresh as they were.
+    """
+    if checkpoint is None:
+        return published + 1
+    saved = int(checkpoint.state["version"])
+    return saved if saved == published else max(saved, published) + 1
 
 
 async def _open_groups(bus: Bus, *, fresh_run: bool) -> Consumer:

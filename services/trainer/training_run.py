@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from nats.js.kv import KeyValue
 
+from penstock.bus.connection import Bus
 from penstock.codec import encode
 from penstock.process import unless_stopped
 from penstock.v1 import trainer_pb2
@@ -41,6 +42,7 @@ class TrainingRun:
     folder: Path
     base_model: Path
     """Folder that the weights were loaded from first, for tokenizer and processor of a checkpoint."""
+    bus: Bus
     policy_bucket: KeyValue
     """KV bucket in which versions are announced."""
     progress: Progress
@@ -52,13 +54,13 @@ class TrainingRun:
     checkpoints: CheckpointStore
     metrics: MetricsLog
     version: int
-    """The policy version published last."""
+    """The policy version published last; at first the one to publish the weights under."""
     step: int
     """Optimizer steps taken."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, with a checkpoint at the end in both cases."""
-        await self._publish(self.version + 1)
+        await self._publish(self.version)
         await self.feeder.republish()
         await self._admit()
         while self.step < self.config.num_steps:
@@ -116,8 +118,8 @@ class TrainingRun:
             "run_id": self.progress.run_id,
             "step": self.step,
         }
-        await self.policy_bucket.put(f"version.{version}", json.dumps(announcement).encode())
-        await self.policy_bucket.put("current", json.dumps(announcement).encode())
+        for key in (f"version.{version}", "current"):
+            await self.bus.put(self.policy_bucket, key, json.dumps(announcement).encode())
         self.progress.step, self.progress.policy_version = self.step, version
         return report
 

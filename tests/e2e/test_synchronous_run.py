@@ -87,12 +87,11 @@ def test_engine_and_trainer_agree_on_logprobs(run: TrainProcess) -> None:
         assert row["dlogp_max"] < 1e-4, row
 
 
-def test_pushes_reached_every_replica(run: TrainProcess) -> None:
-    """No push left a replica out; the publisher counts one as reached only after its weights' digests matched."""
+def test_every_push_was_verified(run: TrainProcess) -> None:
+    """No push left a replica out; one counts as reached only after its weights' digests equalled the trainer's."""
     for row in run.rows():
         assert row["push_failed_replicas"] == 0
         assert row["push_replicas"] >= 1
-    assert run.rows()[-1]["push_replicas"] == 2
 
 
 def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:

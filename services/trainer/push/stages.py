@@ -1,19 +1,20 @@
-"""The stages of a push, each played with all members at a time; one error names every member that failed."""
+"""The calls of a push, each made to all members at a time; a member whose call fails takes no further part."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UnavailableError
 from penstock.rpc.channel import call
 from penstock.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
+Stub: TypeAlias = "rollout_pb2_grpc.RolloutServiceAsyncStub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,62 +25,104 @@ class Member:
     address: str
 
 
-class MembersFailedError(PenstockError):
-    """Some members could not go on; the push is repeated without them."""
-
-    def __init__(self, failures: Mapping[Member, str]) -> None:
-        """Name each member that failed, and why."""
-        super().__init__("; ".join(f"{member.replica_id}: {reason}" for member, reason in failures.items()))
-        self.members = set(failures)
+class NobodyLeftError(PenstockError):
+    """Every member of the push has failed."""
 
 
 class Stages:
     """Calls the members of one push."""
 
-    def __init__(
-        self,
-        members: tuple[Member, ...],
-        stub: "Callable[[Member], rollout_pb2_grpc.RolloutServiceAsyncStub]",
-        push_id: str,
-    ) -> None:
+    def __init__(self, members: tuple[Member, ...], stub: Callable[[Member], Stub], push_id: str) -> None:
         """`stub` gives the connection to a member."""
-        self.members = members
         self.push_id = push_id
+        self.members = members
+        """Those that have not failed."""
+        self.failures: dict[Member, PenstockError] = {}
         self._stub = stub
 
-    async def each(
-        self, start: "Callable[[rollout_pb2_grpc.RolloutServiceAsyncStub, Member], Awaitable[Answer]]"
-    ) -> dict[Member, Answer]:
-        """Start a call to every member and wait for all.
+    def fail(self, member: Member, error: PenstockError) -> None:
+        """Take note that `member` cannot go on."""
+        self.failures[member] = error
+        self.members = tuple(other for other in self.members if other != member)
+
+    async def each(self, start: Callable[[Stub, Member], Awaitable[Answer]]) -> dict[Member, Answer]:
+        """Start a call to every member, wait for all, and return the answers of those that have not failed.
 
         Raises:
-            MembersFailedError: naming every member whose call failed.
+            NobodyLeftError: all members have failed.
         """
-        results = await asyncio.gather(
-            *(call(start(self._stub(member), member), peer=member.replica_id) for member in self.members),
-            return_exceptions=True,
-        )
-        failures: dict[Member, str] = {}
-        answers: dict[Member, Answer] = {}
-        for member, result in zip(self.members, results, strict=True):
-            if isinstance(result, PenstockError):
-                failures[member] = str(result)
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                answers[member] = result
-        if failures:
-            raise MembersFailedError(failures)
-        return answers
+        calls = self.start(start)
+        await gathered(calls.values())
+        return self.take(calls)
 
     async def each_of_push(self, method: str, request: Callable[..., Any], timeout_s: float) -> None:
         """A stage whose request names nothing but the push."""
         await self.each(lambda stub, _: getattr(stub, method)(request(push_id=self.push_id), timeout=timeout_s))
 
-    async def abort(self, reason: str, timeout_s: float) -> None:
-        """Tell every member that the push has ended; one that does not hear it has a watchdog of its own."""
-        request = rollout_pb2.AbortWeightsRequest(push_id=self.push_id, reason=reason)
-        try:
-            await self.each(lambda stub, _: stub.AbortWeights(request, timeout=timeout_s))
-        except MembersFailedError as error:
-            log.info("push.abort_unheard", reason=str(error))
+    def start(self, start: Callable[[Stub, Member], Awaitable[Answer]]) -> dict[Member, asyncio.Task[Answer]]:
+        """Start a call to every member; an error of the call's becomes one of `penstock.errors`."""
+        return {
+            member: asyncio.create_task(_called(start(self._stub(member), member), peer=member.replica_id))
+            for member in self.members
+        }
+
+    def take(self, calls: Mapping[Member, asyncio.Task[Answer]]) -> dict[Member, Answer]:
+        """Sort the answers from the failures, when all calls are done.
+
+        Raises:
+            NobodyLeftError: all members have failed.
+        """
+        answers: dict[Member, Answer] = {}
+        for member, done in calls.items():
+            error = done.exception()
+            if isinstance(error, PenstockError):
+                self.fail(member, error)
+            else:
+                answers[member] = done.result()
+        if not self.members:
+            raise NobodyLeftError("all members of the push have failed")
+        return answers
+
+    async def abort(self, members: Collection[Member], reason: str, timeout_s: float) -> set[Member]:
+        """Tell `members` that the push has ended; returns those that did not hear it.
+
+        They have a watchdog of their own.
+        """
+        request = rollout_pb2.AbortWeightsRequest(push_id=self.push_id, reason=reason[:500])
+        results = await asyncio.gather(
+            *(
+                _called(self._stub(member).AbortWeights(request, timeout=timeout_s), peer=member.replica_id)
+                for member in members
+            ),
+            return_exceptions=True,
+        )
+        unheard = set()
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, PenstockError):
+                unheard.add(member)
+                log.info("push.abort_unheard", replica_id=member.replica_id, reason=str(result))
+            elif isinstance(result, BaseException):
+                raise result
+        return unheard
+
+
+async def gathered(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Wait until all are done, however they end; when this is cancelled, so are they."""
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _called(pending: Awaitable[Answer], *, peer: str) -> Answer:
+    try:
+        return await call(pending, peer=peer)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # gRPC says so when the channel is closed under the call; nobody has cancelled this push.
+        raise UnavailableError(f"{peer}: the connection was closed during the call") from None

@@ -1,16 +1,15 @@
 """The trainer's end of a weight group: rank 0 of a torch.distributed group whose other members are SGLang engines.
 
 The rendezvous is the one of SGLang's `init_custom_process_group`, so no SGLang is needed here. No call waits longer
-than its timeout: a member that died costs an immediate error or that deadline, and `close` ends a broadcast that
-another thread is waiting for. After an error the group is of no use; close it and open another under a new name.
+than its timeout, and `close` ends at once whatever another thread waits for, and with it the members' waits for rank 0.
+After an error the group is of no use; close it and open another under a new name.
 """
 
 import datetime
-import ipaddress
-import socket
+import threading
 import time
-from contextlib import closing, suppress
-from typing import Any
+from contextlib import suppress
+from typing import Any, Self
 
 import structlog
 import torch
@@ -21,57 +20,84 @@ from penstock.errors import DeadlineError, SetupError, UnavailableError
 
 log = structlog.get_logger()
 
+_LISTEN_TIMEOUT_S = 10.0
 _POLL_S = 0.002
 
 
 class WeightGroup:
     """A group of one trainer and its engines. All methods block; call them with `asyncio.to_thread`."""
 
-    def __init__(self, group: Any, store: Any, *, name: str, device: torch.device) -> None:
-        """Wrap a process group; use `open`."""
+    def __init__(self, server: Any, store: Any, *, name: str, world_size: int, backend: str) -> None:
+        """Use `listen`."""
         self.name = name
-        self._group = group
-        self._store = store  # the rendezvous lives as long as it is referred to
-        self._device = device
+        self.port: int = server.port
+        """Where the members find the rendezvous."""
+        self._world_size = world_size
+        self._backend = backend
+        self._server = server  # the rendezvous ends when this is let go
+        self._store = store
+        self._group: Any = None
         self._closed = False
+        self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, *, host: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> "WeightGroup":
-        """Listen at `host`:`port` and wait for `world_size` - 1 members.
+    def listen(cls, *, host: str, name: str, world_size: int, backend: str) -> Self:
+        """Open the rendezvous, on any port that is free.
 
         Args:
             host: Address of this machine under which the members reach it.
-            port: A free port; see `free_port`.
-            world_size: Members, this one included.
             name: Unique name of the group.
+            world_size: Members, this one included.
             backend: "gloo" or "nccl".
-            timeout_s: The longest to wait for all members.
 
         Raises:
-            DeadlineError: not all members came within `timeout_s`.
-            SetupError: this machine cannot listen there.
+            SetupError: this machine cannot be reached there.
+        """
+        timeout = datetime.timedelta(seconds=_LISTEN_TIMEOUT_S)
+        try:
+            server = dist.TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+            store = dist.TCPStore(host, server.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise SetupError(
+                f"cannot listen on {host} for the weight group: {_first_line(error)}; choose another push.host"
+            ) from None
+        return cls(server, store, name=name, world_size=world_size, backend=backend)
+
+    def form(self, *, timeout_s: float) -> None:
+        """Wait for the members.
+
+        Raises:
+            DeadlineError: not all came within `timeout_s`.
+            UnavailableError: the group was closed, or a member went away while it formed.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
-        started = time.monotonic()
+        deadline = time.monotonic() + timeout_s
+        store = self._store
+        if self._closed or store is None:
+            raise UnavailableError(f"weight group {self.name} is closed; open another")
         try:
-            store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=True)
+            store.set_timeout(timeout)
             group = _new_group(
-                dist.PrefixStore(name, store), world_size=world_size, name=name, backend=backend, timeout=timeout
+                dist.PrefixStore(self.name, store),
+                world_size=self._world_size,
+                name=self.name,
+                backend=self._backend,
+                timeout=timeout,
             )
-        except dist.DistNetworkError as error:
-            if time.monotonic() - started < timeout_s / 2:
-                raise SetupError(
-                    f"cannot listen on {host}:{port} for the weight group: {error}; choose another push.host"
-                ) from None
-            raise DeadlineError(
-                f"weight group {name}: not all {world_size} members came within {timeout_s} s: {error}"
+        except RuntimeError as error:
+            if self._closed:
+                raise UnavailableError(f"weight group {self.name} was closed while it formed") from None
+            kind = DeadlineError if time.monotonic() >= deadline else UnavailableError
+            raise kind(
+                f"weight group {self.name}: not all {self._world_size} members came within {timeout_s:g} s: "
+                f"{_first_line(error)}"
             ) from None
-        except (dist.DistStoreError, dist.DistBackendError, RuntimeError) as error:
-            raise DeadlineError(
-                f"weight group {name}: not all {world_size} members came within {timeout_s} s: {error}"
-            ) from None
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        return cls(group, store, name=name, device=device)
+        with self._lock:
+            if not self._closed:
+                self._group = group
+                return
+        _leave(group)
+        raise UnavailableError(f"weight group {self.name} was closed while it formed")
 
     def broadcast(self, bucket: torch.Tensor, *, timeout_s: float) -> None:
         """Send a bucket, uint8[bytes], to all members; back when this side is done with it.
@@ -83,7 +109,7 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = datetime.timedelta(seconds=timeout_s)
+        options.timeout = datetime.timedelta(seconds=max(timeout_s, 0.001))
         options.asyncOp = True
         deadline = time.monotonic() + timeout_s
         group = self._group
@@ -96,32 +122,28 @@ class WeightGroup:
                     raise UnavailableError(f"weight group {self.name} was closed during a broadcast")
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"weight group {self.name}: a broadcast took longer than {timeout_s} s; a member hangs"
+                        f"weight group {self.name}: a broadcast took longer than {timeout_s:g} s; a member hangs"
                     )
                 time.sleep(_POLL_S)
             work.wait()
         except RuntimeError as error:
-            raise UnavailableError(f"weight group {self.name}: broadcast failed, a member is gone: {error}") from None
+            raise UnavailableError(f"weight group {self.name}: broadcast failed: {_first_line(error)}") from None
 
     def close(self) -> None:
-        """Leave the group; a broadcast that runs in another thread ends with an UnavailableError. May be repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        with suppress(RuntimeError):
-            self._group.abort()
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(self._group)
-        self._group = self._store = None
+        """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            group, self._group = self._group, None
+            self._server = self._store = None
+        if group is not None:
+            _leave(group)
         log.debug("weight_group.closed", group=self.name)
 
-    @staticmethod
-    def free_port(host: str) -> int:
-        """A port of this machine that is free now."""
-        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
-        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
 
 
 def _new_group(store: Any, *, world_size: int, name: str, backend: str, timeout: datetime.timedelta) -> Any:
@@ -133,8 +155,13 @@ def _new_group(store: Any, *, world_size: int, name: str, backend: str, timeout:
     return group
 
 
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
+def _leave(group: Any) -> None:
+    with suppress(RuntimeError):
+        group.abort()
+    with suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(group)
+
+
+def _first_line(error: Exception) -> str:
+    """Without torch's C++ stack."""
+    return str(error).split("\n", 1)[0]

@@ -1,0 +1,245 @@
+"""One attempt to bring some replicas to a version: prepare, pause, transfer, verify, commit, resume.
+
+Who fails is left out and the others go on. Where the failure of one spoils a stage for all (the group's rendezvous, the
+transfer), the group is closed at once, so that nobody waits in vain, and those that only suffered are told apart from
+the one that failed: they answer when the group is closed, it does not.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from penstock.errors import DeadlineError, PenstockError, UnavailableError
+from penstock.v1 import rollout_pb2
+from services.trainer.config import PushConfig
+from services.trainer.push.published_weights import PublishedWeights
+from services.trainer.push.stages import Answer, Member, NobodyLeftError, Stages, Stub, gathered
+from services.trainer.push.weight_group import WeightGroup
+
+log = structlog.get_logger()
+
+_OWN_SHARE = 0.8
+"""The group is closed after this share of a stage's time; in the rest, those who waited in vain can say so."""
+_LAST_WORD_S = 2.0
+"""For telling the members of a push that is cancelled."""
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The process group that a set of replicas forms with the trainer."""
+
+    members: tuple[Member, ...]
+    message: rollout_pb2.WeightGroup
+    group: WeightGroup
+
+    @classmethod
+    def open(cls, members: tuple[Member, ...], *, host: str, backend: str) -> "Epoch":
+        """Open the rendezvous. Blocking.
+
+        Raises:
+            SetupError: this machine cannot be reached at `host`.
+        """
+        name, world_size = f"epoch-{uuid.uuid4().hex[:12]}", 1 + len(members)
+        group = WeightGroup.listen(host=host, name=name, world_size=world_size, backend=backend)
+        message = rollout_pb2.WeightGroup(
+            name=name, master_host=host, master_port=group.port, world_size=world_size, backend=backend
+        )
+        return cls(members, message, group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the members."""
+
+    done: tuple[Member, ...]
+    """They serve the version."""
+    failed: Mapping[Member, str]
+    """They could not go on, and why."""
+    again: tuple[Member, ...]
+    """They suffered from the failure of others: worth another attempt without these."""
+    epoch: Epoch | None
+    """The group, if it is fit for another push."""
+    paused_at: float
+    """When (monotonic) the first engine was asked to stop generating; infinite if none was."""
+
+
+class Attempt:
+    """One push to some members. Use once."""
+
+    def __init__(
+        self,
+        weights: PublishedWeights,
+        members: tuple[Member, ...],
+        *,
+        stub: Callable[[Member], Stub],
+        config: PushConfig,
+        epoch: Epoch,
+        is_formed: bool,
+    ) -> None:
+        """Push `weights` over the group of `epoch`, whose members are `members`."""
+        self._weights = weights
+        self._config = config
+        self._epoch = epoch
+        self._is_formed = is_formed
+        self._stages = Stages(members, stub, f"v{weights.version}-{uuid.uuid4().hex[:8]}")
+        self._suffered: set[Member] = set()
+        """Failed in a stage that others can spoil, in a way that others can cause."""
+        self._first: set[Member] = set()
+        """Failed before the group was closed."""
+        self._paused_at = float("inf")
+        self._transferred = False
+
+    async def run(self) -> Outcome:
+        """Play all stages."""
+        try:
+            try:
+                await self._play()
+            except NobodyLeftError:
+                log.debug("push.nobody_left", push_id=self._stages.push_id)
+            return await self._sum_up()
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self._epoch.group.close)
+            members = (*self._stages.members, *self._stages.failures)
+            await self._stages.abort(members, "the trainer has stopped the push", _LAST_WORD_S)
+            raise
+
+    async def _play(self) -> None:
+        stages, config = self._stages, self._config
+        await self._prepare()
+        if stages.failures:
+            return  # the group has a member that will take no part
+        self._paused_at = time.monotonic()
+        await stages.each_of_push("PauseGeneration", rollout_pb2.PauseGenerationRequest, config.pause_timeout_s)
+        if stages.failures:
+            return
+        await self._transfer()
+        self._transferred = True
+        await self._verify()
+        await stages.each_of_push("CommitWeights", rollout_pb2.CommitWeightsRequest, config.control_timeout_s)
+        await stages.each_of_push("ResumeGeneration", rollout_pb2.ResumeGenerationRequest, config.control_timeout_s)
+
+    async def _sum_up(self) -> Outcome:
+        """End the push with those that did not complete it, and find out who is to blame."""
+        stages = self._stages
+        failures = dict(stages.failures)
+        if not failures:
+            return Outcome(
+                done=stages.members, failed={}, again=(), epoch=self._epoch, paused_at=self._paused_at
+            )
+        await asyncio.to_thread(self._epoch.group.close)
+        done = stages.members if self._transferred else ()
+        ended = [member for member in (*stages.members, *failures) if member not in done]
+        reason = "; ".join(str(error) for error in failures.values())
+        unheard = await stages.abort(ended, reason, self._config.control_timeout_s)
+        for member in unheard - failures.keys():
+            failures[member] = UnavailableError(f"{member.replica_id}: it did not hear that the push has ended")
+        to_blame = {member for member in failures if member not in self._suffered or member in unheard}
+        to_blame = to_blame or (self._first & failures.keys()) or set(failures)
+        return Outcome(
+            done=done,
+            failed={member: str(error) for member, error in failures.items() if member in to_blame},
+            again=tuple(member for member in ended if member not in to_blame),
+            epoch=None,
+            paused_at=self._paused_at,
+        )
+
+    async def _prepare(self) -> None:
+        stages, message, timeout_s = self._stages, self._epoch.message, self._config.prepare_timeout_s
+        manifest = self._weights.manifest.to_proto()
+        ranks = {member: rank for rank, member in enumerate(self._epoch.members, start=1)}
+
+        def prepare(stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
+            own = rollout_pb2.WeightGroup()
+            own.CopyFrom(message)
+            own.rank_offset = ranks[member]
+            request = rollout_pb2.PrepareWeightsRequest(
+                push_id=stages.push_id, policy_version=self._weights.version, group=own, manifest=manifest
+            )
+            return stub.PrepareWeights(request, timeout=timeout_s)
+
+        if self._is_formed:
+            await stages.each(prepare)
+            return
+        error = await self._together(prepare, lambda: self._epoch.group.form(timeout_s=timeout_s), timeout_s)
+        if error is not None and not stages.failures:
+            for member in stages.members:
+                stages.fail(member, error)
+
+    async def _transfer(self) -> None:
+        group, timeout_s = self._epoch.group, self._config.transfer_timeout_s
+        request = rollout_pb2.ReceiveWeightsRequest(push_id=self._stages.push_id)
+        deadline = time.monotonic() + timeout_s
+
+        def broadcast() -> None:
+            for bucket in self._weights.buckets:
+                group.broadcast(bucket, timeout_s=deadline - time.monotonic())
+
+        # Whoever says that it has all buckets is believed as far as its digests are right, whatever became of the rest.
+        await self._together(lambda stub, _: stub.ReceiveWeights(request, timeout=timeout_s), broadcast, timeout_s)
+
+    async def _together(
+        self, start: Callable[[Stub, Member], Awaitable[Answer]], own: Callable[[], None], timeout_s: float
+    ) -> PenstockError | None:
+        """A stage in which trainer and members wait for each other; returns the trainer's own error.
+
+        Raises:
+            NobodyLeftError: all members have failed.
+        """
+        stages = self._stages
+        mine = asyncio.create_task(asyncio.to_thread(own))
+        calls = stages.start(start)
+        tasks: list[asyncio.Task[Any]] = [mine, *calls.values()]
+        close_at = time.monotonic() + _OWN_SHARE * timeout_s
+        try:
+            # While nothing has failed, there is hope.
+            await asyncio.wait(
+                tasks, timeout=close_at - time.monotonic(), return_when=asyncio.FIRST_EXCEPTION
+            )
+            self._first |= {member for member, task in calls.items() if task.done() and task.exception() is not None}
+            if not all(task.done() for task in tasks):
+                log.warning("push.group_closed", push_id=stages.push_id, reason=_reason(tasks))
+                await asyncio.to_thread(self._epoch.group.close)
+            await gathered(tasks)
+        except asyncio.CancelledError:
+            for task in calls.values():
+                task.cancel()
+            await asyncio.to_thread(self._epoch.group.close)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        before = set(stages.failures)
+        try:
+            stages.take(calls)
+        finally:
+            self._suffered |= {
+                member
+                for member, error in stages.failures.items()
+                if member not in before and isinstance(error, UnavailableError)
+            }
+        error = mine.exception()
+        if error is None:
+            return None
+        if not isinstance(error, PenstockError):
+            raise error
+        log.warning("push.group_failed", push_id=stages.push_id, reason=str(error))
+        return error
+
+    async def _verify(self) -> None:
+        stages, timeout_s = self._stages, self._config.verify_timeout_s
+        request = rollout_pb2.VerifyWeightsRequest(push_id=stages.push_id)
+        answers = await stages.each(lambda stub, _: stub.VerifyWeights(request, timeout=timeout_s))
+        for member, answer in answers.items():
+            if differing := self._weights.differing_names(answer.digests):
+                names = f"{len(differing)} parameters: {differing[:4]}"
+                stages.fail(member, PenstockError(f"{member.replica_id}: weights differ after the push in {names}"))
+        if not stages.members:
+            raise NobodyLeftError("no member holds the weights that were sent")
+
+
+def _reason(tasks: "list[asyncio.Task[Any]]") -> str:
+    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+    return str(errors[0]) if errors else str(DeadlineError("somebody hangs"))

@@ -1,0 +1,1 @@
+"""What others rely on byte for byte: messages on the wire and records on the bus."""

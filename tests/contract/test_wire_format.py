@@ -1,0 +1,153 @@
+"""Field numbers and record names are promises to peers of another version and to messages that outlive an upgrade."""
+
+import numpy as np
+import pytest
+from google.protobuf.message import Message as ProtoMessage
+
+from penstock.codec import decode, encode
+from penstock.records import (
+    Group,
+    ImagePart,
+    Message,
+    Prompt,
+    Record,
+    Sample,
+    TextPart,
+    Verdict,
+    VersionSpan,
+)
+from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2
+
+PROMPT = Prompt(
+    run_id="run-1",
+    index=7,
+    attempt=1,
+    admitted_version=3,
+    num_samples=1,
+    messages=(Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x."))),),
+    images=(b"\x89PNG",),
+    golds=("3",),
+    profile="geo3k",
+    environment="single_turn",
+)
+SAMPLE = Sample(
+    token_ids=np.array([5, 6, 7], np.int32),
+    loss_mask=np.array([False, True, True]),
+    logprobs=np.array([0, -0.5, -1.25], np.float32),
+    version_spans=(VersionSpan(num_tokens=2, policy_version=3),),
+    images=(),
+    num_turns=1,
+    num_prompt_tokens=9,
+    num_cached_tokens=0,
+    num_last_turn_tokens=2,
+    finish_reason="stop",
+    verdict=Verdict(score=1.0, status="OK", extracted="3", method="EXACT"),
+    text="3",
+)
+GROUP = Group(prompt=PROMPT, samples=(SAMPLE,), worker_id="w")
+
+PROMPT_WIRE = (
+    "8aa672756e5f6964a572756e2d31a5696e64657807a7617474656d707401b061646d69747465645f76657273696f6e03"
+    "ab6e756d5f73616d706c657301a86d657373616765739182a4726f6c65a475736572a570617274739282a474797065a5"
+    "696d616765a5696e6465780082a474797065a474657874a474657874a746696e6420782ea6696d6167657391c4048950"
+    "4e47a5676f6c647391a133a770726f66696c65a567656f336bab656e7669726f6e6d656e74ab73696e676c655f747572"
+    "6e"
+)
+GROUP_WIRE = (
+    "84a670726f6d70748aa672756e5f6964a572756e2d31a5696e64657807a7617474656d707401b061646d69747465645f"
+    "76657273696f6e03ab6e756d5f73616d706c657301a86d657373616765739182a4726f6c65a475736572a57061727473"
+    "9282a474797065a5696d616765a5696e6465780082a474797065a474657874a474657874a746696e6420782ea6696d61"
+    "67657391c40489504e47a5676f6c647391a133a770726f66696c65a567656f336bab656e7669726f6e6d656e74ab7369"
+    "6e676c655f7475726ea773616d706c6573918ca9746f6b656e5f69647393a33c69349103c40c05000000060000000700"
+    "0000a96c6f73735f6d61736b93a37c62319103c403000101a86c6f6770726f627393a33c66349103c40c000000000000"
+    "00bf0000a0bfad76657273696f6e5f7370616e7391920203a6696d6167657390a96e756d5f7475726e7301b16e756d5f"
+    "70726f6d70745f746f6b656e7309b16e756d5f6361636865645f746f6b656e7300b46e756d5f6c6173745f7475726e5f"
+    "746f6b656e7302ad66696e6973685f726561736f6ea473746f70a77665726469637484a573636f7265cb3ff000000000"
+    "0000a6737461747573a24f4ba9657874726163746564a133a66d6574686f64a54558414354a474657874a133a9776f72"
+    "6b65725f6964a177a56572726f72a0"
+)
+
+MESSAGES: list[tuple[ProtoMessage, str]] = [
+    (
+        generate_pb2.GenerateRequest(
+            request_id="r",
+            session_id="s",
+            input_ids=[1, 300],
+            images=[common_pb2.Image(data=b"x")],
+            sampling=generate_pb2.SamplingParams(
+                temperature=1, top_p=0.5, top_k=2, max_new_tokens=4, stop_token_ids=[9]
+            ),
+            min_policy_version=3,
+        ),
+        "0a01721201731a0301ac0222030a01782a110d0000803f150000003f180220042a01093003",
+    ),
+    (
+        generate_pb2.GenerateResponse(
+            output_ids=[2],
+            logprobs=[-0.5],
+            version_spans=[common_pb2.VersionSpan(num_tokens=1, policy_version=3)],
+            finish_reason=generate_pb2.FINISH_REASON_LENGTH,
+            usage=generate_pb2.Usage(num_prompt_tokens=5, num_cached_tokens=4, num_output_tokens=1),
+            replica_id="e",
+        ),
+        "0a01021204000000bf1a040801100320022a06080510041801320165",
+    ),
+    (
+        reward_pb2.VerifyItem(item_id="i", golds=["3"], response="x", profile="math", deadline_s=0.5),
+        "0a01691201331a017822046d6174682d0000003f",
+    ),
+    (
+        reward_pb2.Verdict(
+            item_id="i",
+            score=1,
+            status=reward_pb2.VERDICT_STATUS_OK,
+            extracted="3",
+            method=reward_pb2.VERDICT_METHOD_SYMBOLIC,
+            elapsed_s=0.5,
+        ),
+        "0a016911000000000000f03f18012201332803350000003f",
+    ),
+    (
+        common_pb2.Replica(
+            replica_id="e",
+            address="h:1",
+            role=common_pb2.REPLICA_ROLE_DECODE,
+            state=common_pb2.REPLICA_STATE_DRAINING,
+            policy_version=3,
+            num_running=1,
+            num_queued=2,
+            max_running=4,
+            kv_use=0.5,
+        ),
+        "0a01651203683a311803200528033001380240044d0000003f",
+    ),
+    (
+        rollout_pb2.PrepareWeightsRequest(
+            push_id="p",
+            policy_version=3,
+            group=rollout_pb2.WeightGroup(
+                name="g", master_host="h", master_port=1, rank_offset=2, world_size=3, backend="gloo"
+            ),
+            manifest=rollout_pb2.WeightManifest(
+                buckets=[
+                    rollout_pb2.WeightBucket(tensors=[rollout_pb2.TensorSpec(name="w", dtype="float32", shape=[2, 3])])
+                ]
+            ),
+        ),
+        ("0a017010031a120a01671201681801200228033204676c6f6f22140a120a100a01771207666c6f617433321a020203"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "wire"), MESSAGES, ids=lambda value: type(value).__name__)
+def test_messages_keep_their_wire_format(message: ProtoMessage, wire: str) -> None:
+    """Field numbers and types are those of the first release."""
+    assert message.SerializeToString(deterministic=True).hex() == wire
+    assert type(message).FromString(bytes.fromhex(wire)) == message
+
+
+@pytest.mark.parametrize(("record", "wire"), [(PROMPT, PROMPT_WIRE), (GROUP, GROUP_WIRE)], ids=["prompt", "group"])
+def test_records_on_the_bus_are_still_read(record: Record, wire: str) -> None:
+    """What an earlier version stored decodes to the same record, and is stored the same way today."""
+    assert encode(record).hex() == wire
+    assert encode(decode(bytes.fromhex(wire), type(record))).hex() == wire
