@@ -42,6 +42,9 @@ class Prompt(Record, frozen=True):
     """Place in the run's order of admission, from 0; with `run_id` the identity of the group."""
     attempt: int
     """0, and one more each time the group was rejected as stale and admitted again."""
+    incarnation: str
+    """The start of the trainer that admitted it. A trainer that starts again puts what is outstanding back on the bus,
+    which would take an id that it has seen, and perhaps removed the message of, for a repetition."""
     admitted_version: int
     """Published policy version at admission: nothing older may play it."""
     num_samples: int
@@ -67,8 +70,8 @@ class Prompt(Record, frozen=True):
 
     @property
     def message_id(self) -> str:
-        """Identity on the bus: one per attempt, so that a group admitted again is not taken for a duplicate."""
-        return f"{self.group_id}/{self.attempt}"
+        """Identity on the bus: one per admission, so that a group admitted again is not taken for a repetition."""
+        return f"{self.group_id}/{self.attempt}/{self.incarnation}"
 
 
 class VersionSpan(Record, frozen=True, array_like=True):
@@ -158,10 +161,24 @@ class Group(Record, frozen=True):
         """The oldest policy version that produced one of its tokens."""
         return min(sample.oldest_version for sample in self.samples)
 
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that produced one of its tokens."""
+        return max(span.policy_version for sample in self.samples for span in sample.version_spans)
+
 
 def group_id(run_id: str, index: int) -> str:
     """The identity of the run's `index`-th group."""
     return f"{run_id}/{index}"
+
+
+def parse_message_id(message_id: str) -> tuple[str, int, int] | None:
+    """Run, index and attempt of a prompt or group whose bytes cannot be decoded; None if it is no such id."""
+    match message_id.split("/"):
+        case [run_id, index, attempt, _] if index.isdecimal() and attempt.isdecimal():
+            return run_id, int(index), int(attempt)
+        case _:
+            return None
 
 
 def to_builtins(record: Record) -> Any:

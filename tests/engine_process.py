@@ -99,15 +99,16 @@ class Push:
         """Form a group, or use `group`."""
         opening = None
         if group is None:
+            self.group = await asyncio.to_thread(self._listen)
             self.message = rollout_pb2.WeightGroup(
-                name=f"group-{self.push_id}",
+                name=self.group.name,
                 master_host="127.0.0.1",
-                master_port=WeightGroup.free_port("127.0.0.1"),
+                master_port=self.group.port,
                 rank_offset=1,
                 world_size=2,
                 backend="gloo",
             )
-            opening = asyncio.create_task(asyncio.to_thread(self._open))
+            opening = asyncio.create_task(asyncio.to_thread(self.group.form, timeout_s=30))
         else:
             self.group, self.message = group
         request = rollout_pb2.PrepareWeightsRequest(
@@ -118,7 +119,7 @@ class Push:
         )
         await self.engine.control.PrepareWeights(request, timeout=60)
         if opening is not None:
-            self.group = await opening
+            await opening
 
     async def prepare_only(self) -> None:
         """Announce a push whose group nobody will form: for one that must be refused before that."""
@@ -178,12 +179,8 @@ class Push:
         finally:
             await asyncio.to_thread(self.group.close)
 
-    def _open(self) -> WeightGroup:
-        message = self.message
-        return WeightGroup.open(
-            host=message.master_host, port=message.master_port, world_size=message.world_size,
-            name=message.name, backend=message.backend, timeout_s=30,
-        )  # fmt: skip
+    def _listen(self) -> WeightGroup:
+        return WeightGroup.listen(host="127.0.0.1", name=f"group-{self.push_id}", world_size=2, backend="gloo")
 
     def _broadcast(self) -> None:
         for bucket in self.manifest.buckets:

@@ -93,6 +93,7 @@ def make_group(
         run_id="run",
         index=index,
         attempt=attempt,
+        incarnation="a",
         admitted_version=version,
         num_samples=len(rewards),
         messages=(Message(role="user", parts=parts),),

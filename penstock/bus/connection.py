@@ -1,11 +1,12 @@
 """One connection to NATS, with the run's streams and buckets.
 
 A publish is retried until the server has stored it; its message id makes a repetition harmless. What was stored
-survives a kill of any process, the server's included.
+survives a kill of any process, the server's included; a server that comes back without its store is an error.
 """
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -18,6 +19,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
+from penstock.bus.failures import BUS_ERRORS, Presence, setting_up
 from penstock.config import BusConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 
@@ -62,8 +64,16 @@ class Bus:
         """The JetStream context, for what this class has no method for."""
         return self._js
 
+    def presence(self, what: str, look: Callable[[], Awaitable[object]]) -> Presence:
+        """What tells whether this server still has something; see `Presence`."""
+        return Presence(self._client, what=what, url=self.config.url, look=look)
+
     async def ensure_streams(self) -> None:
-        """Create the run's streams where they do not exist."""
+        """Create the run's streams where they do not exist.
+
+        Raises:
+            SetupError: a stream exists with other settings, or the server does not make it.
+        """
         for stream in (self.prompts, self.groups, self.dead):
             config = api.StreamConfig(
                 name=stream.name,
@@ -73,7 +83,8 @@ class Bus:
                 duplicate_window=_DUPLICATE_WINDOW_S,
             )
             try:
-                await self._js.add_stream(config)
+                with setting_up(f"stream {stream.name}", self.config.url, passing=nats.js.errors.BadRequestError):
+                    await self._js.add_stream(config)
             except nats.js.errors.BadRequestError as error:
                 raise SetupError(
                     f"stream {stream.name} exists with other settings ({error.description}); delete it "
@@ -81,10 +92,16 @@ class Bus:
                 ) from None
 
     async def bucket(self, name: str, *, ttl_s: float | None = None) -> KeyValue:
-        """The run's KV bucket `name`; values vanish `ttl_s` after their last write."""
+        """The run's KV bucket `name`; values vanish `ttl_s` after their last write.
+
+        Raises:
+            SetupError: it exists with other settings, or the server does not make it.
+        """
         full_name = f"{self._run}_{name}"
+        config = api.KeyValueConfig(bucket=full_name, history=1, ttl=ttl_s)
         try:
-            return await self._js.create_key_value(api.KeyValueConfig(bucket=full_name, history=1, ttl=ttl_s))
+            with setting_up(f"bucket {full_name}", self.config.url, passing=nats.js.errors.BadRequestError):
+                return await self._js.create_key_value(config)
         except nats.js.errors.BadRequestError as error:
             raise SetupError(
                 f"bucket {full_name} exists with other settings ({error.description}); give every process of the run "
@@ -96,6 +113,7 @@ class Bus:
 
         Raises:
             InvalidRequestError: the payload is larger than the server takes.
+            SetupError: the server has the stream no more.
         """
         if len(payload) > self.max_payload_bytes(message_id):
             raise InvalidRequestError(
@@ -104,22 +122,30 @@ class Bus:
                 f"{_MAX_RECORD_BYTES}), or make groups smaller"
             )
         headers = {"Nats-Msg-Id": message_id}
-        ack = await self._stored(message_id, lambda: self._js.publish(stream.subject, payload, headers=headers))
+        presence = self.presence(f"stream {stream.name}", lambda: self._js.stream_info(stream.name))
+        publish = functools.partial(self._js.publish, stream.subject, payload, headers=headers)
+        ack = await self._stored(message_id, publish, presence)
         return not ack.duplicate
 
     async def put(self, bucket: KeyValue, key: str, value: bytes) -> None:
-        """Set a value of a bucket, waiting out a server that is away."""
-        await self._stored(key, lambda: bucket.put(key, value))
+        """Set a value of a bucket, waiting out a server that is away.
 
-    async def _stored(self, what: str, attempt: Callable[[], Awaitable[StoredT]]) -> StoredT:
+        Raises:
+            SetupError: the server has the bucket no more.
+        """
+        presence = self.presence(f"the bucket of {key!r}", bucket.status)
+        await self._stored(key, lambda: bucket.put(key, value), presence)
+
+    async def _stored(self, what: str, attempt: Callable[[], Awaitable[StoredT]], presence: Presence) -> StoredT:
         """Try until the server has it; every attempt must be harmless when an earlier one was stored unheard."""
         while True:
             try:
                 return await attempt()
-            except (nats.errors.Error, nats.js.errors.ServiceUnavailableError, OSError) as error:
+            except BUS_ERRORS as error:
                 if self._client.is_closed:
                     raise UnavailableError(f"the connection to NATS closed before {what} was stored") from None
                 log.warning("bus.store_retried", what=what, error=repr(error))
+                await presence.check()
                 await asyncio.sleep(0.5)
 
     def max_payload_bytes(self, message_id: str) -> int:
@@ -127,9 +153,14 @@ class Bus:
         return min(self._client.max_payload, _MAX_RECORD_BYTES) - len(message_id.encode()) - _OVERHEAD_BYTES
 
     async def purge(self, stream: Stream) -> int:
-        """Remove every message of the stream and return how many there were."""
-        count = (await self._js.stream_info(stream.name)).state.messages
-        await self._js.purge_stream(stream.name)
+        """Remove every message of the stream and return how many there were.
+
+        Raises:
+            SetupError: the server does not do it.
+        """
+        with setting_up(f"stream {stream.name}", self.config.url):
+            count = (await self._js.stream_info(stream.name)).state.messages
+            await self._js.purge_stream(stream.name)
         return int(count)
 
     async def delete_run(self) -> None:

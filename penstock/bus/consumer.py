@@ -8,8 +8,9 @@ The one place where Penstock's errors become what happens to a message:
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import nats.errors
 import nats.js.errors
@@ -18,11 +19,14 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from penstock.bus.connection import Bus, Stream
+from penstock.bus.failures import BUS_ERRORS, describe, setting_up
 from penstock.errors import InvalidRequestError, PenstockError
 
 log = structlog.get_logger()
 
 _FETCH_TIMEOUT_S = 1.0
+_LOOK_EVERY_S = 3.0
+"""How often a queue that stays empty is looked for on the server."""
 _MAX_DELAY_S = 10.0
 _MAX_REASON_CHARS = 2000
 
@@ -78,8 +82,8 @@ class Delivery:
         """A word to the server that gets lost costs a redelivery, which every receiver bears; so it is only logged."""
         try:
             await pending
-        except (nats.errors.Error, nats.js.errors.Error, OSError) as error:
-            log.warning("message.settle_failed", message_id=self.message_id, error=str(error) or type(error).__name__)
+        except BUS_ERRORS as error:
+            log.warning("message.settle_failed", message_id=self.message_id, error=describe(error))
 
 
 class Consumer:
@@ -89,20 +93,36 @@ class Consumer:
         """Wrap a subscription; use `open_consumer`."""
         self._bus = bus
         self._stream = stream
-        self._durable = durable
         self._subscription = subscription
+        self._presence = bus.presence(
+            f"consumer {durable} of stream {stream.name}",
+            lambda: bus.jetstream.consumer_info(stream.name, durable),
+        )
+        self._looked_at = time.monotonic()
 
     async def fetch(self, limit: int) -> list[Delivery]:
-        """At most `limit` messages; empty when none came within a second or the server is out of reach for now."""
+        """At most `limit` messages; empty when none came within a second or the server is out of reach for now.
+
+        Raises:
+            SetupError: the server has the consumer no more.
+        """
         try:
             messages = await self._subscription.fetch(limit, timeout=_FETCH_TIMEOUT_S)
         except (nats.errors.TimeoutError, TimeoutError):
+            # So answers a server without the consumer, too.
+            if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+                await self._look()
             return []
-        except (nats.errors.Error, nats.js.errors.Error, OSError) as error:
-            log.warning("consumer.fetch_retried", stream=self._stream.name, error=str(error) or type(error).__name__)
+        except BUS_ERRORS as error:
+            log.warning("consumer.fetch_retried", stream=self._stream.name, error=describe(error))
+            await self._look()
             await asyncio.sleep(0.5)
             return []
         return [Delivery(message, self._bus) for message in messages]
+
+    async def _look(self) -> None:
+        self._looked_at = time.monotonic()
+        await self._presence.check()
 
 
 async def open_consumer(
@@ -114,13 +134,11 @@ async def open_consumer(
         ack_wait_s: A message without a sign of life for so long is delivered again.
         max_ack_pending: The most messages that may be in hand at once.
         fresh: Forget what an earlier holder had in hand, so that all of it is delivered again at once.
+
+    Raises:
+        SetupError: the server does not make it.
     """
     js = bus.jetstream
-    if fresh:
-        try:
-            await js.delete_consumer(stream.name, durable)
-        except nats.js.errors.NotFoundError:
-            log.debug("consumer.absent", durable=durable)
     config = api.ConsumerConfig(
         durable_name=durable,
         ack_policy=api.AckPolicy.EXPLICIT,
@@ -128,8 +146,12 @@ async def open_consumer(
         max_deliver=-1,
         max_ack_pending=max_ack_pending,
     )
-    await js.add_consumer(stream.name, config)
-    subscription = await js.pull_subscribe_bind(durable, stream.name)
+    with setting_up(f"consumer {durable} of stream {stream.name}", bus.config.url):
+        if fresh:
+            with suppress(nats.js.errors.NotFoundError):
+                await js.delete_consumer(stream.name, durable)
+        await js.add_consumer(stream.name, config)
+        subscription = await js.pull_subscribe_bind(durable, stream.name)
     return Consumer(bus, stream, durable, subscription)
 
 

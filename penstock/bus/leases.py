@@ -1,7 +1,8 @@
 """Leases and watched values in NATS KV: who is alive, and what was published last.
 
 A lease is a value that its holder renews; the server forgets it `ttl_s` after the last renewal, so a holder that was
-killed vanishes by itself. A watch keeps the values of a bucket at hand, without asking for them.
+killed vanishes by itself. A watch keeps the values of a bucket at hand, without asking for them. Both go on when the
+server comes back without its store and somebody makes the bucket again.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import nats.js.errors
 import structlog
 from nats.js.kv import KeyValue
 
+from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import SetupError
 
 log = structlog.get_logger()
@@ -23,7 +25,6 @@ log = structlog.get_logger()
 _OPEN_TIMEOUT_S = 10.0
 _ABANDONED_S = 10.0
 """The server forgets a watch that nobody listens to after so long."""
-_BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
 
 
 class Lease:
@@ -39,8 +40,8 @@ class Lease:
         """Write the value now: after a change that others should see at once."""
         try:
             await self._bucket.put(self._key, self._describe())
-        except _BUS_ERRORS as error:
-            log.warning("lease.renew_failed", key=self._key, error=str(error) or type(error).__name__)
+        except BUS_ERRORS as error:
+            log.warning("lease.renew_failed", key=self._key, error=describe(error))
 
 
 @asynccontextmanager
@@ -59,7 +60,7 @@ async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        with suppress(*_BUS_ERRORS):
+        with suppress(*BUS_ERRORS):
             await bucket.delete(key)
 
 
@@ -78,10 +79,10 @@ async def claim(bucket: KeyValue, key: str, value: bytes, *, ttl_s: float, what:
                 raise SetupError(f"{what} is running already; stop it, or choose another run.name") from None
         except nats.js.errors.KeyNotFoundError:
             log.debug("lease.ended_while_claimed", key=key)
-        except _BUS_ERRORS as error:
+        except BUS_ERRORS as error:
             if time.monotonic() > deadline:
                 raise SetupError(
-                    f"NATS did not answer when {what} was to be registered ({str(error) or type(error).__name__}); "
+                    f"NATS did not answer when {what} was to be registered ({describe(error)}); "
                     "see that the server at bus.url runs"
                 ) from None
         else:
@@ -100,9 +101,10 @@ class _Seen(NamedTuple):
 class Watch:
     """The values of a bucket as they are now; those not renewed within `ttl_s` are gone."""
 
-    def __init__(self, bucket: KeyValue, *, ttl_s: float | None = None) -> None:
+    def __init__(self, bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = None) -> None:
         """Use `watched`."""
         self._bucket = bucket
+        self._keys = keys
         self._ttl_s = ttl_s
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
@@ -129,14 +131,14 @@ class Watch:
         silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
         while True:
             try:
-                watcher = await self._bucket.watchall(inactive_threshold=_ABANDONED_S)
+                watcher = await self._bucket.watch(self._keys, inactive_threshold=_ABANDONED_S)
                 try:
                     await self._read(watcher, ready, silence_s)
                 finally:
-                    with suppress(*_BUS_ERRORS):
+                    with suppress(*BUS_ERRORS):
                         await watcher.stop()  # type: ignore[no-untyped-call]
-            except _BUS_ERRORS as error:
-                log.debug("watch.reopened", error=str(error) or type(error).__name__)
+            except BUS_ERRORS as error:
+                log.debug("watch.reopened", error=describe(error))
                 await asyncio.sleep(0.2)
 
     async def _read(self, watcher: KeyValue.KeyWatcher, ready: asyncio.Event, silence_s: float) -> None:
@@ -159,8 +161,9 @@ class Watch:
             if entry.operation in ("DEL", "PURGE") or entry.value is None:
                 if self._values.pop(entry.key, None) is not None:
                     self._tell()
-            elif entry.key not in self._values or self._values[entry.key].revision != entry.revision:
-                # A value that was seen before stays as old as it is.
+            elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
+                # A value that was seen before stays as old as it is. The revision alone does not tell: a bucket that
+                # was made anew counts from 1 again.
                 self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
                 self._tell()
 
@@ -170,13 +173,19 @@ class Watch:
 
 
 @asynccontextmanager
-async def watched(bucket: KeyValue, *, ttl_s: float | None = None) -> AsyncIterator[Watch]:
+async def watched(bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = None) -> AsyncIterator[Watch]:
     """Watch a bucket during the context; on entry the values are those of now.
+
+    Args:
+        bucket: The bucket.
+        keys: Which keys: one, or a pattern of NATS. They are read anew every few seconds of silence, so a bucket that
+            also keeps a history is watched by key.
+        ttl_s: A value that was not renewed for so long is gone. None: values stay.
 
     Raises:
         SetupError: the server does not answer.
     """
-    watch = Watch(bucket, ttl_s=ttl_s)
+    watch = Watch(bucket, keys=keys, ttl_s=ttl_s)
     ready = asyncio.Event()
     task = asyncio.create_task(watch._follow(ready))
     try:

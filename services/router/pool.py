@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import grpc.aio
 import structlog
-from google.protobuf import json_format
 
 from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
+from penstock.bus.replica_lease import read_replica
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2
 from services.router.policy import Candidate
@@ -140,7 +140,7 @@ class Pool:
             member = self._members.get(replica_id)
             if member is not None and member.lease == lease:
                 continue
-            replica = _parse(replica_id, lease)
+            replica = read_replica(replica_id, lease)
             if replica is None:
                 self._remove(replica_id)
             elif member is None or member.replica.address != replica.address:
@@ -182,7 +182,10 @@ async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
     """Follow the run's replicas during the context; on entry all of now are known."""
     ttl_s = bus.config.lease_ttl_s
     replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket("policy")
-    async with watched(replicas, ttl_s=ttl_s) as replica_watch, watched(policy) as policy_watch:
+    async with (
+        watched(replicas, ttl_s=ttl_s) as replica_watch,
+        watched(policy, keys="current") as policy_watch,  # beside it the bucket keeps every version's origin
+    ):
         pool = Pool(replica_watch, policy_watch)
         followers = [asyncio.create_task(pool._follow(watch)) for watch in (replica_watch, policy_watch)]
         try:
@@ -192,15 +195,3 @@ async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
                 follower.cancel()
             await asyncio.gather(*followers, return_exceptions=True)
             await pool._close()
-
-
-def _parse(replica_id: str, lease: bytes) -> common_pb2.Replica | None:
-    """The replica that the lease tells of; None, and a line in the log, when it tells of none."""
-    try:
-        replica = json_format.Parse(lease, common_pb2.Replica(), ignore_unknown_fields=True)
-        if replica.replica_id != replica_id or not replica.address:
-            raise ValueError(f"replica_id {replica.replica_id!r} or address {replica.address!r} is wrong")
-    except (json_format.ParseError, ValueError) as error:
-        log.error("replica.unreadable", replica=replica_id, error=str(error))
-        return None
-    return replica

@@ -63,7 +63,7 @@ class PushConfig(Config):
     bucket_bytes: int = pydantic.Field(default=256 * 2**20, ge=1)
     """Tensors are broadcast in buckets of about this size."""
     prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """To form the process group. A replica that is killed while it forms costs this once."""
+    """To form the process group. A replica that hangs meanwhile costs this once."""
     pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """To stop generating."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
@@ -71,9 +71,10 @@ class PushConfig(Config):
     verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """To compute the digests of the engine's weights."""
     control_timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """To commit, to resume and to abort."""
+    """To answer at all, to commit, to resume and to abort."""
     retry_after_s: float = pydantic.Field(default=5.0, gt=0)
-    """A live replica that failed a push is tried again after so long."""
+    """A live replica that failed a push is tried again, alone, after so long; after twice as long each further time,
+    up to 32 times."""
 
 
 class TrainerConfig(Config):

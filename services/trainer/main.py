@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nats.js.kv import KeyValue
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Consumer, open_consumer
+from penstock.bus.replica_lease import read_replica
 from penstock.process import unless_stopped
 from penstock.rpc.server import RpcServer, service_name
 from penstock.tokens import forbidden_token_ids
@@ -95,7 +97,6 @@ async def _build(
     progress.step = progress.checkpoint_step = step
 
     policy_bucket = await bus.bucket("policy")
-    version = _first_version(await _published_version(policy_bucket), checkpoint)
     consumer = await _open_groups(bus, fresh_run=checkpoint is None)
     collector = Collector(
         consumer=consumer,
@@ -106,6 +107,12 @@ async def _build(
     )
     ttl_s = recipe.bus.lease_ttl_s
     replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
+    version = first_version(
+        checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
+        published=await _version_at(policy_bucket, "current"),
+        reserved=await _version_at(policy_bucket, "reserved"),
+        newest_held=_newest_held(replicas),
+    )
     publisher = WeightPublisher(
         config=config.push, replicas=replicas, backend="nccl" if optimizer.device.type == "cuda" else "gloo"
     )
@@ -127,6 +134,7 @@ async def _build(
             collector=collector,
             bus=bus,
             run_id=progress.run_id,
+            incarnation=uuid.uuid4().hex[:8],
             samples_per_group=config.samples_per_group,
             profile=recipe.data.profile,
             environment=recipe.data.environment,
@@ -176,24 +184,33 @@ async def _hold_trainer_lease(bus: Bus, stack: AsyncExitStack) -> None:
     await stack.enter_async_context(leases.held(bucket, "trainer", lambda: b"{}", ttl_s=ttl_s))
 
 
-async def _published_version(bucket: KeyValue) -> int:
+def _newest_held(replicas: leases.Watch) -> int:
+    living = (read_replica(key, value) for key, value in replicas.values.items())
+    return max((replica.policy_version for replica in living if replica is not None), default=0)
+
+
+async def _version_at(bucket: KeyValue, key: str) -> int:
     try:
-        entry = await bucket.get("current")
+        entry = await bucket.get(key)
     except nats.js.errors.KeyNotFoundError:
         return 0
     return int(json.loads(entry.value or b"{}")["version"])
 
 
-def _first_version(published: int, checkpoint: Checkpoint | None) -> int:
+def first_version(*, checkpoint: int | None, published: int, reserved: int, newest_held: int) -> int:
     """The version under which a trainer publishes what it starts with: never one that other weights have had.
 
     After an orderly stop the checkpoint holds what was published last, so that number still stands for these weights,
     and groups that were played with them are as fresh as they were.
+
+    Args:
+        checkpoint: Version of the weights in the checkpoint; None for a new run.
+        published: The version that was announced last.
+        reserved: The last version that a push was begun for.
+        newest_held: The newest version that a living replica holds: NATS may have lost what it was told.
     """
-    if checkpoint is None:
-        return published + 1
-    saved = int(checkpoint.state["version"])
-    return saved if saved == published else max(saved, published) + 1
+    last = max(published, reserved, newest_held, checkpoint or 0)
+    return last if checkpoint == published == last else last + 1
 
 
 async def _open_groups(bus: Bus, *, fresh_run: bool) -> Consumer:

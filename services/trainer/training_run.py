@@ -61,7 +61,9 @@ class TrainingRun:
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, with a checkpoint at the end in both cases."""
         await self._publish(self.version)
-        await self.feeder.republish()
+        if self.gate.outstanding:
+            await self.collector.wait_until_caught_up()
+            await self.feeder.readmit()
         await self._admit()
         while self.step < self.config.num_steps:
             started = time.monotonic()
@@ -110,6 +112,8 @@ class TrainingRun:
                 version, self.optimizer.named_weights(), max_bucket_bytes=self.config.push.bucket_bytes
             )
         )
+        # Taken before any replica holds it: whoever dies in between, the number never stands for other weights.
+        await self.bus.put(self.policy_bucket, "reserved", json.dumps({"version": version}).encode())
         report = await self.publisher.publish(weights)
         self.version = version
         announcement = {
@@ -159,7 +163,6 @@ class TrainingRun:
 
     def _describe(self, batch: Sequence[Finished], report: PushReport) -> dict[str, Any]:
         samples = [sample for finished in batch for sample in finished.played.samples]
-        counts = self.collector.counts
         unjudged = [s.verdict.status for s in samples if s.verdict.status in ("TIMEOUT", "OUT_OF_MEMORY")]
         return {
             "groups": [finished.ready.index for finished in batch],
@@ -176,7 +179,8 @@ class TrainingRun:
             "num_trained_groups": self.gate.num_trained,
             "num_stale_groups": self.gate.num_rejected,
             "num_failed_groups": self.gate.num_dropped,
-            "num_duplicate_groups": counts.num_duplicate,
+            "num_stale_tokens": self.collector.num_rejected_tokens,
+            "num_duplicate_groups": self.collector.num_duplicate,
         }
 
     def _record(self, batch: Sequence[Finished]) -> None:

@@ -1,6 +1,7 @@
 """The collector against a real bus: what becomes of groups, and of their messages."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from penstock.records import Group
 from penstock.tokens import forbidden_token_ids, image_token_id
 from services.trainer.flow.collector import Collector
 from services.trainer.flow.gate import Gate
-from services.trainer.policy.batch import GroupReader, ModelTokens
+from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
 from tests.train_groups import make_group
 
 RUN = "run"
@@ -118,7 +119,7 @@ async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> N
         await collector.next_batch(1, admit_all(gate, 1))
         gate.trained([0])
         await publish(bus, group, copy="/and-again")
-        while collector.counts.num_duplicate < 2:
+        while collector.num_duplicate < 2:
             await asyncio.sleep(0.05)
     assert not collector.holds(0, 0)
 
@@ -137,7 +138,8 @@ async def test_stale_group_is_rejected_and_another_attempt_trained(bus: Bus, tin
         await publish(bus, make_group(tiny_model_path, index=0, attempt=1, version=2))
         (finished,) = await waiting
     assert (finished.ready.index, finished.ready.attempt) == (0, 1)
-    assert collector.counts.num_stale == 1
+    assert gate.num_rejected == 1
+    assert collector.num_rejected_tokens > 0
 
 
 async def test_failed_group_makes_room_for_the_next(bus: Bus, tiny_model_path: Path) -> None:
@@ -177,5 +179,56 @@ async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path)
     async with running(collector), asyncio.timeout(20):
         while await num_stored(bus):
             await asyncio.sleep(0.05)
-    assert collector.counts.num_foreign == 1
+    assert collector.num_foreign == 1
     assert not collector.holds(0, 0)
+
+
+async def test_group_that_is_being_read_is_not_settled(bus: Bus, tiny_model_path: Path) -> None:
+    """A checkpoint taken while a group is expanded in another thread must leave its message on the bus."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    is_reading, may_end = threading.Event(), threading.Event()
+    read = collector.reader.read
+
+    def read_slowly(group: Group) -> TrainGroup:
+        is_reading.set()
+        may_end.wait(10)
+        return read(group)
+
+    collector.reader.read = read_slowly  # type: ignore[method-assign]
+    await publish(bus, make_group(tiny_model_path, index=0, version=1))
+    async with running(collector), asyncio.timeout(20):
+        await asyncio.to_thread(is_reading.wait)
+        assert collector.take_unsettled() == []
+        may_end.set()
+        await collector.next_batch(1, admit_all(gate, 1))
+        gate.trained([0])
+        assert len(collector.take_unsettled()) == 1
+
+
+async def test_group_of_lost_weights_is_rejected(bus: Bus, tiny_model_path: Path) -> None:
+    """Tokens of a version that was never published are of weights that nobody has any more."""
+    gate = Gate(max_staleness=5, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    await publish(bus, make_group(tiny_model_path, index=0, version=3))
+    async with running(collector), asyncio.timeout(20):
+        waiting = asyncio.create_task(collector.next_batch(2, admit_all(gate, 2)))
+        while gate.num_rejected == 0:
+            await asyncio.sleep(0.05)
+        waiting.cancel()
+
+
+async def test_undecodable_group_is_not_waited_for(bus: Bus, tiny_model_path: Path) -> None:
+    """Bytes that are no group are buried, and the group that their id names counts as failed."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    await bus.publish(bus.groups, b"\xc1 garbage", message_id=f"{RUN}/0/0/a")
+    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    async with running(collector), asyncio.timeout(20):
+        (finished,) = await collector.next_batch(1, admit_all(gate, 1))
+    assert finished.ready.index == 1
+    assert gate.num_dropped == 1
+    assert (await bus.jetstream.stream_info(bus.dead.name)).state.messages == 1

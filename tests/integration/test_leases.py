@@ -74,6 +74,37 @@ async def test_a_watch_knows_what_is_there_on_entry_and_what_comes(bus: Bus) -> 
         await until(watch, lambda values: values == {"current": b"2"})
 
 
+async def test_an_idle_watch_of_one_key_costs_the_same_whatever_else_the_bucket_keeps(
+    bus: Bus, bus_config: BusConfig, run_name: str
+) -> None:
+    """Every few seconds of silence a watch is opened anew; of a bucket full of history only the one key is read."""
+    bucket = await bus.bucket("policy")
+    for version in range(300):
+        await bucket.put(f"version.{version}", b"x" * 100)
+    await bucket.put("current", b"1")
+    async with (
+        connect(bus_config, run=run_name) as other,
+        watched(await other.bucket("policy"), keys="current") as watch,
+    ):
+        assert watch.values == {"current": b"1"}
+        before = other.jetstream._nc.stats["in_msgs"]
+        await asyncio.sleep(5.0)
+        assert other.jetstream._nc.stats["in_msgs"] - before < 30
+        await bucket.put("version.300", b"x")
+        await bucket.put("current", b"2")
+        await until(watch, lambda values: values == {"current": b"2"})
+
+
+async def test_a_watch_goes_on_when_the_bucket_was_lost_and_made_again(bus: Bus) -> None:
+    """The new bucket's revisions count from 1 again, which must not make its values look known."""
+    bucket = await bus.bucket("policy")
+    await bucket.put("current", b"old")
+    async with watched(bucket, keys="current") as watch:
+        await bus.jetstream.delete_key_value((await bucket.status()).bucket)
+        await (await bus.bucket("policy")).put("current", b"new")
+        await until(watch, lambda values: values == {"current": b"new"}, within_s=10.0)
+
+
 async def test_a_watch_of_an_empty_bucket_opens_at_once(bus: Bus) -> None:
     """Nothing there is an answer, too."""
     started = time.monotonic()

@@ -122,6 +122,7 @@ def make_prompt(run_name: str, index: int = 0, **changes: Any) -> Prompt:
         "run_id": run_name,
         "index": index,
         "attempt": 0,
+        "incarnation": "a",
         "admitted_version": 4,
         "num_samples": 2,
         "messages": (Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x.\r\n"))),),
@@ -184,7 +185,7 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     assert (group.error, len(group.samples), group.oldest_version) == ("", 2, 4)
     request = engine.requests[0]
     assert [image.data for image in request.images] == [PICTURE]
-    assert {call.session_id for call in engine.requests} == {f"{run_name}/0/0/0", f"{run_name}/0/0/1"}
+    assert {call.session_id for call in engine.requests} == {f"{run_name}/0/0/a/0", f"{run_name}/0/0/a/1"}
     renderer = Renderer.load(tiny_model_path)
     num_own = len(engine.answer_ids)
     for sample in group.samples:
@@ -351,12 +352,13 @@ async def test_faults_of_the_data_fail_the_group_with_their_reason(
 async def test_garbage_on_the_queue_is_buried(
     bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
-    """There is no prompt to answer, so there is a dead letter only; the next prompt is played."""
-    await bus.publish(bus.prompts, b"\xc1 garbage", message_id="garbage")
-    await publish(bus, make_prompt(run_name))
+    """It goes to the dead letters, and on to the trainer, whom its id tells which group will not come."""
+    await bus.publish(bus.prompts, b"\xc1 garbage", message_id=f"{run_name}/7/0/a")
     async with working(make_recipe(engine.replica.address)):
-        [group] = await until_done(bus, 1)
-    assert group.error == ""
+        async with asyncio.timeout(30):
+            while await count(bus, bus.prompts) > 0:
+                await asyncio.sleep(0.05)
+    assert await read(bus, bus.groups) == [b"\xc1 garbage"]
     [letter] = await read(bus, bus.dead)
     assert letter.endswith(b"\n\xc1 garbage")
 

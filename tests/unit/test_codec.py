@@ -29,6 +29,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
         run_id=draw(st.text(max_size=10)),
         index=draw(st.integers(0, 2**62)),
         attempt=draw(st.integers(0, 5)),
+        incarnation="a",
         admitted_version=draw(st.integers(0, 2**62)),
         num_samples=draw(st.integers(1, 3)),
         messages=(Message(role=draw(st.sampled_from(["system", "user", "assistant", "tool"])), parts=tuple(parts)),),

@@ -127,6 +127,7 @@ def make_prompt(environment: str = "single_turn") -> Prompt:
         run_id="run",
         index=3,
         attempt=1,
+        incarnation="a",
         admitted_version=4,
         num_samples=2,
         messages=(Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x."))),),
@@ -169,8 +170,8 @@ async def test_a_single_turn_carries_the_engines_tokens_untouched(renderer: Rend
     episode = await make_player(renderer, policy).play(make_prompt(), 1, deadline=deadline)
     sample = episode.judged(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
     [request] = policy.requests
-    assert request.session_id == "run/3/1/1"
-    assert request.request_id.startswith("run/3/1/1/0/")
+    assert request.session_id == "run/3/1/a/1"
+    assert request.request_id.startswith("run/3/1/a/1/0/")
     assert [image.data for image in request.images] == [PICTURE]
     assert request.min_policy_version == 4
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_new_tokens) == (0.5, 0, 32)

@@ -1,28 +1,27 @@
 """Which policy version a trainer starts with: no number ever stands for two sets of weights."""
 
-from pathlib import Path
-
-from services.trainer.main import _first_version
-from services.trainer.policy.checkpoint import Checkpoint
-
-
-def checkpoint(version: int) -> Checkpoint:
-    """One that holds the weights published as `version`."""
-    return Checkpoint(step=5, path=Path("nowhere"), state={"version": version})
+from services.trainer.main import first_version
 
 
 def test_fresh_run_publishes_the_next_version() -> None:
     """Also on a NATS server that has seen another run of that name."""
-    assert _first_version(0, None) == 1
-    assert _first_version(41, None) == 42
+    assert first_version(checkpoint=None, published=0, reserved=0, newest_held=0) == 1
+    assert first_version(checkpoint=None, published=41, reserved=41, newest_held=0) == 42
 
 
 def test_orderly_stop_keeps_the_number_of_the_same_weights() -> None:
-    """The checkpoint holds what was published last."""
-    assert _first_version(7, checkpoint(7)) == 7
+    """The checkpoint holds what was published last, and nothing was begun since."""
+    assert first_version(checkpoint=7, published=7, reserved=7, newest_held=7) == 7
 
 
-def test_lost_steps_and_lost_servers_never_reuse_a_number() -> None:
-    """A crash after the checkpoint, or a NATS server that has forgotten."""
-    assert _first_version(9, checkpoint(7)) == 10
-    assert _first_version(0, checkpoint(7)) == 8
+def test_crash_after_the_checkpoint_takes_a_new_number() -> None:
+    """Lost steps were published, or a push had begun and some replica may hold its weights."""
+    assert first_version(checkpoint=7, published=9, reserved=9, newest_held=9) == 10
+    assert first_version(checkpoint=7, published=7, reserved=8, newest_held=0) == 9
+
+
+def test_forgetful_server_is_not_believed() -> None:
+    """NATS came back empty, but replicas live that hold what it forgot."""
+    assert first_version(checkpoint=7, published=0, reserved=0, newest_held=0) == 8
+    assert first_version(checkpoint=7, published=0, reserved=0, newest_held=12) == 13
+    assert first_version(checkpoint=None, published=0, reserved=0, newest_held=12) == 13

@@ -19,6 +19,7 @@ PROMPT = Prompt(
     run_id="run",
     index=0,
     attempt=0,
+    incarnation="a",
     admitted_version=0,
     num_samples=3,
     messages=(Message(role="user", parts=(TextPart(text="?"),)),),
@@ -100,7 +101,7 @@ async def test_every_sample_gets_its_own_verdict() -> None:
     assert [sample.verdict.score for sample in group.samples] == [0.0, 1.0, 0.0]
     assert {sample.verdict.method for sample in group.samples} == {"SYMBOLIC"}
     assert (group.worker_id, group.error, group.oldest_version) == ("worker-a", "", 0)
-    assert [item.item_id for item in judge.items] == ["run/0/0/0", "run/0/0/1", "run/0/0/2"]
+    assert [item.item_id for item in judge.items] == ["run/0/0/a/0", "run/0/0/a/1", "run/0/0/a/2"]
     assert {(tuple(item.golds), item.profile) for item in judge.items} == {(("3", "3.0"), "geo3k")}
 
 

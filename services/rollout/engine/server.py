@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-from google.protobuf import json_format
 
 from penstock.bus.connection import connect
+from penstock.bus.replica_lease import write_replica
 from penstock.bus.leases import Lease, held
 from penstock.config import BusConfig, ModelConfig, RunConfig
 from penstock.errors import SetupError, UnavailableError
@@ -155,7 +155,7 @@ async def _until_stopped(server: EngineServer, lease: Lease, stop: asyncio.Event
 
 
 def _lease(server: EngineServer) -> bytes:
-    return json_format.MessageToJson(server.view.describe(), indent=None).encode()
+    return write_replica(server.view.describe())
 
 
 def _advertised(config: RolloutConfig) -> str:

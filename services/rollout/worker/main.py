@@ -104,7 +104,9 @@ class Desk:
         try:
             prompt = decode(delivery.payload, Prompt)
         except CorruptMessageError:
-            return  # no prompt, so there is no group to tell of; the dead letter tells
+            # No prompt, so no group to tell of; but the id tells the trainer which one will not come.
+            await self._bus.publish(self._bus.groups, delivery.payload, message_id=delivery.message_id)
+            return
         await self._publish(Group(prompt=prompt, samples=(), worker_id=self._worker_id, error=reason))
 
     async def _publish(self, group: Group) -> None:

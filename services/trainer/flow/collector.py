@@ -14,7 +14,7 @@ import structlog
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.codec import decode
 from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
-from penstock.records import Group
+from penstock.records import Group, Prompt, parse_message_id
 from services.trainer.flow.gate import Gate
 from services.trainer.policy.batch import GroupReader, TrainGroup
 
@@ -22,16 +22,6 @@ log = structlog.get_logger()
 
 _FETCH_LIMIT = 64
 _WARN_EVERY_S = 30.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """What arrived and was not trained, over the run."""
-
-    num_stale: int = 0
-    num_duplicate: int = 0
-    num_failed: int = 0
-    num_foreign: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +42,17 @@ class Collector:
     run_id: str
     max_failures_in_a_row: int
     """So many groups that could not be played, with none that could between them, end the run."""
-    counts: Counts = field(default_factory=Counts)
+    num_duplicate: int = 0
+    """Groups that came again, since this trainer started."""
+    num_foreign: int = 0
+    """Groups of other runs that were found on the bus."""
+    num_rejected_tokens: int = 0
+    """The policy's own tokens in groups rejected as stale: whether long answers are the ones that are lost."""
     _held: dict[int, Finished] = field(default_factory=dict)
     _failed: dict[int, int] = field(default_factory=dict)  # index -> attempt: could not be played, not yet dropped
     _unsettled: list[tuple[int, Delivery]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
     _failures_in_a_row: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -67,9 +63,16 @@ class Collector:
                 could not be played; the message holds the reason.
         """
         while True:
-            for delivery in await self.consumer.fetch(_FETCH_LIMIT):
+            deliveries = await self.consumer.fetch(_FETCH_LIMIT)
+            for delivery in deliveries:
                 await self._receive(delivery)
             self._arrived.set()
+            if not deliveries:
+                self._caught_up.set()
+
+    async def wait_until_caught_up(self) -> None:
+        """Return when all that the bus held at the start is here."""
+        await self._caught_up.wait()
 
     def holds(self, index: int, attempt: int) -> bool:
         """Whether this group, or a later attempt at it, is here already: it need not be played again."""
@@ -114,38 +117,51 @@ class Collector:
         try:
             group = decode(delivery.payload, Group)
         except CorruptMessageError as error:
-            await delivery.bury(str(error))
+            await self._bury(delivery, str(error))
             return
         delivery.forget_payload()
-        prompt = group.prompt
-        if prompt.run_id != self.run_id:
-            self.counts.num_foreign += 1
+        if group.prompt.run_id != self.run_id:
+            self.num_foreign += 1
             await delivery.ack()
             return
-        self._unsettled.append((prompt.index, delivery))
-        standing = self.gate.standing(prompt.index, prompt.attempt)
-        if standing == "done" or self.holds(prompt.index, prompt.attempt):
-            self.counts.num_duplicate += 1
-            log.info("group.duplicate_ignored", group=prompt.group_id, attempt=prompt.attempt)
-        elif group.error:
-            self._fail(group)
-        else:
-            self._failures_in_a_row.clear()
+        if group.error == "" and self._is_wanted(group.prompt):
             try:
                 ready = await asyncio.to_thread(self.reader.read, group)
             except InvalidRequestError as error:
                 raise DataError(str(error)) from None
-            self._held[prompt.index] = Finished(played=group, ready=ready)
+            # Meanwhile another copy, or another attempt, may have been trained.
+            if self._is_wanted(group.prompt):
+                self._failures_in_a_row.clear()
+                self._held[group.prompt.index] = Finished(played=group, ready=ready)
+        elif group.error and self._is_wanted(group.prompt):
+            self._fail(group.prompt.index, group.prompt.attempt, group.error)
+        else:
+            self.num_duplicate += 1
+            log.info("group.duplicate_ignored", group=group.prompt.message_id)
+        # Last: until now a checkpoint would have taken it for accounted for.
+        self._unsettled.append((group.prompt.index, delivery))
 
-    def _fail(self, group: Group) -> None:
-        log.error("group.failed", group=group.prompt.group_id, reason=group.error)
-        self.counts.num_failed += 1
-        self._failures_in_a_row.append(group.error)
-        self._failed[group.prompt.index] = group.prompt.attempt
+    async def _bury(self, delivery: Delivery, reason: str) -> None:
+        """Nobody can read it, but its id says which group will not come."""
+        match parse_message_id(delivery.message_id):
+            case (self.run_id, index, attempt) if self._is_awaited(index, attempt):
+                self._fail(index, attempt, reason)
+        await delivery.bury(reason)
+
+    def _is_wanted(self, prompt: Prompt) -> bool:
+        return self._is_awaited(prompt.index, prompt.attempt)
+
+    def _is_awaited(self, index: int, attempt: int) -> bool:
+        return self.gate.standing(index, attempt) != "done" and not self.holds(index, attempt)
+
+    def _fail(self, index: int, attempt: int, reason: str) -> None:
+        log.error("group.failed", index=index, attempt=attempt, reason=reason)
+        self._failures_in_a_row.append(reason)
+        self._failed[index] = attempt
         if len(self._failures_in_a_row) > self.max_failures_in_a_row:
             raise DataError(
-                f"{len(self._failures_in_a_row)} groups in a row could not be played; the last one, "
-                f"{group.prompt.group_id}: {group.error}"
+                f"{len(self._failures_in_a_row)} groups in a row could not be played; the last one, number {index}: "
+                f"{reason}"
             )
 
     def _drop_failed(self) -> None:
@@ -155,11 +171,12 @@ class Collector:
 
     def _reject_stale(self, version: int) -> None:
         for index in [index for index in self._held if index in self.gate.outstanding]:
-            group = self._held[index].ready
-            staleness = version - group.oldest_version
-            if staleness > self.gate.max_staleness:
+            finished = self._held[index]
+            staleness = version - finished.ready.oldest_version
+            is_of_lost_weights = finished.played.newest_version > version
+            if staleness > self.gate.max_staleness or is_of_lost_weights:
                 del self._held[index]
-                self.gate.rejected(index, group.attempt)
-                self.counts.num_stale += 1
-                num_tokens = sum(sequence.num_own_tokens for sequence in group.sequences)
+                self.gate.rejected(index, finished.ready.attempt)
+                num_tokens = sum(sequence.num_own_tokens for sequence in finished.ready.sequences)
+                self.num_rejected_tokens += num_tokens
                 log.warning("group.rejected_stale", index=index, staleness=staleness, num_tokens=num_tokens)

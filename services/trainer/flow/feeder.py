@@ -1,15 +1,18 @@
 """The feeder: dataset rows, through the gate, to the PROMPTS queue.
 
-Invariant: every group that the gate counts as outstanding is on the bus or finished; a message id per attempt makes
-publishing it again harmless, which is what a restart does.
+Invariant: every group that the gate counts as outstanding is on the bus, in a worker's hands, or finished. A trainer
+that starts again cannot know which, so it puts all of them back under ids of its own; the collector recognises what
+comes twice.
 """
 
+import asyncio
 from dataclasses import dataclass
 
 import structlog
 
 from penstock.bus.connection import Bus
 from penstock.codec import encode
+from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Prompt
 from services.trainer.data.rows import Dataset
 from services.trainer.flow.collector import Collector
@@ -27,6 +30,8 @@ class Feeder:
     collector: Collector
     bus: Bus
     run_id: str
+    incarnation: str
+    """This start of the trainer."""
     samples_per_group: int
     profile: str
     environment: str
@@ -41,18 +46,20 @@ class Feeder:
                 await self._publish(admission)
         return count
 
-    async def republish(self) -> None:
-        """After a restart: put back on the bus every outstanding group that may not be there."""
+    async def readmit(self) -> None:
+        """After a restart: put every outstanding group on the bus that is not finished, in place of what is there."""
+        await self.bus.purge(self.bus.prompts)
         for admission in list(self.gate.outstanding.values()):
             if not self.collector.holds(admission.index, admission.attempt):
                 await self._publish(admission)
 
     async def _publish(self, admission: Admission) -> None:
-        row = self.dataset[admission.index]
+        row = await asyncio.to_thread(self.dataset.__getitem__, admission.index)
         prompt = Prompt(
             run_id=self.run_id,
             index=admission.index,
             attempt=admission.attempt,
+            incarnation=self.incarnation,
             admitted_version=admission.version,
             num_samples=self.samples_per_group,
             messages=row.messages,
@@ -61,5 +68,8 @@ class Feeder:
             profile=self.profile,
             environment=self.environment,
         )
-        is_new = await self.bus.publish(self.bus.prompts, encode(prompt), message_id=prompt.message_id)
-        log.debug("prompt.admitted", group=prompt.group_id, attempt=prompt.attempt, is_new=is_new)
+        try:
+            await self.bus.publish(self.bus.prompts, encode(prompt), message_id=prompt.message_id)
+        except InvalidRequestError as error:
+            raise DataError(f"the row at position {admission.index} of the data cannot be sent: {error}") from None
+        log.debug("prompt.admitted", group=prompt.group_id, attempt=prompt.attempt)

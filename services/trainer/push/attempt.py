@@ -128,9 +128,8 @@ class Attempt:
         stages = self._stages
         failures = dict(stages.failures)
         if not failures:
-            return Outcome(
-                done=stages.members, failed={}, again=(), epoch=self._epoch, paused_at=self._paused_at
-            )
+            epoch = None if self._epoch.group.is_closed else self._epoch
+            return Outcome(done=stages.members, failed={}, again=(), epoch=epoch, paused_at=self._paused_at)
         await asyncio.to_thread(self._epoch.group.close)
         done = stages.members if self._transferred else ()
         ended = [member for member in (*stages.members, *failures) if member not in done]
@@ -180,7 +179,8 @@ class Attempt:
                 group.broadcast(bucket, timeout_s=deadline - time.monotonic())
 
         # Whoever says that it has all buckets is believed as far as its digests are right, whatever became of the rest.
-        await self._together(lambda stub, _: stub.ReceiveWeights(request, timeout=timeout_s), broadcast, timeout_s)
+        if await self._together(lambda stub, _: stub.ReceiveWeights(request, timeout=timeout_s), broadcast, timeout_s):
+            await asyncio.to_thread(group.close)
 
     async def _together(
         self, start: Callable[[Stub, Member], Awaitable[Answer]], own: Callable[[], None], timeout_s: float
@@ -197,9 +197,7 @@ class Attempt:
         close_at = time.monotonic() + _OWN_SHARE * timeout_s
         try:
             # While nothing has failed, there is hope.
-            await asyncio.wait(
-                tasks, timeout=close_at - time.monotonic(), return_when=asyncio.FIRST_EXCEPTION
-            )
+            await asyncio.wait(tasks, timeout=close_at - time.monotonic(), return_when=asyncio.FIRST_EXCEPTION)
             self._first |= {member for member, task in calls.items() if task.done() and task.exception() is not None}
             if not all(task.done() for task in tasks):
                 log.warning("push.group_closed", push_id=stages.push_id, reason=_reason(tasks))
@@ -211,7 +209,7 @@ class Attempt:
             await asyncio.to_thread(self._epoch.group.close)
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        before = set(stages.failures)
+        before, error = set(stages.failures), mine.exception()
         try:
             stages.take(calls)
         finally:
@@ -220,7 +218,6 @@ class Attempt:
                 for member, error in stages.failures.items()
                 if member not in before and isinstance(error, UnavailableError)
             }
-        error = mine.exception()
         if error is None:
             return None
         if not isinstance(error, PenstockError):

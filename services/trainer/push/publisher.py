@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 import structlog
-from google.protobuf import json_format
 
 from penstock.bus.leases import Watch
+from penstock.bus.replica_lease import read_replica
 from penstock.errors import UnavailableError
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
@@ -100,7 +100,7 @@ class WeightPublisher:
         while True:
             await self.replicas.changed(_CATCH_UP_EVERY_S)
             async with self._lock:
-                self._forget_the_dead()
+                await self._forget_the_dead()
                 fresh = [member for member in self._lagging() if member not in self._failures]
                 if self._current is not None and fresh:
                     await self._push(self._current, fresh, only_lagging=True)
@@ -123,7 +123,7 @@ class WeightPublisher:
             await self._disconnect(member)
 
     def _lagging(self) -> list[Member]:
-        """By their leases, without those whose time to be tried again has not come."""
+        """Those that lack the published version, by their leases."""
         return self._members(lambda replica: replica.state in _PUSHABLE and not self._is_current(replica))
 
     def _is_current(self, replica: common_pb2.Replica) -> bool:
@@ -137,12 +137,8 @@ class WeightPublisher:
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
         chosen = []
         for key, value in self.replicas.values.items():
-            try:
-                replica = json_format.Parse(value, common_pb2.Replica(), ignore_unknown_fields=True)
-            except json_format.ParseError as error:
-                log.warning("replica.unreadable", key=key, error=str(error))
-                continue
-            if replica.address and wanted(replica):
+            replica = read_replica(key, value)
+            if replica is not None and wanted(replica):
                 chosen.append(Member(replica.replica_id, replica.address))
         return sorted(chosen, key=lambda member: member.replica_id)
 
@@ -156,9 +152,8 @@ class WeightPublisher:
         left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
         while left:
             epoch, is_formed = await self._epoch_of(left)
-            attempt = Attempt(
-                weights, left, stub=self._stub, config=self.config, epoch=epoch, is_formed=is_formed
-            )
+            self._epoch = None  # it is the attempt's until this tells that it is still fit
+            attempt = Attempt(weights, left, stub=self._stub, config=self.config, epoch=epoch, is_formed=is_formed)
             outcome = await attempt.run()
             self._epoch = outcome.epoch
             done += outcome.done
@@ -178,7 +173,7 @@ class WeightPublisher:
             push_s=ended - started,
             pause_s=max(0.0, ended - paused_at),
         )
-        if members:
+        if done or failed or not only_lagging:
             log.info(
                 "weights.pushed",
                 version=report.version,
@@ -200,7 +195,8 @@ class WeightPublisher:
         request, timeout_s = rollout_pb2.GetReplicaRequest(), self.config.control_timeout_s
         chosen = []
         try:
-            for member, answer in (await stages.each(lambda stub, _: stub.GetReplica(request, timeout=timeout_s))).items():
+            answers = await stages.each(lambda stub, _: stub.GetReplica(request, timeout=timeout_s))
+            for member, answer in answers.items():
                 replica = answer.replica
                 if replica.replica_id != member.replica_id:
                     other = f"{replica.replica_id} answers at {member.address}"
@@ -208,7 +204,7 @@ class WeightPublisher:
                 elif replica.state in _PUSHABLE and not (only_lagging and self._is_current(replica)):
                     chosen.append(member)
         except NobodyLeftError:
-            chosen = []
+            log.debug("push.nobody_answered")
         failed |= {member: str(error) for member, error in stages.failures.items()}
         return tuple(chosen)
 
@@ -229,7 +225,11 @@ class WeightPublisher:
         )
         await self._disconnect(member)
 
-    def _forget_the_dead(self) -> None: ...
+    async def _forget_the_dead(self) -> None:
+        live = set(self._members(lambda _: True))
+        for member in self._channels.keys() - live:
+            await self._disconnect(member)
+        self._failures = {member: failure for member, failure in self._failures.items() if member in live}
 
     async def _end_epoch(self) -> None:
         epoch, self._epoch = self._epoch, None

@@ -73,7 +73,7 @@ class WeightGroup:
         timeout = datetime.timedelta(seconds=timeout_s)
         deadline = time.monotonic() + timeout_s
         store = self._store
-        if self._closed or store is None:
+        if store is None:
             raise UnavailableError(f"weight group {self.name} is closed; open another")
         try:
             store.set_timeout(timeout)
@@ -85,7 +85,7 @@ class WeightGroup:
                 timeout=timeout,
             )
         except RuntimeError as error:
-            if self._closed:
+            if self.is_closed:
                 raise UnavailableError(f"weight group {self.name} was closed while it formed") from None
             kind = DeadlineError if time.monotonic() >= deadline else UnavailableError
             raise kind(
@@ -115,10 +115,11 @@ class WeightGroup:
         group = self._group
         if group is None:
             raise UnavailableError(f"weight group {self.name} is closed; open another")
+        work = None
         try:
             work = group.broadcast([bucket.to(self._device)], options)
             while not work.is_completed():
-                if self._closed:
+                if self.is_closed:
                     raise UnavailableError(f"weight group {self.name} was closed during a broadcast")
                 if time.monotonic() > deadline:
                     raise DeadlineError(
@@ -128,6 +129,9 @@ class WeightGroup:
             work.wait()
         except RuntimeError as error:
             raise UnavailableError(f"weight group {self.name}: broadcast failed: {_first_line(error)}") from None
+        finally:
+            # The members hear that this side has left when nothing refers to the group, a traceback's frame included.
+            group = work = None
 
     def close(self) -> None:
         """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated."""
@@ -140,6 +144,11 @@ class WeightGroup:
         if group is not None:
             _leave(group)
         log.debug("weight_group.closed", group=self.name)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._closed
 
     @property
     def _device(self) -> torch.device:

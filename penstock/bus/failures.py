@@ -1,0 +1,89 @@
+"""What an error of NATS means: a server to wait for, or something that a person must see to.
+
+A server that is away, slow or not ready yet is waited for without end. Two things are not waited for: a server that is
+there and no longer has what the run keeps in it, for nothing brings that back; and whatever goes wrong at the start.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+
+from penstock.errors import SetupError
+
+BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
+"""All that nats-py raises when the server refuses, does not answer or is away."""
+
+_GONE_AFTER_S = 2.0
+"""A server that is starting may not know yet what it has: only a second "not found", so much later, is believed."""
+_NOT_READY_S = 30.0
+"""How long a server may be connected without its JetStream answering."""
+
+
+def describe(error: BaseException) -> str:
+    """The error's own words, without those of the library around them."""
+    return getattr(error, "description", None) or str(error) or type(error).__name__
+
+
+@contextmanager
+def setting_up(what: str, url: str, *, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Within it an error of NATS, but for `passing`, becomes a SetupError: `what` could not be set up at `url`."""
+    try:
+        yield
+    except passing:
+        raise
+    except BUS_ERRORS as error:
+        raise SetupError(
+            f"NATS at {url}: {what} could not be set up ({describe(error)}); see that the server runs, that its "
+            "JetStream is enabled and that it has room to store"
+        ) from None
+
+
+class Presence:
+    """Watches whether the server still has something that the run needs; ask `check` whenever using it failed."""
+
+    def __init__(self, client: Client, *, what: str, url: str, look: Callable[[], Awaitable[object]]) -> None:
+        """`look` asks the server for it, and raises NotFoundError when the server says that it has none."""
+        self._client = client
+        self._what = what
+        self._url = url
+        self._look = look
+        self._missing_since: float | None = None
+        self._not_ready_since: float | None = None
+
+    async def check(self) -> None:
+        """Return when waiting makes sense.
+
+        Raises:
+            SetupError: the server has it no more, or has been without JetStream for long.
+        """
+        if not self._client.is_connected:
+            self._missing_since = self._not_ready_since = None
+            return
+        try:
+            await self._look()
+        except nats.js.errors.NotFoundError:
+            self._missing_since = self._missing_since or time.monotonic()
+        except nats.js.errors.ServiceUnavailableError:
+            self._not_ready_since = self._not_ready_since or time.monotonic()
+        except BUS_ERRORS:
+            return
+        else:
+            self._missing_since = self._not_ready_since = None
+        if _is_past(self._missing_since, _GONE_AFTER_S):
+            raise SetupError(
+                f"{self._what} is gone from NATS at {self._url}: the server has lost its store, or somebody removed "
+                "it; start the processes of the run again (the trainer goes on from its last checkpoint)"
+            )
+        if _is_past(self._not_ready_since, _NOT_READY_S):
+            raise SetupError(
+                f"NATS at {self._url} has been running without JetStream for {_NOT_READY_S:g} s; start it with "
+                "`nats-server -js`, then start the processes of the run again"
+            )
+
+
+def _is_past(since: float | None, limit_s: float) -> bool:
+    return since is not None and time.monotonic() - since > limit_s
