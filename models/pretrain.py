@@ -225,6 +225,7 @@ def sample_accuracy(
             max_new_tokens=MAX_NEW_TOKENS,
             do_sample=True,
             temperature=1.0,
+            top_k=0,  # transformers samples from the best 50 unless told
         )
         texts = builder.tokenizer.batch_decode(output_BT[:, prompt_BT.shape[1] :])
         for problem, text in zip(alike, texts, strict=True):

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 import structlog
 
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 
 log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
+EXIT_FAILURE = 1
+"""Exit code of every other failure."""
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
-
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,17 +43,24 @@ def dying_with_parent() -> Callable[[], None]:
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run `main(stop)` and return the exit code.
 
-    SIGINT and SIGTERM set `stop`, upon which `main` is to end in order; a second signal cancels it. A `UserError` is
-    printed as one line without a traceback.
+    SIGINT and SIGTERM set `stop`, upon which `main` is to end in order; a second signal cancels it. An error that
+    Penstock raised on purpose is printed as one line; where no person can mend it, the log gets the traceback too.
     """
     try:
         asyncio.run(_until_signalled(main))
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USER_ERROR
+    except PenstockError as error:
+        if not isinstance(error, UserError):
+            log.error("process.failed", exc_info=error)
+        return tell(error)
     except asyncio.CancelledError:
-        return 1
+        return EXIT_FAILURE
     return 0
+
+
+def tell(error: PenstockError) -> int:
+    """Write the error as one line on standard error and return the exit code that goes with it."""
+    sys.stderr.write(f"error: {error}\n")
+    return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
 
 
 async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Event) -> ResultT | None:
@@ -82,13 +90,22 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
         loop.add_signal_handler(number, on_signal, number)
     try:
         await task
-    except* UserError as group:  # a TaskGroup wraps what its tasks raise; a person wants the error itself
-        raise _first(group) from None
+    except BaseExceptionGroup as group:  # a TaskGroup wraps what its tasks raise; a person wants the error itself
+        if (error := _first_told(group)) is None:
+            raise
+        raise error from None
 
 
-def _first(group: BaseExceptionGroup[UserError]) -> UserError:
-    error: BaseException = group
+def _first_told(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
+    """What a group says to people: its first `UserError`, or else its first `PenstockError`.
+
+    None if it also holds an error that nobody raised on purpose: that is a bug, whose traceback must not be lost.
+    """
+    if group.split(PenstockError)[1] is not None:
+        return None
+    wanted, _ = group.split(UserError)
+    error: BaseException = wanted or group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, UserError)
+    assert isinstance(error, PenstockError)
     return error

@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from google.protobuf import json_format
 from torch.distributed import distributed_c10d
 
 from penstock import log
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
+from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, LogConfig
 from penstock.errors import NotReadyError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
@@ -228,8 +228,7 @@ class _View:
         )
 
     def lease(self) -> bytes:
-        message = self.describe(self._options.replica_id)
-        return json_format.MessageToJson(message, preserving_proto_field_name=True).encode()
+        return write_replica(self.describe(self._options.replica_id))
 
 
 class _FaultyServicer(RolloutServicer):

@@ -1,8 +1,7 @@
-"""WeightPublisher: whatever becomes of one replica, the others get exactly the trainer's bytes, and nothing waits long."""
+"""WeightPublisher: whatever becomes of one replica, the others get exactly the trainer's bytes, and nothing hangs."""
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.publisher import WeightPublisher
 from tests.simulated_replica import SHAPES, Fault, SimulatedReplica, simulated_replica, weights_of
 
-DEADLINE_S = 4.0
+DEADLINE_S = 2.0
 """Of the stage at which a test makes a replica hang."""
 QUICK_S = 3.0
 """A push that waits for no deadline: far less than any of them."""
@@ -97,10 +96,6 @@ async def until_seen(publisher: WeightPublisher, condition: Callable[[dict[str, 
             await publisher.replicas.changed(0.1)
 
 
-def num_push_threads() -> int:
-    return sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
-
-
 async def test_every_replica_gets_exactly_the_trainers_bytes(bus: Bus) -> None:
     """Several buckets, two dtypes, odd sizes; the report counts what happened."""
     async with replicas_of(bus, 3) as replicas, publishing(bus) as publisher:
@@ -147,16 +142,18 @@ async def test_the_group_is_kept_while_membership_stays(bus: Bus) -> None:
 )  # fmt: skip
 async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -> None:
     """kill -9 at any point: no deadline is waited for, the others serve the version, the failure is counted."""
-    async with replicas_of(bus, 2) as (first, second), publishing(bus) as publisher:
-        async with simulated_replica(bus, replica_id="engine-0-dying", **{point: Fault("die")}):
-            await until_seen(publisher, lambda values: len(values) == 3)
-            started = time.monotonic()
-            report = await publisher.publish(snapshot(1))
-            assert time.monotonic() - started < 2 * QUICK_S
-            assert (report.num_replicas, report.num_failed) == (2, 1)
-            for replica in (first, second):
-                await until_serving(replica, 1, timeout_s=1)
-                assert (await replica.report()).serving_digests[-1:] == [digests(1)]
+    async with (
+        replicas_of(bus, 2) as replicas,
+        simulated_replica(bus, replica_id="engine-0-dying", **{point: Fault("die")}),
+        publishing(bus) as publisher,
+    ):
+        started = time.monotonic()
+        report = await publisher.publish(snapshot(1))
+        assert time.monotonic() - started < QUICK_S
+        assert (report.num_replicas, report.num_failed) == (2, 1)
+        for replica in replicas:
+            await until_serving(replica, 1, timeout_s=1)
+            assert (await replica.report()).serving_digests[-1:] == [digests(1)]
 
 
 @pytest.mark.parametrize(
@@ -175,17 +172,18 @@ async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -
 )
 async def test_a_hung_replica_costs_one_deadline(bus: Bus, point: str, setting: str) -> None:
     """The others serve the version after it, and the one that hung is brought there when it is well again."""
-    hanging = Fault("hang")
-    async with replicas_of(bus, 1) as (first,), publishing(bus, **{setting: DEADLINE_S}) as publisher:
-        async with simulated_replica(bus, replica_id="engine-9", **{point: hanging}) as second:
-            await until_seen(publisher, lambda values: len(values) == 2)
-            started = time.monotonic()
-            report = await publisher.publish(snapshot(1))
-            assert time.monotonic() - started < DEADLINE_S + 2 * QUICK_S
-            assert (report.num_replicas, report.num_failed) == (1, 1)
-            await until_serving(first, 1, timeout_s=1)
-            async with kept_current(publisher):
-                await until_serving(second, 1)
+    async with (
+        replicas_of(bus, 1) as (first,),
+        simulated_replica(bus, replica_id="engine-9", **{point: Fault("hang")}) as second,
+        publishing(bus, **{setting: DEADLINE_S}) as publisher,
+    ):
+        started = time.monotonic()
+        report = await publisher.publish(snapshot(1))
+        assert time.monotonic() - started < DEADLINE_S + QUICK_S
+        assert (report.num_replicas, report.num_failed) == (1, 1)
+        await until_serving(first, 1, timeout_s=1)
+        async with kept_current(publisher):
+            await until_serving(second, 1)
 
 
 async def test_a_hung_relay_is_tried_again_alone(bus: Bus) -> None:
@@ -211,7 +209,7 @@ async def test_a_replica_that_refuses_is_left_out(bus: Bus) -> None:
             await replicas[1].set_faults(**{point: Fault("refuse")})
             started = time.monotonic()
             report = await publisher.publish(snapshot(version))
-            assert time.monotonic() - started < 2 * QUICK_S
+            assert time.monotonic() - started < QUICK_S
             assert (report.num_replicas, report.num_failed) == (2, 1)
             for replica in (replicas[0], replicas[2]):
                 await until_serving(replica, version, timeout_s=1)
@@ -372,8 +370,8 @@ async def test_a_push_that_is_cancelled_ends_at_once(bus: Bus, point: str) -> No
                 await until_serving(replica, 2, timeout_s=1)
 
 
-def test_closing_leaves_no_thread(nats_url: str, run_name: str) -> None:
-    """A loop that published and was cancelled in a rendezvous ends without waiting for anybody's deadline."""
+def test_a_loop_that_is_cancelled_in_a_rendezvous_ends(nats_url: str, run_name: str) -> None:
+    """No thread is left behind that waits for somebody's deadline."""
     from penstock.bus.connection import connect
     from penstock.config import BusConfig
 
@@ -386,8 +384,7 @@ def test_closing_leaves_no_thread(nats_url: str, run_name: str) -> None:
 
     started = time.monotonic()
     asyncio.run(play())
-    assert time.monotonic() - started < 15  # the rendezvous has 30 s
-    assert num_push_threads() == 0 or True
+    assert time.monotonic() - started < 15  # the rendezvous has 30 s, and asyncio.run waits for all threads
 
 
 async def test_an_address_that_is_not_this_machines_is_said_so(bus: Bus) -> None:

@@ -286,12 +286,13 @@ class WeightReceiver:
             )
         try:
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "cleaning up"):
-                if not self._sound:
-                    await self._leave_group()
-                    await self._sink.end_if_open()
-                elif was_paused:
+                if self._sound and was_paused:
                     await self._sink.resume()
                     self._enter(REPLICA_STATE_READY)
+                # No other push will use the group, and its other members may be waiting for this one.
+                await self._leave_group()
+                if not self._sound:
+                    await self._sink.end_if_open()
         except PenstockError as error:
             self._enter(REPLICA_STATE_BROKEN)
             self._sink.fail_running(f"push {push.push_id!r} could not be cleaned up: {error}")

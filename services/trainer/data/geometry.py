@@ -27,7 +27,7 @@ _MARGIN_PX: Final = 8
 _RADIUS_PX: Final = 7
 _PAPER: Final = (128, 128, 128)
 """Mid-grey: image processors that normalise around it turn empty paper into zeros, so that a small model learns to see
-points in a third of the pictures that white paper takes."""
+points from several times fewer pictures than on white."""
 _GRID: Final = (160, 160, 160)
 _AXIS: Final = (0, 0, 0)
 _POINT_COLORS: Final = {"P": (0, 0, 255), "A": (255, 0, 0), "B": (0, 128, 0)}

@@ -27,6 +27,7 @@ _OWN_SHARE = 0.8
 """The group is closed after this share of a stage's time; in the rest, those who waited in vain can say so."""
 _LAST_WORD_S = 2.0
 """For telling the members of a push that is cancelled."""
+_CANCELLED = "the trainer has stopped the push"
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class Attempt:
         except asyncio.CancelledError:
             await asyncio.to_thread(self._epoch.group.close)
             members = (*self._stages.members, *self._stages.failures)
-            await self._stages.abort(members, "the trainer has stopped the push", _LAST_WORD_S)
+            await self._stages.abort(members, _CANCELLED, _LAST_WORD_S)
             raise
 
     async def _play(self) -> None:
@@ -164,7 +165,8 @@ class Attempt:
         if self._is_formed:
             await stages.each(prepare)
             return
-        error = await self._together(prepare, lambda: self._epoch.group.form(timeout_s=timeout_s), timeout_s)
+        own_s = _OWN_SHARE * timeout_s
+        error = await self._together(prepare, lambda: self._epoch.group.form(timeout_s=own_s), timeout_s)
         if error is not None and not stages.failures:
             for member in stages.members:
                 stages.fail(member, error)
@@ -172,7 +174,7 @@ class Attempt:
     async def _transfer(self) -> None:
         group, timeout_s = self._epoch.group, self._config.transfer_timeout_s
         request = rollout_pb2.ReceiveWeightsRequest(push_id=self._stages.push_id)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _OWN_SHARE * timeout_s
 
         def broadcast() -> None:
             for bucket in self._weights.buckets:
@@ -194,19 +196,24 @@ class Attempt:
         mine = asyncio.create_task(asyncio.to_thread(own))
         calls = stages.start(start)
         tasks: list[asyncio.Task[Any]] = [mine, *calls.values()]
-        close_at = time.monotonic() + _OWN_SHARE * timeout_s
         try:
             # While nothing has failed, there is hope.
-            await asyncio.wait(tasks, timeout=close_at - time.monotonic(), return_when=asyncio.FIRST_EXCEPTION)
-            self._first |= {member for member, task in calls.items() if task.done() and task.exception() is not None}
+            await asyncio.wait(tasks, timeout=_OWN_SHARE * timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            first = {member for member, task in calls.items() if task.done() and task.exception() is not None}
+            self._first |= first
             if not all(task.done() for task in tasks):
                 log.warning("push.group_closed", push_id=stages.push_id, reason=_reason(tasks))
-                await asyncio.to_thread(self._epoch.group.close)
+                # Those that failed leave the group when they hear of it, which ends the wait of the others for them.
+                await asyncio.gather(
+                    stages.abort(first, "it has failed", self._config.control_timeout_s),
+                    self._close_group(calls if first else {}),
+                )
             await gathered(tasks)
         except asyncio.CancelledError:
+            # Those that hear it leave the group, which ends our own wait for them.
+            await asyncio.gather(self._close_group(calls), stages.abort(stages.members, _CANCELLED, _LAST_WORD_S))
             for task in calls.values():
                 task.cancel()
-            await asyncio.to_thread(self._epoch.group.close)
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         before, error = set(stages.failures), mine.exception()
@@ -224,6 +231,10 @@ class Attempt:
             raise error
         log.warning("push.group_failed", push_id=stages.push_id, reason=str(error))
         return error
+
+    async def _close_group(self, calls: "Mapping[Member, asyncio.Task[Any]]") -> None:
+        num_coming = sum(not task.done() for task in calls.values())
+        await asyncio.to_thread(self._epoch.group.close, num_coming=num_coming)
 
     async def _verify(self) -> None:
         stages, timeout_s = self._stages, self._config.verify_timeout_s

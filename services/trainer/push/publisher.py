@@ -135,11 +135,8 @@ class WeightPublisher:
         return [member for member, failure in self._failures.items() if failure.retry_at <= now]
 
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
-        chosen = []
-        for key, value in self.replicas.values.items():
-            replica = read_replica(key, value)
-            if replica is not None and wanted(replica):
-                chosen.append(Member(replica.replica_id, replica.address))
+        replicas = [read_replica(key, value) for key, value in self.replicas.values.items()]
+        chosen = [Member(one.replica_id, one.address) for one in replicas if one is not None and wanted(one)]
         return sorted(chosen, key=lambda member: member.replica_id)
 
     async def _push(

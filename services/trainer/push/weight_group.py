@@ -1,8 +1,9 @@
 """The trainer's end of a weight group: rank 0 of a torch.distributed group whose other members are SGLang engines.
 
 The rendezvous is the one of SGLang's `init_custom_process_group`, so no SGLang is needed here. No call waits longer
-than its timeout, and `close` ends at once whatever another thread waits for, and with it the members' waits for rank 0.
-After an error the group is of no use; close it and open another under a new name.
+than its timeout. `close` ends a rendezvous at once, also for the members. It ends a broadcast at once with NCCL; gloo
+cannot be interrupted, so there the members are let go when the broadcast ends: at its timeout, or when the member for
+which it waits leaves. After an error the group is of no use; close it and open another under a new name.
 """
 
 import datetime
@@ -20,8 +21,11 @@ from penstock.errors import DeadlineError, SetupError, UnavailableError
 
 log = structlog.get_logger()
 
-_LISTEN_TIMEOUT_S = 10.0
+_LISTEN_TIMEOUT_S = 5.0
+_KNOCK_S = 1.0
 _POLL_S = 0.002
+_ARRIVALS_KEY = "init/"
+"""Where torch's TCPStore counts the members that have connected."""
 
 
 class WeightGroup:
@@ -133,8 +137,16 @@ class WeightGroup:
             # The members hear that this side has left when nothing refers to the group, a traceback's frame included.
             group = work = None
 
-    def close(self) -> None:
-        """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated."""
+    def close(self, *, num_coming: int = 0) -> None:
+        """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated.
+
+        With gloo it waits for a broadcast that runs, see above.
+
+        Args:
+            num_coming: Members that are on their way to the rendezvous. They are awaited for a moment, to be sent away:
+                one that finds nobody there would knock for as long as it has time.
+        """
+        self._await_members(num_coming)
         with self._lock:
             if self._closed:
                 return
@@ -144,6 +156,14 @@ class WeightGroup:
         if group is not None:
             _leave(group)
         log.debug("weight_group.closed", group=self.name)
+
+    def _await_members(self, num_coming: int) -> None:
+        give_up_at = time.monotonic() + _KNOCK_S
+        while time.monotonic() < give_up_at:
+            server = self._server
+            if server is None or self._group is not None or server.add(_ARRIVALS_KEY, 0) >= num_coming:
+                return
+            time.sleep(_POLL_S)
 
     @property
     def is_closed(self) -> bool:
