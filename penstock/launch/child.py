@@ -13,7 +13,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 
 from penstock.launch import reaper
-from penstock.process import dying_with_parent
+from penstock.parent import dying_with_parent
 
 _UP = re.compile(r"\b\w+\.(started|ready)\b|Server is ready")
 """What a service says when it has come up, for example server.started; and what nats-server says."""

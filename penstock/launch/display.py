@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.launch.child import Child, State
-from penstock.launch.metrics import Row, describe_step, sparkline
+from penstock.launch.metrics import StepRow, describe_step, sparkline
 
 _COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}
 _SPARKLINE_WIDTH = 60
@@ -23,7 +23,7 @@ class Display(Protocol):
     def tell(self, line: str) -> None:
         """Say something that stays."""
 
-    def show(self, children: Sequence[Child], rows: Sequence[Row], new_rows: Sequence[Row]) -> None:
+    def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
         """Show how the run stands."""
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class PlainDisplay:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
-    def show(self, children: Sequence[Child], rows: Sequence[Row], new_rows: Sequence[Row]) -> None:
+    def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
         """Write the new steps; the processes have been told of."""
         for row in new_rows:
             self.tell(describe_step(row))
@@ -66,7 +66,7 @@ class LiveDisplay:
         """Write the line above the table."""
         self._live.console.print(Text(line))
 
-    def show(self, children: Sequence[Child], rows: Sequence[Row], new_rows: Sequence[Row]) -> None:
+    def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
         """Draw the table anew."""
         parts: list[RenderableType] = [Text(self._title, style="bold"), _processes(children)]
         if rows:
@@ -90,7 +90,7 @@ def _processes(children: Sequence[Child]) -> Text:
     return text
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[StepRow]) -> Table:
     last = rows[-1]
     step, num_steps = int(last.get("step", len(rows))), int(last.get("num_steps", 0))
     rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+StepRow = dict[str, Any]
 """One optimizer step; keys as the trainer names them."""
 
-_GROUP_COUNT = re.compile("num_(trained|stale|failed|lost|duplicate)_groups")
-_GROUP_COUNTS = ("trained", "stale", "failed", "duplicate")
-"""What became of groups; the trainer counts each as num_<name>_groups."""
+_GROUP_COUNT = re.compile("num_(?P<name>[a-z]+)_groups")
+"""What became of groups: the trainer counts each kind under such a key."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -23,12 +22,12 @@ class MetricsFollower:
 
     def __init__(self, path: Path) -> None:
         """The file need not exist yet."""
-        self.rows: list[Row] = []
+        self.rows: list[StepRow] = []
         self._path = path
         self._offset = 0
         self._inode = -1
 
-    def poll(self) -> list[Row]:
+    def poll(self) -> list[StepRow]:
         """Read and return what is new. A file that was replaced, as by a resumed trainer, is read again in silence."""
         try:
             status = self._path.stat()
@@ -60,7 +59,7 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def describe_step(row: Row) -> str:
+def describe_step(row: StepRow) -> str:
     """One step in one line."""
     parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
     parts += [f"reward {row['reward_mean']:.3f}"] if "reward_mean" in row else []
@@ -74,7 +73,7 @@ def describe_step(row: Row) -> str:
     return "  ".join(parts)
 
 
-def describe_run(rows: Sequence[Row]) -> list[str]:
+def describe_run(rows: Sequence[StepRow]) -> list[str]:
     """What came of the run: the rise of the reward, and what became of the groups."""
     rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
     if not rewards:
@@ -82,7 +81,7 @@ def describe_run(rows: Sequence[Row]) -> list[str]:
     count = max(1, min(10, len(rewards) // 2))
     first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     lines = [f"reward  first {count} steps {first:.3f}, last {count} steps {last:.3f} ({last - first:+.3f})"]
-    counts = {key[4:-7]: row_count for key, row_count in rows[-1].items() if _GROUP_COUNT.fullmatch(key)}
+    counts = {found["name"]: count for key, count in rows[-1].items() if (found := _GROUP_COUNT.fullmatch(key))}
     indices = [index for row in rows for index in row.get("groups", [])]
     if indices:
         counts["trained twice"] = len(indices) - len(set(indices))

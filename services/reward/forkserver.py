@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from services.reward.child import die_with
+from penstock.parent import die_with
 from services.reward.forkserver_protocol import COMMAND, REPLY, SPAWN
 from services.reward.symbolic import compare
 from services.reward.symbolic_task import SymbolicGold, SymbolicTask

@@ -17,15 +17,11 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def loss_and_gradient(
-    logprobs: torch.Tensor,
-    engine: torch.Tensor,
-    advantages: torch.Tensor,
-    config: LossConfig,
-    old: torch.Tensor | None = None,
+    logprobs: torch.Tensor, engine: torch.Tensor, advantages: torch.Tensor, config: LossConfig
 ) -> tuple[float, list[float]]:
     """Loss with weight 1 on each token, and its gradient by the logprobs."""
     logprobs = logprobs.clone().requires_grad_()
-    loss = policy_loss(logprobs, engine, advantages, torch.ones_like(advantages), config, old)
+    loss = policy_loss(logprobs, engine, advantages, torch.ones_like(advantages), config)
     loss.backward()
     return float(loss.detach()), logprobs.grad.tolist()
 
@@ -70,16 +66,6 @@ def test_ppo_clips_the_ratio_to_the_engine(ratio: float, advantage: float, loss:
     found = loss_and_gradient(tensor(-1), tensor(-1 - math.log(ratio)), tensor(advantage), config)
     assert found[0] == pytest.approx(loss)
     assert found[1] == pytest.approx([gradient])
-
-
-def test_tis_clips_against_the_trainers_own_old_logprobs() -> None:
-    """Second update of a version: ratio 1.5 to the old policy is clipped, weight old / engine = 2 stays."""
-    config = LossConfig(clip_high=0.2, tis_cap=5)
-    loss, gradient = loss_and_gradient(
-        tensor(-1), tensor(-1 - math.log(3)), tensor(1), config, old=tensor(-1 - math.log(1.5))
-    )
-    assert loss == pytest.approx(-2 * 1.2)
-    assert gradient == [0]
 
 
 def test_huge_log_ratios_stay_finite() -> None:

@@ -2,10 +2,10 @@
 
 Legend: N = the policy's own tokens of a micro-batch, of all samples one after the other; nothing else enters the loss.
 
-With logp the current policy's logprob of a token, logp_old the trainer's own at the start of the step, logp_engine
-what the engine reported when it sampled the token, A the advantage of its sample and sg() a stopped gradient:
+With logp the policy's logprob of a token, logp_old = sg(logp) the same without a gradient, logp_engine what the engine
+reported when it sampled the token, A the advantage of its sample and sg() a stopped gradient:
 
-    tis  (decoupled)  r = exp(logp - logp_old)             w = sg(min(exp(logp_old - logp_engine), cap))
+    tis  (decoupled)  r = exp(logp - logp_old)             w = min(exp(logp_old - logp_engine), cap)
     ppo  (direct)     r = exp(logp - logp_engine)          w = 1
 
     loss = - sum_t weight_t * w_t * min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
@@ -13,8 +13,8 @@ what the engine reported when it sampled the token, A the advantage of its sampl
 The surrogate is PPO's (Schulman et al. 2017, eq. 7) with DAPO's two bounds (Yu et al. 2025, Clip-Higher). `tis` is
 truncated importance sampling between trainer and engine (Yao et al. 2025, "Your Efficient RL Framework Secretly
 Brings You Off-Policy RL Training"), which with stale engines is also AReaL's decoupled objective (Fu et al. 2025,
-section 5.2) with pi_prox = the policy at the start of the step. With one optimizer step per version logp_old equals
-logp: r is 1 in value, the clip is idle and the gradient is w A grad logp. `ppo` clips against the engine instead, so
+section 5.2) with pi_prox = the policy at the start of the step. As there is one optimizer step per version, that is the
+policy itself: r is 1 in value, the clip is idle and the gradient is w A grad logp. `ppo` clips against the engine instead, so
 that tokens that moved too far give no gradient.
 
 `weight_t` comes from `token_weights`, which knows the whole optimizer batch. Invariant: the losses of its
@@ -40,7 +40,7 @@ def token_weights(num_tokens_G: np.ndarray, aggregation: Literal["token_mean", "
     Args:
         num_tokens_G: Tokens of the policy's own in each sample of the whole optimizer batch, at least 1. Samples
             without a gradient are counted too, so that the scale of the loss does not depend on how many there are.
-            aggregation: Which of the two.
+        aggregation: Which of the two.
     """
     counts = np.asarray(num_tokens_G, dtype=np.float64)
     if aggregation == "token_mean":
@@ -54,7 +54,6 @@ def policy_loss(
     advantages_N: torch.Tensor,
     weights_N: torch.Tensor,
     config: LossConfig,
-    old_logprobs_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the scalar loss of a micro-batch: its share of the loss of the optimizer batch.
 
@@ -64,11 +63,9 @@ def policy_loss(
         advantages_N: Each token's sample's advantage.
         weights_N: Each token's weight, from `token_weights`.
         config: Which correction, and its bounds.
-        old_logprobs_N: Trainer's own logprobs at the start of the step (tis only). None: this is the first update since
-            then, so they are the current ones, without gradient.
     """
     if config.importance == "tis":
-        old = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
+        old = logprobs_N.detach()
         ratio = _exp(logprobs_N - old)
         correction = _exp(old - engine_logprobs_N).clamp(max=config.tis_cap)
     else:

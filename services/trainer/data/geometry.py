@@ -49,7 +49,7 @@ class ImageCell(TypedDict):
     path: None
 
 
-class Row(TypedDict):
+class DrawnRow(TypedDict):
     """One row in the schema of hiyouga/geometry3k."""
 
     images: list[ImageCell]
@@ -104,7 +104,7 @@ def draw_problem(problem: GeometryProblem) -> Image.Image:
     return picture
 
 
-class GeometryDataset(Sequence[Row]):
+class GeometryDataset(Sequence[DrawnRow]):
     """Seeded geometry problems with random access.
 
     Two data sets with the same seed and kinds agree on every row that both have; different seeds are
@@ -132,7 +132,7 @@ class GeometryDataset(Sequence[Row]):
         """Return the number of rows."""
         return self.size
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # rows only, no slices
+    def __getitem__(self, index: int) -> DrawnRow:  # type: ignore[override]  # rows only, no slices
         """Draw row ``index``; negative indices count from the end.
 
         Raises:
@@ -141,9 +141,9 @@ class GeometryDataset(Sequence[Row]):
         problem = self.problem(index)
         png = io.BytesIO()
         draw_problem(problem).save(png, format="PNG")
-        return Row(images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer)
+        return DrawnRow(images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DrawnRow]:
         """Draw every row in order."""
         return (self[index] for index in range(self.size))
 

@@ -3,11 +3,9 @@
 Invariant: the images that a row's messages refer to are exactly the images beside them, in order.
 """
 
-import io
 from dataclasses import dataclass
 
-from PIL import Image
-
+from penstock.images import decode_image
 from penstock.records import ImagePart, Message, TextPart
 
 IMAGE_MARK = "<image>"
@@ -27,7 +25,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PromptContent:
     """What a prompt takes from a data set."""
 
     messages: tuple[Message, ...]
@@ -35,7 +33,7 @@ class Row:
     golds: tuple[str, ...]
 
 
-def make_row(problem: Problem, *, prompt_suffix: str = "", system_prompt: str = "") -> Row:
+def make_content(problem: Problem, *, prompt_suffix: str = "", system_prompt: str = "") -> PromptContent:
     """Turn a problem into messages.
 
     Args:
@@ -44,8 +42,8 @@ def make_row(problem: Problem, *, prompt_suffix: str = "", system_prompt: str = 
         system_prompt: Put first, unless empty.
 
     Raises:
-        ValueError: the text has not as many marks as there are images, there is no user message, or an image cannot be
-            decoded.
+        ValueError: the text has not as many marks as there are images, or there is no user message.
+        InvalidRequestError: an image cannot be decoded, or is too large.
     """
     num_marks = sum(text.count(IMAGE_MARK) for _, text in problem.turns)
     if num_marks != len(problem.images):
@@ -53,7 +51,7 @@ def make_row(problem: Problem, *, prompt_suffix: str = "", system_prompt: str = 
             f"its text has {num_marks} {IMAGE_MARK} for {len(problem.images)} images; they must be as many"
         )
     for number, data in enumerate(problem.images):
-        _check_image(number, data)
+        decode_image(data, field=f"image {number}")  # entirely, and as the engine will: a file cut short is found only so
     last_user = max((i for i, (role, _) in enumerate(problem.turns) if role == "user"), default=None)
     if last_user is None:
         raise ValueError("it has no user message")
@@ -68,13 +66,4 @@ def make_row(problem: Problem, *, prompt_suffix: str = "", system_prompt: str = 
             if piece:
                 parts.append(TextPart(text=piece))
         messages.append(Message(role=role, parts=tuple(parts)))  # type: ignore[arg-type]  # checked where it is read
-    return Row(messages=tuple(messages), images=problem.images, golds=problem.golds)
-
-
-def _check_image(number: int, data: bytes) -> None:
-    """Decode it once, entirely: a truncated file is found only so."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image {number} ({len(data)} bytes) cannot be decoded: {error}") from None
+    return PromptContent(messages=tuple(messages), images=problem.images, golds=problem.golds)

@@ -10,16 +10,16 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.errors import DataError
+from penstock.errors import DataError, InvalidRequestError
 from services.trainer.config import DataConfig
 from services.trainer.data.geometry import GeometryDataset
 from services.trainer.data.parquet import ParquetProblems
-from services.trainer.data.problem import Problem, Row, make_row
+from services.trainer.data.problem import Problem, PromptContent, make_content
 
 MAX_CHECKED_ROWS = 5000
 """Data sets up to this size are read once, entirely, before the run starts: about a millisecond per picture."""
 
-__all__ = ["Dataset", "Row", "open_dataset", "row_at"]
+__all__ = ["Dataset", "PromptContent", "open_dataset", "row_at"]
 
 
 class Problems(Protocol):
@@ -56,22 +56,22 @@ class Dataset:
         """Rows of one epoch."""
         return len(self._problems)
 
-    def __getitem__(self, position: int) -> Row:
-        """Return the row at a position, from 0, without end.
+    def __getitem__(self, position: int) -> PromptContent:
+        """Return what a prompt takes from the row at a position; positions go from 0, without end.
 
         Raises:
             DataError: the row is wrong.
         """
         return self._row(row_at(position, self.num_rows, self._seed))
 
-    def _row(self, row: int) -> Row:
+    def _row(self, row: int) -> PromptContent:
         try:
-            return make_row(
+            return make_content(
                 self._problems[row],
                 prompt_suffix=self._config.prompt_suffix,
                 system_prompt=self._config.system_prompt,
             )
-        except ValueError as error:
+        except (ValueError, InvalidRequestError) as error:
             name = self._config.path or self._config.name
             raise DataError(f"data set {name!r}, row {row}: {error}; repair the row or remove it") from None
 

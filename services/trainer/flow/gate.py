@@ -51,11 +51,6 @@ class Gate:
         """Groups admitted and not yet trained, by index."""
         return MappingProxyType(self._outstanding)
 
-    @property
-    def next_index(self) -> int:
-        """The first index that was never admitted: the position in the data."""
-        return self._next_index
-
     def num_admissible(self, num_steps_left: int | None = None) -> int:
         """Return how many groups may be admitted now.
 
@@ -129,18 +124,6 @@ class Gate:
         if index in self._rejected:
             return "early" if attempt >= self._rejected[index] else "done"
         return "early" if index >= self._next_index else "done"
-
-    def due(self, version: int, finished: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
-        """Return the outstanding groups that may go stale unless the batch that trains `version` holds them.
-
-        At most `groups_per_step`, if every batch was chosen by `select`.
-
-        Args:
-            version: The published policy version.
-            finished: As in `select`. A group without an entry counts as old as its admission.
-        """
-        last = version - self.max_staleness
-        return tuple(sorted(i for i, a in self._outstanding.items() if finished.get(i, a.version) <= last))
 
     def select(self, finished: Mapping[int, int], version: int) -> Selection:
         """Choose the next batch from `finished` (index -> oldest token's version); see `select_batch`."""
