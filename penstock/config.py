@@ -90,8 +90,8 @@ class LogConfig(Config):
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def load(model: type[ConfigT], path: Path, overrides: Iterable[str] = ()) -> ConfigT:
-    """Read `path` (TOML), apply `overrides` in order and validate.
+def load(model: type[ConfigT], path: Path | None, overrides: Iterable[str] = ()) -> ConfigT:
+    """Read `path` (TOML; None: all defaults), apply `overrides` in order and validate.
 
     Args:
         model: The model of the whole file.
@@ -101,14 +101,7 @@ def load(model: type[ConfigT], path: Path, overrides: Iterable[str] = ()) -> Con
     Raises:
         ConfigError: naming each key that is wrong, its value and what would be right.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}; give the path of a .toml file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"recipe {path} is not TOML: it is not UTF-8 text; give the path of a .toml file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not TOML: {error}") from None
+    tree = {} if path is None else _read(path)
     texts = dict(_apply_override(tree, override) for override in overrides)
     try:
         try:
@@ -124,6 +117,17 @@ def load(model: type[ConfigT], path: Path, overrides: Iterable[str] = ()) -> Con
 def dump(config: Config) -> str:
     """The whole of `config` as TOML, which `load` reads back to the same; what is None is left out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}; give the path of a .toml file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path} is not TOML: it is not UTF-8 text; give the path of a .toml file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not TOML: {error}") from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...], str]:
@@ -161,6 +165,9 @@ def _explain(model: type[Config], detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         known = _known_keys(model, detail["loc"][:-1])
         return f"unknown key {location}; known here: {', '.join(known)}"
+    if detail["type"] == "missing" and (keys := _known_keys(model, detail["loc"])):
+        key = f"{location}.{keys[0]}"
+        return f"section [{location}] is missing; add it to the recipe that --config names, or give --{key}=..."
     if detail["type"] == "missing":
         return f"key {location} is missing; add it to the recipe or give --{location}=..."
     message = detail["msg"].removeprefix("Value error, ")

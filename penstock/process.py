@@ -19,6 +19,7 @@ EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
 
+
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run `main(stop)` and return the exit code.
 

@@ -6,9 +6,11 @@ folder only and needs neither torch nor transformers.
 """
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.model_folder import read_json
 
 _VISION_TOKENS = (
     "<|vision_start|>",
@@ -29,7 +31,7 @@ def forbidden_token_ids(model_path: Path | str) -> tuple[int, ...]:
         model_path: Folder of a transformers checkpoint.
     """
     folder = Path(model_path)
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     tokens = _tokens(folder)
     forbidden = {tokens[name] for name in _VISION_TOKENS if name in tokens}
     forbidden |= {
@@ -47,8 +49,8 @@ def forbidden_token_ids(model_path: Path | str) -> tuple[int, ...]:
 def end_token_ids(model_path: Path | str) -> tuple[int, ...]:
     """The ids that end generation, ascending: those of generation_config.json, or else of config.json."""
     folder = Path(model_path)
-    config = _read(folder / "config.json")
-    for source in (_read(folder / "generation_config.json"), config, config.get("text_config", {})):
+    config = read_json(folder / "config.json")
+    for source in (read_json(folder / "generation_config.json"), config, config.get("text_config", {})):
         value = source.get("eos_token_id")
         if value is not None:
             return tuple(sorted(value if isinstance(value, list) else [value]))
@@ -58,31 +60,39 @@ def end_token_ids(model_path: Path | str) -> tuple[int, ...]:
 @functools.cache
 def image_token_id(model_path: Path | str) -> int | None:
     """The placeholder that stands for an image in a prompt; None where the model takes no images."""
-    value = _read(Path(model_path) / "config.json").get("image_token_id")
+    value = read_json(Path(model_path) / "config.json").get("image_token_id")
     return value if isinstance(value, int) else None
 
 
 @functools.cache
 def context_length(model_path: Path | str) -> int | None:
     """Most tokens of a sequence that the model was made for; None where its config.json does not say."""
-    config = _read(Path(model_path) / "config.json")
+    config = read_json(Path(model_path) / "config.json")
     value = config.get("text_config", config).get("max_position_embeddings")
     return value if isinstance(value, int) else None
 
 
 @functools.cache
 def vocab_size(model_path: Path | str) -> int:
-    """Rows of the embedding: ids are below it."""
-    config = _read(Path(model_path) / "config.json")
-    return int(config.get("text_config", config)["vocab_size"])
+    """Rows of the embedding: ids are below it.
+
+    Raises:
+        ConfigError: config.json does not say.
+    """
+    path = Path(model_path) / "config.json"
+    config = read_json(path)
+    value = config.get("text_config", config).get("vocab_size")
+    if not isinstance(value, int):
+        raise ConfigError(f"model.path: {path} has no vocab_size; give the folder of a language model")
+    return value
 
 
 def _padding_ids(folder: Path, config: dict[str, Any], tokens: dict[str, int]) -> set[int]:
     ids = {
         source.get("pad_token_id")
-        for source in (_read(folder / "generation_config.json"), config, config.get("text_config", {}))
+        for source in (read_json(folder / "generation_config.json"), config, config.get("text_config", {}))
     }
-    pad = _read(folder / "tokenizer_config.json").get("pad_token")
+    pad = read_json(folder / "tokenizer_config.json").get("pad_token")
     name = pad.get("content") if isinstance(pad, dict) else pad
     ids.add(tokens.get(name) if isinstance(name, str) else None)
     return {value for value in ids if isinstance(value, int)}
@@ -90,17 +100,10 @@ def _padding_ids(folder: Path, config: dict[str, Any], tokens: dict[str, int]) -
 
 def _tokens(folder: Path) -> dict[str, int]:
     """Token to id, added tokens included, from whichever files the tokenizer was saved as; empty when from none."""
-    tokenizer = _read(folder / "tokenizer.json")
+    tokenizer = read_json(folder / "tokenizer.json")
     vocab = tokenizer.get("model", {}).get("vocab", {})
     tokens: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {}
     tokens |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
-    tokens |= _read(folder / "vocab.json")
-    added = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    tokens |= read_json(folder / "vocab.json")
+    added = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
     return tokens | {entry["content"]: int(number) for number, entry in added.items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text())
-    return content if isinstance(content, dict) else {}

@@ -12,10 +12,10 @@ from services.router.config import RouterConfig
 from services.trainer.config import DataConfig, TrainerConfig
 
 
-class Recipe(Config):
-    """All sections of a recipe; only [model] has no defaults."""
+class ServiceRecipe(Config):
+    """All sections of a recipe, for a process that needs no model: none of them must be given."""
 
-    model: ModelConfig
+    model: ModelConfig | None = None
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -27,3 +27,9 @@ class Recipe(Config):
     bus: BusConfig = BusConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()
+
+
+class Recipe(ServiceRecipe):
+    """All sections of a recipe; only [model] has no defaults."""
+
+    model: ModelConfig

@@ -184,7 +184,9 @@ async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
         SetupError: no server answers within the connect timeout, it refuses, or it has no JetStream.
     """
     if not config.url:
-        raise SetupError("bus.url is empty; start a nats-server -js and give --bus.url=nats://host:4222")
+        raise SetupError(
+            "bus.url is empty; start a server with `penstock serve nats` and give --bus.url=nats://host:4222"
+        )
     client = Client()
 
     async def on_error(error: Exception) -> None:
@@ -213,7 +215,7 @@ async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
         reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
         raise SetupError(
             f"bus.url = {config.url!r}: {reason} within {config.connect_timeout_s:g} s; start one with "
-            "`nats-server -js` there, or give --bus.url=nats://host:port"
+            "`penstock serve nats` there, or give --bus.url=nats://host:port"
         ) from None
     try:
         yield bus

@@ -81,7 +81,7 @@ class Presence:
         if _is_past(self._not_ready_since, _NOT_READY_S):
             raise SetupError(
                 f"NATS at {self._url} has been running without JetStream for {_NOT_READY_S:g} s; start it with "
-                "`nats-server -js`, then start the processes of the run again"
+                "`penstock serve nats`, then start the processes of the run again"
             )
 
 

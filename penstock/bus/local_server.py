@@ -5,14 +5,19 @@ For `penstock train` without a bus.url, for `penstock serve nats`, and for tests
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
 
-from penstock.errors import SetupError
+from penstock.config import BusConfig
+from penstock.errors import ConfigError, SetupError
 from penstock.parent import dying_with_parent
+from penstock.ports import require_free_port
 
 _CONFIG = """\
 listen: "{host}:{port}"
@@ -37,6 +42,26 @@ def server_command(folder: Path, *, host: str = "127.0.0.1", port: int = -1) -> 
     config = folder / "nats.conf"
     config.write_text(_CONFIG.format(host=host, port=port, folder=folder.resolve()))
     return [binary, "--config", str(config)]
+
+
+def become_server(config: BusConfig, folder: Path) -> NoReturn:
+    """Turn this process into a nats-server at `bus.url` (where it is empty, at the usual port) that stores in `folder`.
+
+    Raises:
+        ConfigError: the URL has no port, or none that can be.
+        SetupError: the port is taken, or the binary is not installed.
+    """
+    url = config.url or "nats://127.0.0.1:4222"
+    try:
+        address = urlsplit(url)
+        host, port = address.hostname or "127.0.0.1", address.port
+    except ValueError as error:
+        raise ConfigError(f"bus.url = {url!r}: {error}; write nats://host:port") from None
+    if port is None:
+        raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
+    command = server_command(folder, host=host, port=port)
+    require_free_port(host, port, key="bus.url")
+    os.execv(command[0], command)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ def write_replica(replica: common_pb2.Replica) -> bytes:
 
 
 def read_replica(replica_id: str, lease: bytes) -> common_pb2.Replica | None:
-    """The replica that the lease tells of, whose key is `replica_id`; None, and a line in the log, if it tells of none."""
+    """The replica that the lease of key `replica_id` tells of; None, and a line in the log, if it tells of none."""
     try:
         replica = json_format.Parse(lease, common_pb2.Replica(), ignore_unknown_fields=True)
         if replica.replica_id != replica_id or not replica.address:

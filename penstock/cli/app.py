@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 from penstock import config as configuration
 from penstock import log, process
 from penstock.errors import ConfigError, PenstockError, SetupError, UserError
-from services.recipe import Recipe
+from services.recipe import Recipe, ServiceRecipe
 
 app = typer.Typer(
     help="Fully asynchronous GRPO post-training on verifiable rewards.",
@@ -27,13 +27,13 @@ app = typer.Typer(
 )
 
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-_EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
 
 
 class Service(enum.StrEnum):
     """What `penstock serve` can start."""
 
+    NATS = "nats"
     REWARD = "reward"
     ROUTER = "router"
     ROLLOUT = "rollout"
@@ -50,36 +50,38 @@ _MODULES = {
 }
 
 
+_WITHOUT_MODEL = (Service.NATS, Service.REWARD, Service.ROUTER)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for what a person must change, 1 for every other failure."""
     try:
         code = app(arguments, prog_name="penstock", standalone_mode=False)
     except TyperException as error:
         message = " ".join(error.format_message().split()).rstrip(".")
-        return _fail(f"{message}; see `penstock --help`", process.EXIT_USER_ERROR)
-    except UserError as error:
-        return _fail(str(error), process.EXIT_USER_ERROR)
+        return process.tell(UserError(f"{message}; see `penstock --help`"))
     except PenstockError as error:
-        return _fail(str(error), _EXIT_FAILURE)
+        return process.tell(error)
     except (KeyboardInterrupt, typer.Abort):
         return _EXIT_INTERRUPTED
     return code if isinstance(code, int) else 0
-
-
-def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"error: {message}\n")
-    return code
 
 
 @app.command(context_settings=_OVERRIDES)
 def serve(
     context: typer.Context,
     service: Annotated[Service, typer.Argument(help="The process to run.", show_default=False)],
-    config: Annotated[Path, typer.Option("--config", help="Recipe (TOML).", show_default=False)],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Recipe (TOML); default: all defaults.", show_default=False)
+    ] = None,
     name: Annotated[str, typer.Option("--name", help="Name of this process in its log; default: the service's.")] = "",
 ) -> int:
     """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
-    recipe = configuration.load(Recipe, config, context.args)
+    recipe = configuration.load(ServiceRecipe if service in _WITHOUT_MODEL else Recipe, config, context.args)
+    if service is Service.NATS:
+        from penstock.bus.local_server import become_server
+
+        become_server(recipe.bus, (recipe.run.folder or recipe.run.dir / recipe.run.name) / "nats")
     log.configure(recipe.log, service=name or service.value)
     module = _import_service(service)
     return process.run(lambda stop: module.serve(recipe, stop))
@@ -120,6 +122,7 @@ def train(
         folder = RunFolder.create(settings.run)
     with folder.locked():
         folder.write_config(settings)
+        log.configure(settings.log, service="launcher", file=folder.launcher_log)
         interrupted = False
 
         async def run(stop: Any) -> None:

@@ -82,6 +82,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def launcher_log(self) -> Path:
+        """The launcher's own log: the terminal is for the display."""
+        return self.logs / "launcher.log"
+
+    @property
     def metrics_file(self) -> Path:
         """One JSON object for each optimizer step, written by the trainer."""
         return self.path / "metrics.jsonl"

@@ -30,7 +30,7 @@ from services.router.policy import Affinity, NoReplica, choose, find_obstacle
 from services.router.pool import Member, Pool, open_pool
 
 if TYPE_CHECKING:
-    from services.recipe import Recipe
+    from services.recipe import ServiceRecipe
 
 log = structlog.get_logger()
 
@@ -156,7 +156,7 @@ async def routing(config: RouterConfig, bus: Bus) -> AsyncIterator[RpcServer]:
             await server.drain(config.grace_s)
 
 
-async def serve(recipe: "Recipe", stop: asyncio.Event) -> None:
+async def serve(recipe: "ServiceRecipe", stop: asyncio.Event) -> None:
     """Run the router of `recipe` until `stop`."""
     async with connect(recipe.bus, run=recipe.run.name) as bus, routing(recipe.router, bus):
         await stop.wait()

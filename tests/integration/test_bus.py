@@ -384,7 +384,7 @@ async def test_what_cannot_be_set_up_is_one_line(tmp_path: Path, run_name: str) 
 
 async def test_no_server_is_one_line_that_says_what_to_do() -> None:
     """SetupError names bus.url, its value and the remedy."""
-    with pytest.raises(SetupError, match=r"bus.url = 'nats://127.0.0.1:9'.*nats-server -js"):
+    with pytest.raises(SetupError, match=r"bus.url = 'nats://127.0.0.1:9'.*penstock serve nats"):
         async with connect(BusConfig(url="nats://127.0.0.1:9", connect_timeout_s=0.5), run="r"):
             pass
     with pytest.raises(SetupError, match=r"bus.url is empty.*--bus.url="):

@@ -113,6 +113,6 @@ async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(AssertionError, match=r"ended with 2:\s+error: rollout.port = \d+ on 127.0.0.1"):
+        with pytest.raises(AssertionError, match=r"with 2:\s+error: rollout\.port: cannot listen on 127\.0\.0\.1:\d+"):
             async with engine_process(tiny_model_path, nats_url, tmp_path, port=taken.getsockname()[1]):
                 pass

@@ -104,6 +104,8 @@ def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
     assert (code, err) == (130, "")
     assert command.survivors() == []
     (folder,) = command.runs.glob("t-*")
+    assert "signal.received" not in out  # it belongs to the launcher's log, not into the table
+    assert "signal.received" in (folder / "logs/launcher.log").read_text()
     assert f"penstock train --resume {folder}" in out
     again = subprocess.Popen(
         [PENSTOCK, "train", "--resume", folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,11 +1,17 @@
 """The command line answers every mistake with one line and exit code 2."""
 
+import asyncio
+import json
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from penstock.clients import RewardClient
+from penstock.launch.launcher import free_ports
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -101,12 +107,66 @@ def test_every_command_checks_the_whole_recipe(recipe: Path, command: tuple[str,
         (("train", "--resume", "/nowhere"), ("/nowhere", "config.toml")),
         (("serve",), ("service",)),
         (("serve", "kettle", "--config", "x.toml"), ("kettle",)),
-        (("serve", "reward"), ("--config",)),
+        (("serve", "rollout"), ("section [model] is missing", "--config", "--model.path=")),
+        (("serve", "worker", "--worker.num=1"), ("section [model] is missing",)),
+        (("serve", "router"), ("bus.url is empty", "--bus.url=")),
+        (("serve", "reward", "--reward.port=99999"), ("reward.port", "99999")),
+        (("serve", "nats", "--bus.url=nats://127.0.0.1"), ("bus.url", "nats://host:port")),
     ],
 )
 def test_bad_command(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     """A command that is incomplete or unknown says what is missing."""
     assert_mistake(penstock(*arguments), *words)
+
+
+def test_the_reward_service_needs_no_recipe() -> None:
+    """`penstock serve reward` alone runs on defaults and logs its address; a recipe without [model] will do, too."""
+    process = subprocess.Popen(
+        [PENSTOCK, "serve", "reward", "--reward.workers=1"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        line = json.loads(next(line for line in process.stderr if "server.started" in line))
+        address = line["address"]
+
+        async def profiles() -> list[str]:
+            async with RewardClient(address) as client:
+                return [profile.name for profile in await client.list_profiles()]
+
+        assert "geo3k" in asyncio.run(profiles())
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+        process.stderr.close()
+
+
+def test_router_and_nats_need_no_model(tmp_path: Path) -> None:
+    """A recipe without [model] starts a nats-server at bus.url, which takes large messages, and a router on it."""
+    port = free_ports(1)[0]
+    recipe = tmp_path / "services.toml"
+    recipe.write_text(f'[run]\ndir = "{tmp_path}"\n[bus]\nurl = "nats://127.0.0.1:{port}"\n')
+    processes = []
+    try:
+        for service in ("nats", "router"):
+            processes.append(
+                subprocess.Popen([PENSTOCK, "serve", service, "--config", recipe], stderr=subprocess.PIPE, text=True)
+            )
+            stderr = processes[-1].stderr
+            assert stderr is not None
+            assert any("server.started" in line or "Server is ready" in line for line in stderr), service
+        assert (tmp_path / "run/nats/store").is_dir()
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
+            assert f'"max_payload":{32 * 2**20}' in connection.recv(4096).decode()
+        again = penstock("serve", "nats", "--config", recipe)
+        assert_mistake(again, "bus.url", f"127.0.0.1:{port}", "choose another")
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(20)
+            process.stderr.close()
 
 
 def test_recipe_that_is_no_toml(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:
     """With what to add."""
-    with pytest.raises(ConfigError, match=r"model is missing; add it to the recipe"):
+    with pytest.raises(
+        ConfigError, match=r"section \[model\] is missing; add it to the recipe .*or give --model\.path="
+    ):
         load(NeedyConfig, write(tmp_path, ""))
     with pytest.raises(ConfigError, match=r"key model\.path is missing; add it to the recipe or give --model\.path="):
         load(NeedyConfig, write(tmp_path, "[model]\n"))

@@ -1,10 +1,13 @@
 """What installs without torch and sglang also imports without them."""
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 _PROGRAM = """
 import importlib, pkgutil, sys
@@ -35,6 +38,42 @@ def test_imports_without_torch_sglang_and_transformers(name: str) -> None:
         pytest.skip(f"{name} is not there yet")
     done = subprocess.run([sys.executable, "-c", _PROGRAM, name], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def required(name: str, extras: frozenset[str]) -> set[str]:
+    """What `pip install 'name[extras]'` brings, transitively, by what the installed distributions say of themselves."""
+    todo, done = [(canonicalize_name(name), extras)], set[tuple[str, frozenset[str]]]()
+    while todo:
+        one = todo.pop()
+        if one in done:
+            continue
+        done.add(one)
+        try:
+            lines = importlib.metadata.requires(one[0]) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform
+        for requirement in map(Requirement, lines):
+            wanted = requirement.marker is None or any(
+                requirement.marker.evaluate({"extra": extra}) for extra in one[1] | {""}
+            )
+            if wanted:
+                todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+    return {found for found, _ in done}
+
+
+@pytest.mark.parametrize("extra", ["", "reward", "router"])
+def test_installs_without_torch_sglang_and_transformers(extra: str) -> None:
+    """Neither penstock itself nor the reward service nor the router brings a deep-learning library with it."""
+    found = required("penstock", frozenset({extra}))
+    assert {"grpcio", "nats-py"} <= found
+    assert ("math-verify" in found) == (extra == "reward")
+    assert not {"torch", "sglang", "transformers"} & found
+
+
+def test_the_walk_over_requirements_finds_what_is_deep() -> None:
+    """The check above could fail: the trainer and the engine do bring them."""
+    assert {"torch", "transformers"} <= required("penstock", frozenset({"trainer"}))
+    assert {"torch", "sglang", "transformers"} <= required("penstock", frozenset({"rollout"}))
 
 
 def test_the_reward_server_process_holds_no_sympy() -> None:

@@ -167,6 +167,25 @@ def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
         load_policy(tmp_path, temperature=1.0, forbidden_ids=())
 
 
+def test_refuses_a_checkpoint_that_is_cut_short(tiny_model_path: Path, tmp_path: Path) -> None:
+    """The file is named: a copy that was interrupted."""
+    import shutil
+
+    shutil.copytree(tiny_model_path, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    for size in (file.stat().st_size // 2, 100, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ConfigError, match=rf"model\.path: {file} is no safetensors file, or part of one"):
+            load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=())
+
+
+def test_refuses_a_folder_without_an_image_processor(tiny_model_path: Path, tmp_path: Path) -> None:
+    """One line that names the folder and the file."""
+    (tmp_path / "config.json").write_text((tiny_model_path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=rf"model\.path '{tmp_path}'.*preprocessor_config\.json"):
+        ImagePatcher(tmp_path)
+
+
 def test_refuses_a_checkpoint_with_other_names(tiny_model_path: Path, tmp_path: Path) -> None:
     """Such weights could not be pushed; better known before the first step than after it."""
     import shutil

@@ -165,3 +165,14 @@ def test_built_in_problems_come_through_the_same_door() -> None:
     assert sorted(one_epoch) == sorted(other_order)
     in_order = open_dataset(DataConfig(size=4, shuffle=False), seed=3)
     assert in_order[5].images == in_order[1].images
+
+
+def test_refuses_a_picture_that_the_engine_would_refuse(tmp_path: Path) -> None:
+    """120 megapixels in a few hundred kilobytes: named before the run starts, not by every worker in it."""
+    big = png(mode="1", size=(12_000, 10_000))
+    path = write(
+        tmp_path / "a.parquet",
+        {"images": [[{"bytes": big, "path": None}]], "problem": ["<image>Find x."], "answer": ["1"]},
+    )
+    with pytest.raises(DataError, match=r"row 0: image 0 has 12000 x 10000 pixels; at most 100000000 are taken"):
+        open_dataset(DataConfig(path=path))

@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from penstock.errors import ConfigError
 from penstock.tokens import end_token_ids, forbidden_token_ids, image_token_id, vocab_size
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.settings import context_length, num_parameters, server_args
 
 
 def _model(folder: Path, *, pad: str, eos: list[int] | int, rows: int = 12) -> Path:
@@ -33,6 +38,32 @@ def test_padding_that_ends_generation_may_be_sampled(tmp_path: Path) -> None:
     """Qwen pads with <|endoftext|>, which is one of its ends: without it the policy could not stop."""
     folder = _model(tmp_path / "model", pad="<|endoftext|>", eos=[4, 5])
     assert forbidden_token_ids(folder) == (6, 7, 8, 9, 10, 11)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
+    """One line for a person instead of a JSONDecodeError, in engine and trainer alike."""
+    folder = _model(tmp_path / "model", pad="<|endoftext|>", eos=4)
+    (folder / name).write_text('{"vocab')
+    with pytest.raises(ConfigError, match=rf"model\.path: {folder / name} cannot be read as JSON"):
+        forbidden_token_ids(folder)
+    if name == "config.json":
+        with pytest.raises(ConfigError, match="cannot be read as JSON"):
+            server_args(RolloutConfig(), folder, cuda=True)
+
+
+def test_what_the_engine_must_know_of_a_model(tmp_path: Path) -> None:
+    """A context length that nobody gives, and a checkpoint that is cut short, are named with their file."""
+    folder = _model(tmp_path / "model", pad="<|endoftext|>", eos=4)
+    assert context_length(RolloutConfig(context_length=7), folder) == 7
+    with pytest.raises(
+        ConfigError, match=r"config\.json has no max_position_embeddings; give --rollout\.context_length"
+    ):
+        context_length(RolloutConfig(), folder)
+    for content in (b"", b"\xff" * 8, b"\x10" + bytes(7) + b'{"a": '):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file, or part of one"):
+            num_parameters(folder)
 
 
 def test_the_tiny_models_tokens(tiny_model_path: Path) -> None:

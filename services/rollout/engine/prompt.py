@@ -4,17 +4,16 @@ An id outside the vocabulary kills SGLang's processes, an image run that is alre
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from penstock import tokens
 from penstock.errors import InvalidRequestError
 from penstock.images import decode_image
+from penstock.model_folder import read_json
 from penstock.v1 import generate_pb2
 
 _MAX_ASPECT_RATIO = 200
@@ -45,7 +44,7 @@ class PromptChecker:
         self._vocab_size = tokens.vocab_size(model_path)
         self._image_id = tokens.image_token_id(model_path)
         self._end_ids = tokens.end_token_ids(model_path)
-        config = _read(model_path / "config.json")
+        config = read_json(model_path / "config.json")
         self._video_id = config.get("video_token_id")
         self._vision_start_id = config.get("vision_start_token_id")
         self._grid = ImageGrid.of(model_path) if self._image_id is not None else None
@@ -135,8 +134,8 @@ class ImageGrid:
     @classmethod
     def of(cls, model_path: Path) -> "ImageGrid":
         """Read from the model's preprocessor_config.json, or processor_config.json where there is none."""
-        config = _read(model_path / "preprocessor_config.json")
-        config = config or _read(model_path / "processor_config.json").get("image_processor", {})
+        config = read_json(model_path / "preprocessor_config.json")
+        config = config or read_json(model_path / "processor_config.json").get("image_processor", {})
         size = config.get("size", {})
         return cls(
             factor=config.get("patch_size", 14) * config.get("merge_size", 2),
@@ -165,8 +164,3 @@ class ImageGrid:
             rows = math.ceil(height * grow / self.factor)
             columns = math.ceil(width * grow / self.factor)
         return rows * columns
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return content

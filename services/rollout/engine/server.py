@@ -8,17 +8,18 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
 from penstock.bus.connection import connect
-from penstock.bus.replica_lease import write_replica
 from penstock.bus.leases import Lease, held
+from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, ModelConfig, RunConfig
-from penstock.errors import SetupError, UnavailableError
+from penstock.errors import UnavailableError
+from penstock.ports import require_free_port
 from penstock.rpc.server import RpcServer, service_name
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
@@ -70,7 +71,8 @@ async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
         SetupError: NATS is out of reach, the port is taken, or SGLang does not start.
         UnavailableError: one of SGLang's processes died.
     """
-    _require_free_port(recipe.rollout.host, recipe.rollout.port)
+    # Noticed before a minute of loading.
+    require_free_port(recipe.rollout.host, recipe.rollout.port, key="rollout.port")
     async with connect(recipe.bus, run=recipe.run.name):
         log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
     async with running(recipe.rollout, recipe.model.path) as server:
@@ -162,17 +164,3 @@ def _advertised(config: RolloutConfig) -> str:
     if config.advertise_host:
         return config.advertise_host
     return socket.gethostname() if config.host in ("0.0.0.0", "::", "[::]") else config.host
-
-
-def _require_free_port(host: str, port: int) -> None:
-    """Notice before a minute of loading that the port is taken."""
-    if port == 0:
-        return
-    with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise SetupError(
-                f"rollout.port = {port} on {host}: {error.strerror}; choose another, or 0 for any that is free"
-            ) from None

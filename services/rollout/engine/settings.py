@@ -10,6 +10,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from penstock import tokens
+from penstock.errors import ConfigError
+from penstock.model_folder import read_json
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
@@ -59,7 +62,7 @@ def server_args(config: RolloutConfig, model_path: Path, *, cuda: bool) -> dict[
         "skip_tokenizer_init": True,  # token in, token out
         "weight_version": "0",
         "log_level": "error",
-        "enable_multimodal": "vision_config" in json.loads((model_path / "config.json").read_text()),
+        "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
     }
     if config.context_length:
         args["context_length"] = config.context_length
@@ -80,23 +83,38 @@ def server_args(config: RolloutConfig, model_path: Path, *, cuda: bool) -> dict[
         "grammar_backend": "none",
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
+        "sleep_on_idle": True,  # an idle scheduler would otherwise spin on a core that the trainer needs
     }
 
 
 def context_length(config: RolloutConfig, model_path: Path) -> int:
-    """The most tokens of prompt and response together."""
-    if config.context_length:
-        return config.context_length
-    model = json.loads((model_path / "config.json").read_text())
-    return int(model.get("text_config", model)["max_position_embeddings"])
+    """The most tokens of prompt and response together.
+
+    Raises:
+        ConfigError: neither the recipe nor the model says.
+    """
+    length = config.context_length or tokens.context_length(model_path)
+    if length is None:
+        raise ConfigError(
+            f"model.path: {model_path / 'config.json'} has no max_position_embeddings; "
+            "give --rollout.context_length=..."
+        )
+    return length
 
 
 def num_parameters(model_path: Path) -> int:
-    """Numbers in the checkpoint's safetensors files, counted from their headers."""
+    """Numbers in the checkpoint's safetensors files, counted from their headers.
+
+    Raises:
+        ConfigError: a file is cut short or something else.
+    """
     total = 0
     for path in model_path.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(size))
+        except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
+            raise ConfigError(f"model.path: {path} is no safetensors file, or part of one ({error})") from None
         total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return total

@@ -13,8 +13,8 @@ reported when it sampled the token, A the advantage of its sample and sg() a sto
 The surrogate is PPO's (Schulman et al. 2017, eq. 7) with DAPO's two bounds (Yu et al. 2025, Clip-Higher). `tis` is
 truncated importance sampling between trainer and engine (Yao et al. 2025, "Your Efficient RL Framework Secretly
 Brings You Off-Policy RL Training"), which with stale engines is also AReaL's decoupled objective (Fu et al. 2025,
-section 5.2) with pi_prox = the policy at the start of the step. As there is one optimizer step per version, that is the
-policy itself: r is 1 in value, the clip is idle and the gradient is w A grad logp. `ppo` clips against the engine instead, so
+section 5.2) with pi_prox = the policy at the start of the step. With one optimizer step per version that is the policy
+itself: r is 1 in value, the clip is idle and the gradient is w A grad logp. `ppo` clips against the engine instead, so
 that tokens that moved too far give no gradient.
 
 `weight_t` comes from `token_weights`, which knows the whole optimizer batch. Invariant: the losses of its

@@ -141,7 +141,9 @@ class GeometryDataset(Sequence[DrawnRow]):
         problem = self.problem(index)
         png = io.BytesIO()
         draw_problem(problem).save(png, format="PNG")
-        return DrawnRow(images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer)
+        return DrawnRow(
+            images=[ImageCell(bytes=png.getvalue(), path=None)], problem=problem.text, answer=problem.answer
+        )
 
     def __iter__(self) -> Iterator[DrawnRow]:
         """Draw every row in order."""

@@ -51,7 +51,7 @@ def make_content(problem: Problem, *, prompt_suffix: str = "", system_prompt: st
             f"its text has {num_marks} {IMAGE_MARK} for {len(problem.images)} images; they must be as many"
         )
     for number, data in enumerate(problem.images):
-        decode_image(data, field=f"image {number}")  # entirely, and as the engine will: a file cut short is found only so
+        decode_image(data, field=f"image {number}")  # all of it, as the engine will: so a file cut short is found
     last_user = max((i for i, (role, _) in enumerate(problem.turns) if role == "user"), default=None)
     if last_user is None:
         raise ValueError("it has no user message")

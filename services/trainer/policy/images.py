@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import ConfigError, InvalidRequestError
 from penstock.images import decode_image
 
 
@@ -32,10 +32,20 @@ class ImagePatcher:
     """Makes patches with the image processor of a model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        """Load the processor; nothing else of the model is read."""
+        """Load the processor; nothing else of the model is read.
+
+        Raises:
+            ConfigError: the folder has none.
+        """
         from transformers import AutoImageProcessor
 
-        self._processor: Any = AutoImageProcessor.from_pretrained(model_path)
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(model_path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"model.path {str(model_path)!r}: its image processor cannot be loaded ({error}); the folder needs a "
+                "preprocessor_config.json"
+            ) from None
         self._merge_area = int(self._processor.merge_size) ** 2
 
     def __call__(self, data: bytes) -> ImagePatches:

@@ -119,6 +119,7 @@ def load_policy(
         ConfigError: the folder holds no model that can be loaded, or one whose parameters do not carry the names of its
             checkpoint (they could not be pushed to an engine).
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 
@@ -131,6 +132,9 @@ def load_policy(
                 part.attention_dropout = 0.0
         auto_class = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         model = auto_class.from_pretrained(path, config=config, dtype=torch.float32)
+    except SafetensorError as error:
+        files = ", ".join(str(file) for file in sorted(path.glob("*.safetensors")) if not _is_whole(file))
+        raise ConfigError(f"model.path: {files or path} is no safetensors file, or part of one ({error})") from None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {error}") from None
     policy = PolicyModel(
@@ -138,6 +142,16 @@ def load_policy(
     )
     _check_names(path, policy)
     return policy
+
+
+def _is_whole(file: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            return True
+    except SafetensorError:
+        return False
 
 
 def _check_names(path: Path, policy: PolicyModel) -> None:
