@@ -15,6 +15,7 @@ from nats.js.kv import KeyValue
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Consumer, open_consumer
+from penstock.bus.failures import setting_up
 from penstock.bus.replica_lease import read_replica
 from penstock.process import unless_stopped
 from penstock.rpc.server import RpcServer, service_name
@@ -109,8 +110,8 @@ async def _build(
     replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
     version = first_version(
         checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
-        published=await _version_at(policy_bucket, "current"),
-        reserved=await _version_at(policy_bucket, "reserved"),
+        published=await _version_at(policy_bucket, "current", recipe.bus.url),
+        reserved=await _version_at(policy_bucket, "reserved", recipe.bus.url),
         newest_held=_newest_held(replicas),
     )
     publisher = WeightPublisher(
@@ -189,9 +190,10 @@ def _newest_held(replicas: leases.Watch) -> int:
     return max((replica.policy_version for replica in living if replica is not None), default=0)
 
 
-async def _version_at(bucket: KeyValue, key: str) -> int:
+async def _version_at(bucket: KeyValue, key: str, url: str) -> int:
     try:
-        entry = await bucket.get(key)
+        with setting_up("bucket policy", url, passing=nats.js.errors.KeyNotFoundError):
+            entry = await bucket.get(key)
     except nats.js.errors.KeyNotFoundError:
         return 0
     return int(json.loads(entry.value or b"{}")["version"])

@@ -71,11 +71,18 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         answers = await asyncio.gather(*calls)
         assert all(answer.output_ids for answer in answers)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await engine.generation.Generate(_request(5), timeout=10)
+            await _until_refused(engine)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert await asyncio.wait_for(engine.process.wait(), 20) == 0
         assert not any(_runs(pid) for pid in children)
         assert not watch.values
+
+
+async def _until_refused(engine: EngineProcess) -> None:
+    """The calls before may all have ended before the signal was noticed."""
+    async with asyncio.timeout(10):
+        while True:
+            await engine.generation.Generate(_request(5), timeout=10)
 
 
 async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
