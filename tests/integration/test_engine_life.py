@@ -15,7 +15,7 @@ from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2, generate_pb2
-from tests.engine_process import engine_process, log_events
+from tests.engine_process import EngineProcess, engine_process, log_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
