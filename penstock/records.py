@@ -85,14 +85,24 @@ class VersionSpan(Record, frozen=True, array_like=True):
             raise ValueError(f"a version span needs num_tokens >= 1 and policy_version >= 0, not {self}")
 
 
+UNJUDGED = frozenset({"TIMEOUT", "OUT_OF_MEMORY"})
+"""Statuses of a response on which the verifier ran into a limit: whether it is right is not known."""
+
+
 class Verdict(Record, frozen=True):
     """The reward service's judgement of a sample."""
 
     score: float
+    """The reward; 0 and without meaning where the response was not judged."""
     status: str
     """Name of a VerdictStatus without its prefix, for example OK or NO_ANSWER."""
     extracted: str
     method: str
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the score means anything."""
+        return self.status not in UNJUDGED
 
 
 class Sample(Record, frozen=True):

@@ -39,7 +39,18 @@ def test_shifting_and_scaling_rewards_changes_nothing_in_grpo() -> None:
     np.testing.assert_allclose(group_advantages(rewards, groups), group_advantages(10 * rewards + 3, groups), rtol=1e-4)
 
 
-def test_refuses_rewards_that_are_not_finite() -> None:
-    """A NaN would reach every weight of the model."""
-    with pytest.raises(ValueError, match="nan is not finite"):
-        group_advantages(np.array([1.0, float("nan")]), np.zeros(2, int))
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_samples_that_were_not_judged_neither_teach_nor_count(kind: str) -> None:
+    """The others' advantages are those of a group without it; its own is 0, not that of a wrong answer."""
+    nan = float("nan")
+    with_it = group_advantages(np.array([1.0, nan, 0, 0]), np.zeros(4, int), kind=kind)
+    without = group_advantages(np.array([1.0, 0, 0]), np.zeros(3, int), kind=kind)
+    assert with_it.tolist() == [without[0], 0.0, without[1], without[2]]
+    assert group_advantages(np.array([nan, nan]), np.zeros(2, int), kind=kind).tolist() == [0.0, 0.0]
+    assert group_advantages(np.array([1.0, nan]), np.zeros(2, int), kind=kind).tolist() == [0.0, 0.0]
+
+
+def test_refuses_infinite_rewards() -> None:
+    """One would reach every weight of the model."""
+    with pytest.raises(ValueError, match="infinite"):
+        group_advantages(np.array([1.0, float("inf")]), np.zeros(2, int))

@@ -14,7 +14,7 @@ from PIL import Image
 
 from penstock.errors import InvalidRequestError
 from penstock.images import decode_image
-from penstock.records import Group, Sample, VersionSpan
+from penstock.records import Group, Sample, Verdict, VersionSpan
 from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.images import ImagePatcher
@@ -213,3 +213,13 @@ def test_padding_puts_each_own_token_at_its_place(tiny_model_path: Path, reader:
     assert batch.input_ids_BT[batch.rows_N, batch.columns_N].tolist() == own_ids.tolist()
     assert batch.attention_mask_BT.sum(1).tolist() == [len(s) for s in sequences]
     assert batch.pixel_values_PD is None
+
+
+def test_reward_of_a_response_that_was_not_judged_is_no_zero(tiny_model_path: Path, reader: GroupReader) -> None:
+    """A verifier that ran into its limit says nothing about the answer."""
+    group = make_group(tiny_model_path, rewards=(1.0, 0.0))
+    unjudged = Verdict(score=0.0, status="TIMEOUT", extracted="", method="UNSPECIFIED")
+    late = msgspec.structs.replace(group.samples[1], verdict=unjudged)
+    first, second = reader.read(msgspec.structs.replace(group, samples=(group.samples[0], late))).rewards
+    assert first == 1.0
+    assert np.isnan(second)

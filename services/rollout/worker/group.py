@@ -9,7 +9,7 @@ from typing import Protocol
 import structlog
 
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.records import Group, Prompt, Sample, Verdict
+from penstock.records import UNJUDGED, Group, Prompt, Sample, Verdict
 from penstock.v1 import reward_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Episode, EpisodePlayer
@@ -20,8 +20,6 @@ _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
 SCORED = frozenset({"OK", "NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"})
 """Statuses of a response that was judged."""
-UNJUDGED = frozenset({"TIMEOUT", "OUT_OF_MEMORY"})
-"""Statuses of a response on which the verifier ran into a limit: score 0, told apart by the status and counted."""
 
 
 class Judge(Protocol):

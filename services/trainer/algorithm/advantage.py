@@ -22,22 +22,23 @@ def group_advantages(
     dr_grpo: A = r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training")
 
     Args:
-        rewards_N: Rewards.
+        rewards_N: Rewards. NaN: not judged; the advantage is 0 and the group's mean is that of the others.
         groups_N: Group of each sample, any integers in any order.
         kind: Which of the two.
 
     Raises:
-        ValueError: the shapes differ, or a reward is not finite.
+        ValueError: the shapes differ, or a reward is infinite.
     """
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     groups_N = np.asarray(groups_N)
     if rewards_N.ndim != 1 or rewards_N.shape != groups_N.shape:
         raise ValueError(f"rewards {rewards_N.shape} and groups {groups_N.shape} must be two vectors of one length")
-    if not np.isfinite(rewards_N).all():
-        raise ValueError(f"reward {rewards_N[~np.isfinite(rewards_N)][0]} is not finite")
+    if np.isinf(rewards_N).any():
+        raise ValueError("a reward is infinite")
+    is_judged_N = ~np.isnan(rewards_N)
     advantages_N = np.zeros_like(rewards_N)
-    for group in np.unique(groups_N):
-        members = groups_N == group
+    for group in np.unique(groups_N[is_judged_N]):
+        members = (groups_N == group) & is_judged_N
         rewards = rewards_N[members]
         if rewards.max() == rewards.min():
             continue

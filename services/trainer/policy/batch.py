@@ -53,6 +53,7 @@ class TrainGroup:
     oldest_version: int
     sequences: tuple[TrainSequence, ...]
     rewards: tuple[float, ...]
+    """NaN where the reward service could not judge: such a sample neither teaches nor counts in its group's mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class GroupReader:
             attempt=prompt.attempt,
             oldest_version=group.oldest_version,
             sequences=tuple(sequences),
-            rewards=tuple(sample.verdict.score for sample in group.samples),
+            rewards=tuple(s.verdict.score if s.verdict.is_judged else math.nan for s in group.samples),
         )
 
     def _patches(self, data: bytes, known: dict[bytes, ImagePatches]) -> ImagePatches:

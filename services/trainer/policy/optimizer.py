@@ -8,6 +8,7 @@ leaves the weights and AdamW's averages as they are. Everything here blocks: cal
 a thread.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -212,17 +213,23 @@ class PolicyOptimizer:
     def _describe(groups: Sequence[TrainGroup], rows: _Rows, version: int) -> dict[str, float]:
         staleness = np.array([version - group.oldest_version for group in groups])
         lengths = np.array([sequence.num_own_tokens for sequence in rows.sequences])
+        judged_G = rows.rewards_G[~np.isnan(rows.rewards_G)]
         return {
-            "reward_mean": float(rows.rewards_G.mean()),
-            "reward_std": float(rows.rewards_G.std()),
+            "reward_mean": float(judged_G.mean()) if len(judged_G) else 0.0,
+            "reward_std": float(judged_G.std()) if len(judged_G) else 0.0,
             "num_groups": float(len(groups)),
-            "num_groups_without_gradient": float(sum(len(set(group.rewards)) == 1 for group in groups)),
+            "num_groups_without_gradient": float(sum(_is_flat(group.rewards) for group in groups)),
             "num_samples": float(len(rows.sequences)),
             "sample_tokens_mean": float(lengths.mean()),
             "sample_tokens_max": float(lengths.max()),
             "staleness_mean": float(staleness.mean()),
             "staleness_max": float(staleness.max()),
         }
+
+
+def _is_flat(rewards: Sequence[float]) -> bool:
+    """Whether the judged samples of a group all got the same."""
+    return len({reward for reward in rewards if not math.isnan(reward)}) <= 1
 
 
 def warmup_factor(step: int, warmup_steps: int) -> float:

@@ -36,7 +36,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     if same:
         gap.semilogy(*zip(*same, strict=True), ".", color="black", label="largest, tokens of the current version")
     gap.set(xlabel="optimizer step", ylabel="|train - rollout logprob|")
-    gap.legend(loc="upper right")
+    gap.legend(loc="center right")
 
     for axis in (reward, staleness, gap):
         axis.grid(alpha=0.3)
