@@ -58,6 +58,14 @@ async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Ev
         working.cancel()
 
 
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancel until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that
+    comes at the moment of the answer."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.5)
+
+
 async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     stop = asyncio.Event()
     task = asyncio.ensure_future(main(stop))

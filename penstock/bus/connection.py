@@ -153,15 +153,19 @@ class Bus:
         return min(self._client.max_payload, _MAX_RECORD_BYTES) - len(message_id.encode()) - _OVERHEAD_BYTES
 
     async def purge(self, stream: Stream) -> int:
-        """Remove every message of the stream and return how many there were.
+        """Remove every message of the stream, waiting out a server that is away, and return how many there were.
 
         Raises:
-            SetupError: the server does not do it.
+            SetupError: the server has the stream no more.
         """
-        with setting_up(f"stream {stream.name}", self.config.url):
+
+        async def attempt() -> int:
             count = (await self._js.stream_info(stream.name)).state.messages
             await self._js.purge_stream(stream.name)
-        return int(count)
+            return int(count)
+
+        presence = self.presence(f"stream {stream.name}", lambda: self._js.stream_info(stream.name))
+        return await self._stored(f"purge of {stream.name}", attempt, presence)
 
     async def delete_run(self) -> None:
         """Remove the run's streams; for tests and for starting over."""

@@ -120,6 +120,13 @@ class Consumer:
             return []
         return [Delivery(message, self._bus) for message in messages]
 
+    async def has_delivered_all(self) -> bool:
+        """Whether everything that was stored so far has been fetched; False where the server does not answer."""
+        try:
+            return (await self._subscription.consumer_info()).num_pending == 0
+        except BUS_ERRORS:
+            return False
+
     async def _look(self) -> None:
         self._looked_at = time.monotonic()
         await self._presence.check()

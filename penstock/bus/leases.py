@@ -19,6 +19,7 @@ from nats.js.kv import KeyValue
 
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import SetupError
+from penstock.process import end_task
 
 log = structlog.get_logger()
 
@@ -58,7 +59,7 @@ async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl
     try:
         yield lease
     finally:
-        await _end(task)
+        await end_task(task)
         with suppress(*BUS_ERRORS):
             await bucket.delete(key)
 
@@ -196,12 +197,4 @@ async def watched(bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = No
             ) from None
         yield watch
     finally:
-        await _end(task)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that
-    comes at the moment of the answer."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=0.5)
+        await end_task(task)

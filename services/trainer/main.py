@@ -17,7 +17,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Consumer, open_consumer
 from penstock.bus.failures import setting_up
 from penstock.bus.replica_lease import read_replica
-from penstock.process import unless_stopped
+from penstock.process import end_task, unless_stopped
 from penstock.rpc.server import RpcServer, service_name
 from penstock.tokens import forbidden_token_ids
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
@@ -77,7 +77,7 @@ async def _run_with_helpers(run: TrainingRun, stop: asyncio.Event) -> None:
         helpers = [tasks.create_task(run.collector.run()), tasks.create_task(run.publisher.keep_current())]
         await run.run(stop)
         for helper in helpers:
-            helper.cancel()
+            await end_task(helper)
 
 
 async def _build(
@@ -145,6 +145,7 @@ async def _build(
         metrics=MetricsLog(folder, last_step=step),
         version=version,
         step=step,
+        saved_version=None if checkpoint is None else int(checkpoint.state["version"]),
     )
 
 

@@ -57,11 +57,13 @@ class TrainingRun:
     """The policy version published last; at first the one to publish the weights under."""
     step: int
     """Optimizer steps taken."""
+    saved_version: int | None
+    """The policy version in the newest checkpoint; None where there is none, in a run that has just begun."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, with a checkpoint at the end in both cases."""
         await self._publish(self.version)
-        if self.gate.outstanding:
+        if self.saved_version is not None:
             await self.collector.wait_until_caught_up()
             await self.feeder.readmit()
         await self._admit()
@@ -88,7 +90,7 @@ class TrainingRun:
             )
             if self.step % self.config.checkpoint_every == 0:
                 await self._checkpoint()
-        if self.progress.checkpoint_step != self.step:
+        if self.saved_version != self.version:
             await self._checkpoint()
         self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
 
@@ -153,7 +155,7 @@ class TrainingRun:
         )
         for first in range(0, len(unsettled), 64):
             await asyncio.gather(*(delivery.ack() for delivery in unsettled[first : first + 64]))
-        self.progress.checkpoint_step = self.step
+        self.progress.checkpoint_step, self.saved_version = self.step, self.version
         log.info(
             "checkpoint.saved",
             step=self.step,

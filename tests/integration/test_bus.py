@@ -375,7 +375,7 @@ async def test_what_cannot_be_set_up_is_one_line(tmp_path: Path, run_name: str) 
         os.kill(pid, signal.SIGSTOP)
         try:
             with unittest.mock.patch.object(bus.jetstream, "_timeout", 0.2):
-                for setting_up in (bus.ensure_streams(), bus.bucket("policy"), bus.purge(bus.prompts), workers(bus)):
+                for setting_up in (bus.ensure_streams(), bus.bucket("policy"), workers(bus)):
                     with pytest.raises(SetupError, match=rf"NATS at {url}: .* could not be set up \(nats: timeout\)"):
                         await setting_up
         finally:

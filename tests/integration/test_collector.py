@@ -34,7 +34,11 @@ def collector_of(bus: Bus, gate: Gate, model_path: Path) -> Callable[[], Awaitab
             forbidden_ids=frozenset(forbidden_token_ids(model_path)),
         )
         return Collector(
-            consumer=consumer, gate=gate, reader=GroupReader(tokens, None), run_id=RUN, max_failures_in_a_row=2
+            consumer=consumer,
+            gate=gate,
+            reader=GroupReader(tokens, None),
+            run_id=RUN,
+            max_failures_in_a_row=2,
         )
 
     return open_one
@@ -121,7 +125,7 @@ async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> N
         await publish(bus, group, copy="/and-again")
         while collector.num_duplicate < 2:
             await asyncio.sleep(0.05)
-    assert not collector.holds(0, 0)
+    assert len(collector.take_unsettled()) == 3, "none of them is kept"
 
 
 async def test_stale_group_is_rejected_and_another_attempt_trained(bus: Bus, tiny_model_path: Path) -> None:
@@ -232,3 +236,73 @@ async def test_undecodable_group_is_not_waited_for(bus: Bus, tiny_model_path: Pa
     assert finished.ready.index == 1
     assert gate.num_dropped == 1
     assert (await bus.jetstream.stream_info(bus.dead.name)).state.messages == 1
+
+
+async def test_stale_group_that_arrives_while_others_are_admitted(bus: Bus, tiny_model_path: Path) -> None:
+    """Publishing a prompt takes time, in which groups arrive: they are checked before the choice, not chosen from."""
+    gate = Gate(max_staleness=0, groups_per_step=2)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    await publish(bus, make_group(tiny_model_path, index=0, version=1))
+
+    async def admit() -> None:
+        await admit_all(gate, 5)()
+        if gate.num_rejected == 1:
+            await publish(bus, make_group(tiny_model_path, index=1, version=1))
+            while gate.outstanding[1].attempt == 0 and not collector.holds(1, 0):
+                await asyncio.sleep(0.02)
+
+    async with running(collector), asyncio.timeout(30):
+        waiting = asyncio.create_task(collector.next_batch(5, admit))
+        while gate.num_rejected < 2:
+            assert not waiting.done(), waiting.exception()
+            await asyncio.sleep(0.05)
+        for index in range(2):
+            await publish(bus, make_group(tiny_model_path, index=index, attempt=1, version=5))
+        assert [finished.ready.attempt for finished in await waiting] == [1, 1]
+
+
+async def test_early_stale_group_takes_the_place_of_a_failed_one(bus: Bus, tiny_model_path: Path) -> None:
+    """After a restart: a group that the gate had not reached yet is stale when it does; it is rejected, not chosen."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 5)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    failed = make_group(tiny_model_path, index=0, version=5).prompt
+    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    await publish(bus, Group(prompt=failed, samples=(), worker_id="w", error="the image is broken"))
+    async with running(collector), asyncio.timeout(30):
+        waiting = asyncio.create_task(collector.next_batch(5, admit_all(gate, 5)))
+        while gate.num_rejected < 1:
+            assert not waiting.done(), waiting.exception()
+            await asyncio.sleep(0.05)
+        await publish(bus, make_group(tiny_model_path, index=1, attempt=1, version=5))
+        (finished,) = await waiting
+    assert (finished.ready.index, finished.ready.attempt) == (1, 1)
+
+
+async def test_copy_that_arrives_during_training_is_a_duplicate(bus: Bus, tiny_model_path: Path) -> None:
+    """It is neither held for ever nor trained again, and its message is settled with the group's."""
+    gate = Gate(max_staleness=0, groups_per_step=1)
+    await admit_all(gate, 1)()
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    group = make_group(tiny_model_path, index=0, version=1)
+    await publish(bus, group)
+    async with running(collector), asyncio.timeout(20):
+        await collector.next_batch(1, admit_all(gate, 1))
+        await publish(bus, group, copy="/again")
+        while collector.num_duplicate < 1:
+            await asyncio.sleep(0.05)
+        gate.trained([0])
+        assert len(collector.take_unsettled()) == 2
+
+
+async def test_caught_up_means_that_everything_stored_is_here(bus: Bus, tiny_model_path: Path) -> None:
+    """What was on the bus before the start is held when the wait ends."""
+    gate = Gate(max_staleness=0, groups_per_step=3)
+    await admit_all(gate, 1)()
+    for index in range(3):
+        await publish(bus, make_group(tiny_model_path, index=index, version=1))
+    collector = await collector_of(bus, gate, tiny_model_path)()
+    async with running(collector), asyncio.timeout(20):
+        await collector.wait_until_caught_up()
+        assert all(collector.holds(index, 0) for index in range(3))

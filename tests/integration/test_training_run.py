@@ -43,6 +43,7 @@ async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bu
         metrics=None,  # type: ignore[arg-type]
         version=7,
         step=7,
+        saved_version=7,
     )
     with pytest.raises(PowerCutError):
         await run._publish(8)

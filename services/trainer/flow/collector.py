@@ -50,6 +50,7 @@ class Collector:
     """The policy's own tokens in groups rejected as stale: whether long answers are the ones that are lost."""
     _held: dict[int, Finished] = field(default_factory=dict)
     _failed: dict[int, int] = field(default_factory=dict)  # index -> attempt: could not be played, not yet dropped
+    _in_training: frozenset[int] = frozenset()
     _unsettled: list[tuple[int, Delivery]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,7 +68,7 @@ class Collector:
             for delivery in deliveries:
                 await self._receive(delivery)
             self._arrived.set()
-            if not deliveries:
+            if not deliveries and not self._caught_up.is_set() and await self.consumer.has_delivered_all():
                 self._caught_up.set()
 
     async def wait_until_caught_up(self) -> None:
@@ -76,25 +77,30 @@ class Collector:
 
     def holds(self, index: int, attempt: int) -> bool:
         """Whether this group, or a later attempt at it, is here already: it need not be played again."""
+        if index in self._in_training:
+            return True
         finished = self._held.get(index)
         return (finished is not None and finished.ready.attempt >= attempt) or self._failed.get(index, -1) >= attempt
 
     async def next_batch(self, version: int, admit: Callable[[], Awaitable[object]]) -> list[Finished]:
         """Wait for the groups of the batch that trains the published `version`, and take them, in order of index.
 
-        `admit` is called whenever groups may have been rejected or dropped: others are to be admitted in their place.
+        They must be trained before the next call. `admit` is called first, and again whenever groups were rejected or
+        dropped: others are to be admitted in their place.
         """
         waited_s = 0.0
         while True:
-            self._reject_stale(version)
-            self._drop_failed()
             await admit()
+            # No await from here to the choice: what arrives meanwhile could be stale.
+            if self._reject_stale(version) + self._drop_failed():
+                continue
             outstanding = self.gate.outstanding
             finished = {
                 index: group.ready.oldest_version for index, group in self._held.items() if index in outstanding
             }
             selection = self.gate.select(finished, version)
             if selection.indices:
+                self._in_training = frozenset(selection.indices)
                 return [self._held.pop(index) for index in selection.indices]
             self._arrived.clear()
             try:
@@ -164,19 +170,25 @@ class Collector:
                 f"{reason}"
             )
 
-    def _drop_failed(self) -> None:
-        for index in [index for index in self._failed if index in self.gate.outstanding]:
+    def _drop_failed(self) -> int:
+        dropped = [index for index in self._failed if index in self.gate.outstanding]
+        for index in dropped:
             del self._failed[index]
             self.gate.dropped(index)
+        return len(dropped)
 
-    def _reject_stale(self, version: int) -> None:
-        for index in [index for index in self._held if index in self.gate.outstanding]:
-            finished = self._held[index]
+    def _reject_stale(self, version: int) -> int:
+        stale = [index for index in self._held if index in self.gate.outstanding and self._is_stale(index, version)]
+        for index in stale:
+            finished = self._held.pop(index)
+            self.gate.rejected(index, finished.ready.attempt)
+            num_tokens = sum(sequence.num_own_tokens for sequence in finished.ready.sequences)
+            self.num_rejected_tokens += num_tokens
             staleness = version - finished.ready.oldest_version
-            is_of_lost_weights = finished.played.newest_version > version
-            if staleness > self.gate.max_staleness or is_of_lost_weights:
-                del self._held[index]
-                self.gate.rejected(index, finished.ready.attempt)
-                num_tokens = sum(sequence.num_own_tokens for sequence in finished.ready.sequences)
-                self.num_rejected_tokens += num_tokens
-                log.warning("group.rejected_stale", index=index, staleness=staleness, num_tokens=num_tokens)
+            log.warning("group.rejected_stale", index=index, staleness=staleness, num_tokens=num_tokens)
+        return len(stale)
+
+    def _is_stale(self, index: int, version: int) -> bool:
+        """Older than the bound, or of weights that were never published: nobody has those any more."""
+        group = self._held[index].played
+        return version - group.oldest_version > self.gate.max_staleness or group.newest_version > version
