@@ -176,7 +176,8 @@ def _tell_result(recipe: Recipe, folder: RunFolder, metrics: MetricsFollower, *,
     for label, path in (("curves", folder.path / "curves.png"), ("samples", folder.path / "samples")):
         if path.exists():
             lines.append(f"{label:<7} {path}")
-    if interrupted:
+    is_unfinished = any(row["step"] < row["num_steps"] for row in metrics.rows[-1:])
+    if interrupted or is_unfinished:
         lines.append(f"stopped; `penstock train --resume {folder.path}` continues the run")
     sys.stdout.write("\n".join(["", *lines, ""]))
     sys.stdout.flush()
