@@ -110,7 +110,7 @@ async def test_a_watch_of_an_empty_bucket_opens_at_once(bus: Bus) -> None:
     started = time.monotonic()
     async with watched(await bus.bucket("replicas", ttl_s=TTL_S), ttl_s=TTL_S) as watch:
         assert watch.values == {}
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 2.0
 
 
 async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
@@ -179,7 +179,7 @@ async def test_a_lease_given_back_can_be_claimed_at_once(bus: Bus) -> None:
         await claim(bucket, "trainer", name, ttl_s=30.0, what="a trainer")
         async with held(bucket, "trainer", lambda value=name: value, ttl_s=30.0):
             pass
-        assert time.monotonic() - started < 8.0
+        assert time.monotonic() - started < 2.0
 
 
 async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:

@@ -21,7 +21,7 @@ from tests.simulated_replica import SHAPES, Fault, SimulatedReplica, simulated_r
 
 DEADLINE_S = 2.0
 """Of the stage at which a test makes a replica hang."""
-QUICK_S = 8.0
+QUICK_S = 3.0
 """A push that waits for no deadline: far less than any of them."""
 CONFIG = PushConfig(
     bucket_bytes=8192,
@@ -256,7 +256,7 @@ async def test_a_late_joiner_is_brought_to_the_published_version(bus: Bus) -> No
     async with publishing(bus) as publisher, kept_current(publisher):
         started = time.monotonic()
         report = await publisher.publish(snapshot(7))
-        assert time.monotonic() - started < QUICK_S
+        assert time.monotonic() - started < 0.5
         assert (report.num_replicas, report.num_failed, report.pause_s) == (0, 0, 0.0)
         async with replicas_of(bus, 1) as (first,):
             await until_serving(first, 7)
@@ -363,7 +363,7 @@ async def test_a_push_that_is_cancelled_ends_at_once(bus: Bus, point: str) -> No
             with pytest.raises(asyncio.CancelledError):
                 await task
             await publisher.close()
-            assert time.monotonic() - started < QUICK_S
+            assert time.monotonic() - started < 1.5
         async with publishing(bus) as publisher:
             assert (await publisher.publish(snapshot(2))).num_replicas == 2
             for replica in (first, second):

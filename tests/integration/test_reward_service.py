@@ -24,7 +24,7 @@ from services.reward.server import running
 _SHARED = Path(__file__).parents[3] / "shared"
 _OK = reward_pb2.VERDICT_STATUS_OK
 _TIMEOUT = reward_pb2.VERDICT_STATUS_TIMEOUT
-_GRACE_S = 5.0
+_GRACE_S = 0.5
 """Slack for two busy cores."""
 
 # No exact tier decides these; the first takes a worker milliseconds, the second for ever.
@@ -98,15 +98,15 @@ async def test_hostile_items_end_at_their_deadline_while_others_go_on(service: t
     """A worker that hangs is killed; the next one is at work while it hangs."""
     client, _ = service
     started = time.monotonic()
-    hanging = asyncio.create_task(client.verify_batch([_item(*_HANGS, deadline_s=3.0)], timeout_s=10))
+    hanging = asyncio.create_task(client.verify_batch([_item(*_HANGS, deadline_s=0.8)], timeout_s=10))
     await asyncio.sleep(0.05)
     easy = await client.verify_batch([_item(*_EASY)] * 20, timeout_s=10)
     assert [verdict.score for verdict in easy] == [1] * 20
     assert not hanging.done()
     (verdict,) = await hanging
     assert (verdict.status, verdict.score) == (_TIMEOUT, 0)
-    assert time.monotonic() - started < 3.0 + _GRACE_S
-    assert 3.0 <= verdict.elapsed_s < 3.0 + _GRACE_S
+    assert time.monotonic() - started < 0.8 + _GRACE_S
+    assert 0.8 <= verdict.elapsed_s < 0.8 + _GRACE_S
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ async def test_cancelling_a_call_stops_its_items() -> None:
         started = time.monotonic()
         (verdict,) = await client.verify_batch([_item(*_EASY)], timeout_s=10)
         assert verdict.score == 1
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 2
         assert not _is_alive(before)
 
 
@@ -233,7 +233,7 @@ async def test_what_outlasts_the_grace_period_is_stopped() -> None:
         pending = asyncio.create_task(client.verify_batch([_item(*_HANGS)], timeout_s=60))
         await asyncio.sleep(0.3)
         started = time.monotonic()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 3
     with pytest.raises(UnavailableError, match="reward at"):
         await pending
     await client.close()

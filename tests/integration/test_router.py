@@ -167,7 +167,7 @@ async def test_waits_for_a_replica_and_then_uses_it(bus: Bus) -> None:
         pending = asyncio.ensure_future(caller.generate())
         await asyncio.sleep(0.5)
         async with SimulatedEngine(bus, replica_id="late").running():
-            assert (await asyncio.wait_for(pending, 10.0)).replica_id == "late"
+            assert (await asyncio.wait_for(pending, 2.0)).replica_id == "late"
 
 
 async def test_without_a_replica_a_call_fails_and_says_why(bus: Bus) -> None:
@@ -175,7 +175,7 @@ async def test_without_a_replica_a_call_fails_and_says_why(bus: Bus) -> None:
     async with router(bus, wait_for_replica_s=0.5) as caller:
         started = time.monotonic()
         error = await failure(caller.generate())
-        assert 0.4 <= time.monotonic() - started < 10.0
+        assert 0.4 <= time.monotonic() - started < 2.0
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "no replica is registered; start one with `penstock serve rollout`" in (error.details() or "")
 
@@ -227,7 +227,7 @@ async def test_a_full_replica_is_passed_over(bus: Bus) -> None:
         await asyncio.sleep(0.6)
         assert not pending.done()
         engines[0].error = None
-        assert (await asyncio.wait_for(pending, 10.0)).replica_id == "r0"
+        assert (await asyncio.wait_for(pending, 2.0)).replica_id == "r0"
 
 
 async def test_when_all_stay_full_the_caller_is_told(bus: Bus) -> None:

@@ -134,7 +134,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
         started = time.monotonic()
         with pytest.raises(errors.UnavailableError, match="the router"):
             await call(list_replicas(channel), peer="the router")
-        assert time.monotonic() - started < 10.0
+        assert time.monotonic() - started < 3.0
 
 
 async def test_a_client_finds_a_server_that_came_back() -> None:
@@ -249,6 +249,6 @@ async def test_draining_cancels_what_outlives_the_grace() -> None:
         await asyncio.wait_for(begun.wait(), 5.0)
         started = time.monotonic()
         await server.drain(0.3)
-        assert 0.2 < time.monotonic() - started < 10.0
+        assert 0.2 < time.monotonic() - started < 2.0
         with pytest.raises(errors.UnavailableError):
             await running
