@@ -98,15 +98,15 @@ async def test_hostile_items_end_at_their_deadline_while_others_go_on(service: t
     """A worker that hangs is killed; the next one is at work while it hangs."""
     client, _ = service
     started = time.monotonic()
-    hanging = asyncio.create_task(client.verify_batch([_item(*_HANGS, deadline_s=0.8)], timeout_s=10))
+    hanging = asyncio.create_task(client.verify_batch([_item(*_HANGS, deadline_s=3.0)], timeout_s=10))
     await asyncio.sleep(0.05)
     easy = await client.verify_batch([_item(*_EASY)] * 20, timeout_s=10)
     assert [verdict.score for verdict in easy] == [1] * 20
     assert not hanging.done()
     (verdict,) = await hanging
     assert (verdict.status, verdict.score) == (_TIMEOUT, 0)
-    assert time.monotonic() - started < 0.8 + _GRACE_S
-    assert 0.8 <= verdict.elapsed_s < 0.8 + _GRACE_S
+    assert time.monotonic() - started < 3.0 + _GRACE_S
+    assert 3.0 <= verdict.elapsed_s < 3.0 + _GRACE_S
 
 
 @pytest.mark.parametrize(
