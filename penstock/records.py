@@ -85,7 +85,7 @@ class VersionSpan(Record, frozen=True, array_like=True):
             raise ValueError(f"a version span needs num_tokens >= 1 and policy_version >= 0, not {self}")
 
 
-UNJUDGED = frozenset({"TIMEOUT", "OUT_OF_MEMORY"})
+UNJUDGED = frozenset({"TIMEOUT", "OUT_OF_MEMORY", "FAILED"})
 """Statuses of a response on which the verifier ran into a limit: whether it is right is not known."""
 
 

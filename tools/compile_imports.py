@@ -10,7 +10,7 @@ import sys
 
 MODULES = (
     "services.reward.server",
-    "services.reward.symbolic",
+    "services.reward.grading.comparison",
     "services.router.server",
     "services.trainer.main",
     "services.rollout.worker.main",

@@ -24,35 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/reward.proto\x12\x0bpenstock.v1\"c\n\nVerifyItem\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\r\n\x05golds\x18\x02 \x03(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x0f\n\x07profile\x18\x04 \x01(\t\x12\x12\n\ndeadline_s\x18\x05 \x01(\x02\"\xa7\x01\n\x07Verdict\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12*\n\x06status\x18\x03 \x01(\x0e\x32\x1a.penstock.v1.VerdictStatus\x12\x11\n\textracted\x18\x04 \x01(\t\x12*\n\x06method\x18\x05 \x01(\x0e\x32\x1a.penstock.v1.VerdictMethod\x12\x11\n\telapsed_s\x18\x06 \x01(\x02\"6\n\rVerifyRequest\x12%\n\x04item\x18\x01 \x01(\x0b\x32\x17.penstock.v1.VerifyItem\"7\n\x0eVerifyResponse\x12%\n\x07verdict\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Verdict\"<\n\x12VerifyBatchRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.penstock.v1.VerifyItem\"=\n\x13VerifyBatchResponse\x12&\n\x08verdicts\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Verdict\"\x15\n\x13ListProfilesRequest\",\n\x07Profile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\">\n\x14ListProfilesResponse\x12&\n\x08profiles\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Profile*\x81\x02\n\rVerdictStatus\x12\x1e\n\x1aVERDICT_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11VERDICT_STATUS_OK\x10\x01\x12\x1c\n\x18VERDICT_STATUS_NO_ANSWER\x10\x02\x12\x1f\n\x1bVERDICT_STATUS_GOLD_INVALID\x10\x03\x12\x1e\n\x1aVERDICT_STATUS_UNPARSEABLE\x10\x04\x12\x1a\n\x16VERDICT_STATUS_TIMEOUT\x10\x05\x12 \n\x1cVERDICT_STATUS_OUT_OF_MEMORY\x10\x06\x12\x1c\n\x18VERDICT_STATUS_TOO_LARGE\x10\x07*\x84\x01\n\rVerdictMethod\x12\x1e\n\x1aVERDICT_METHOD_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_METHOD_EXACT\x10\x01\x12\x1c\n\x18VERDICT_METHOD_STRUCTURE\x10\x02\x12\x1b\n\x17VERDICT_METHOD_SYMBOLIC\x10\x03\x32\xf9\x01\n\rRewardService\x12\x41\n\x06Verify\x12\x1a.penstock.v1.VerifyRequest\x1a\x1b.penstock.v1.VerifyResponse\x12P\n\x0bVerifyBatch\x12\x1f.penstock.v1.VerifyBatchRequest\x1a .penstock.v1.VerifyBatchResponse\x12S\n\x0cListProfiles\x12 .penstock.v1.ListProfilesRequest\x1a!.penstock.v1.ListProfilesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/reward.proto\x12\x0bpenstock.v1\"s\n\nVerifyItem\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\r\n\x05golds\x18\x02 \x03(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x0f\n\x07profile\x18\x04 \x01(\t\x12\x12\n\ndeadline_s\x18\x05 \x01(\x02\x12\x0e\n\x06prompt\x18\x06 \x01(\t\"\xa7\x01\n\x07Verdict\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12*\n\x06status\x18\x03 \x01(\x0e\x32\x1a.penstock.v1.VerdictStatus\x12\x11\n\textracted\x18\x04 \x01(\t\x12*\n\x06method\x18\x05 \x01(\x0e\x32\x1a.penstock.v1.VerdictMethod\x12\x11\n\telapsed_s\x18\x06 \x01(\x02\"6\n\rVerifyRequest\x12%\n\x04item\x18\x01 \x01(\x0b\x32\x17.penstock.v1.VerifyItem\"7\n\x0eVerifyResponse\x12%\n\x07verdict\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Verdict\"<\n\x12VerifyBatchRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.penstock.v1.VerifyItem\"=\n\x13VerifyBatchResponse\x12&\n\x08verdicts\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Verdict\"<\n\x13VerifyStreamRequest\x12%\n\x04item\x18\x01 \x01(\x0b\x32\x17.penstock.v1.VerifyItem\"u\n\x14VerifyStreamResponse\x12\'\n\x07verdict\x18\x01 \x01(\x0b\x32\x14.penstock.v1.VerdictH\x00\x12)\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.penstock.v1.VerifyErrorH\x00\x42\t\n\x07outcome\"/\n\x0bVerifyError\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x15\n\x13ListProfilesRequest\",\n\x07Profile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\">\n\x14ListProfilesResponse\x12&\n\x08profiles\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Profile*\x9c\x02\n\rVerdictStatus\x12\x1e\n\x1aVERDICT_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11VERDICT_STATUS_OK\x10\x01\x12\x1c\n\x18VERDICT_STATUS_NO_ANSWER\x10\x02\x12\x1f\n\x1bVERDICT_STATUS_GOLD_INVALID\x10\x03\x12\x1e\n\x1aVERDICT_STATUS_UNPARSEABLE\x10\x04\x12\x1a\n\x16VERDICT_STATUS_TIMEOUT\x10\x05\x12 \n\x1cVERDICT_STATUS_OUT_OF_MEMORY\x10\x06\x12\x1c\n\x18VERDICT_STATUS_TOO_LARGE\x10\x07\x12\x19\n\x15VERDICT_STATUS_FAILED\x10\x08*\xa1\x01\n\rVerdictMethod\x12\x1e\n\x1aVERDICT_METHOD_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_METHOD_EXACT\x10\x01\x12\x1c\n\x18VERDICT_METHOD_STRUCTURE\x10\x02\x12\x1b\n\x17VERDICT_METHOD_SYMBOLIC\x10\x03\x12\x1b\n\x17VERDICT_METHOD_VERIFIER\x10\x04\x32\xd2\x02\n\rRewardService\x12\x41\n\x06Verify\x12\x1a.penstock.v1.VerifyRequest\x1a\x1b.penstock.v1.VerifyResponse\x12P\n\x0bVerifyBatch\x12\x1f.penstock.v1.VerifyBatchRequest\x1a .penstock.v1.VerifyBatchResponse\x12W\n\x0cVerifyStream\x12 .penstock.v1.VerifyStreamRequest\x1a!.penstock.v1.VerifyStreamResponse(\x01\x30\x01\x12S\n\x0cListProfiles\x12 .penstock.v1.ListProfilesRequest\x1a!.penstock.v1.ListProfilesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICTSTATUS']._serialized_start=684
-  _globals['_VERDICTSTATUS']._serialized_end=941
-  _globals['_VERDICTMETHOD']._serialized_start=944
-  _globals['_VERDICTMETHOD']._serialized_end=1076
+  _globals['_VERDICTSTATUS']._serialized_start=930
+  _globals['_VERDICTSTATUS']._serialized_end=1214
+  _globals['_VERDICTMETHOD']._serialized_start=1217
+  _globals['_VERDICTMETHOD']._serialized_end=1378
   _globals['_VERIFYITEM']._serialized_start=41
-  _globals['_VERIFYITEM']._serialized_end=140
-  _globals['_VERDICT']._serialized_start=143
-  _globals['_VERDICT']._serialized_end=310
-  _globals['_VERIFYREQUEST']._serialized_start=312
-  _globals['_VERIFYREQUEST']._serialized_end=366
-  _globals['_VERIFYRESPONSE']._serialized_start=368
-  _globals['_VERIFYRESPONSE']._serialized_end=423
-  _globals['_VERIFYBATCHREQUEST']._serialized_start=425
-  _globals['_VERIFYBATCHREQUEST']._serialized_end=485
-  _globals['_VERIFYBATCHRESPONSE']._serialized_start=487
-  _globals['_VERIFYBATCHRESPONSE']._serialized_end=548
-  _globals['_LISTPROFILESREQUEST']._serialized_start=550
-  _globals['_LISTPROFILESREQUEST']._serialized_end=571
-  _globals['_PROFILE']._serialized_start=573
-  _globals['_PROFILE']._serialized_end=617
-  _globals['_LISTPROFILESRESPONSE']._serialized_start=619
-  _globals['_LISTPROFILESRESPONSE']._serialized_end=681
-  _globals['_REWARDSERVICE']._serialized_start=1079
-  _globals['_REWARDSERVICE']._serialized_end=1328
+  _globals['_VERIFYITEM']._serialized_end=156
+  _globals['_VERDICT']._serialized_start=159
+  _globals['_VERDICT']._serialized_end=326
+  _globals['_VERIFYREQUEST']._serialized_start=328
+  _globals['_VERIFYREQUEST']._serialized_end=382
+  _globals['_VERIFYRESPONSE']._serialized_start=384
+  _globals['_VERIFYRESPONSE']._serialized_end=439
+  _globals['_VERIFYBATCHREQUEST']._serialized_start=441
+  _globals['_VERIFYBATCHREQUEST']._serialized_end=501
+  _globals['_VERIFYBATCHRESPONSE']._serialized_start=503
+  _globals['_VERIFYBATCHRESPONSE']._serialized_end=564
+  _globals['_VERIFYSTREAMREQUEST']._serialized_start=566
+  _globals['_VERIFYSTREAMREQUEST']._serialized_end=626
+  _globals['_VERIFYSTREAMRESPONSE']._serialized_start=628
+  _globals['_VERIFYSTREAMRESPONSE']._serialized_end=745
+  _globals['_VERIFYERROR']._serialized_start=747
+  _globals['_VERIFYERROR']._serialized_end=794
+  _globals['_LISTPROFILESREQUEST']._serialized_start=796
+  _globals['_LISTPROFILESREQUEST']._serialized_end=817
+  _globals['_PROFILE']._serialized_start=819
+  _globals['_PROFILE']._serialized_end=863
+  _globals['_LISTPROFILESRESPONSE']._serialized_start=865
+  _globals['_LISTPROFILESRESPONSE']._serialized_end=927
+  _globals['_REWARDSERVICE']._serialized_start=1381
+  _globals['_REWARDSERVICE']._serialized_end=1719
 # @@protoc_insertion_point(module_scope)

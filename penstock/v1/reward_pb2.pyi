@@ -41,6 +41,8 @@ class _VerdictStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict
     """The memory limit was hit; the worker process was replaced."""
     VERDICT_STATUS_TOO_LARGE: _VerdictStatus.ValueType  # 7
     """The answer is longer than the limit; score 0."""
+    VERDICT_STATUS_FAILED: _VerdictStatus.ValueType  # 8
+    """What had to decide failed: a custom verifier raised, or a remote service did not answer."""
 
 class VerdictStatus(_VerdictStatus, metaclass=_VerdictStatusEnumTypeWrapper):
     """How a verdict was reached."""
@@ -61,6 +63,8 @@ VERDICT_STATUS_OUT_OF_MEMORY: VerdictStatus.ValueType  # 6
 """The memory limit was hit; the worker process was replaced."""
 VERDICT_STATUS_TOO_LARGE: VerdictStatus.ValueType  # 7
 """The answer is longer than the limit; score 0."""
+VERDICT_STATUS_FAILED: VerdictStatus.ValueType  # 8
+"""What had to decide failed: a custom verifier raised, or a remote service did not answer."""
 Global___VerdictStatus: _TypeAlias = VerdictStatus  # noqa: Y015
 
 class _VerdictMethod:
@@ -77,6 +81,8 @@ class _VerdictMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict
     """Structure: tuples, sets, intervals, choices."""
     VERDICT_METHOD_SYMBOLIC: _VerdictMethod.ValueType  # 3
     """Symbolic comparison by math-verify."""
+    VERDICT_METHOD_VERIFIER: _VerdictMethod.ValueType  # 4
+    """A custom verifier or a remote service."""
 
 class VerdictMethod(_VerdictMethod, metaclass=_VerdictMethodEnumTypeWrapper):
     """What decided."""
@@ -89,6 +95,8 @@ VERDICT_METHOD_STRUCTURE: VerdictMethod.ValueType  # 2
 """Structure: tuples, sets, intervals, choices."""
 VERDICT_METHOD_SYMBOLIC: VerdictMethod.ValueType  # 3
 """Symbolic comparison by math-verify."""
+VERDICT_METHOD_VERIFIER: VerdictMethod.ValueType  # 4
+"""A custom verifier or a remote service."""
 Global___VerdictMethod: _TypeAlias = VerdictMethod  # noqa: Y015
 
 @_typing.final
@@ -102,14 +110,17 @@ class VerifyItem(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
     """The caller's name for it, given back in the verdict."""
     response: _builtins.str
     """The model's own text."""
     profile: _builtins.str
-    """Profile by name: "math", "geo3k"."""
+    """Profile by name, such as "math" or "geo3k"; ListProfiles has them all."""
     deadline_s: _builtins.float
     """Wall-clock limit in seconds; 0 takes the server's."""
+    prompt: _builtins.str
+    """What was asked. Only custom verifiers and the profile "remote" look at it."""
     @_builtins.property
     def golds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Gold answers; one match suffices. At least one."""
@@ -122,10 +133,11 @@ class VerifyItem(_message.Message):
         response: _builtins.str = ...,
         profile: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
+        prompt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "golds", b"golds", "item_id", b"item_id", "profile", b"profile", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "golds", b"golds", "item_id", b"item_id", "profile", b"profile", "prompt", b"prompt", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,6 +280,88 @@ class VerifyBatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyBatchResponse: _TypeAlias = VerifyBatchResponse  # noqa: Y015
+
+@_typing.final
+class VerifyStreamRequest(_message.Message):
+    """One item of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITEM_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def item(self) -> Global___VerifyItem:
+        """The response to judge; its item_id is how the verdict is told from others."""
+
+    def __init__(
+        self,
+        *,
+        item: Global___VerifyItem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyStreamRequest: _TypeAlias = VerifyStreamRequest  # noqa: Y015
+
+@_typing.final
+class VerifyStreamResponse(_message.Message):
+    """One answer of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verdict(self) -> Global___Verdict:
+        """The judgement."""
+
+    @_builtins.property
+    def error(self) -> Global___VerifyError:
+        """Why there is none."""
+
+    def __init__(
+        self,
+        *,
+        verdict: Global___Verdict | None = ...,
+        error: Global___VerifyError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["verdict", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___VerifyStreamResponse: _TypeAlias = VerifyStreamResponse  # noqa: Y015
+
+@_typing.final
+class VerifyError(_message.Message):
+    """An item that could not be taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITEM_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    item_id: _builtins.str
+    """The item's name."""
+    message: _builtins.str
+    """What is wrong, and what to do."""
+    def __init__(
+        self,
+        *,
+        item_id: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["item_id", b"item_id", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyError: _TypeAlias = VerifyError  # noqa: Y015
 
 @_typing.final
 class ListProfilesRequest(_message.Message):

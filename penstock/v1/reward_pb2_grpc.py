@@ -46,6 +46,11 @@ class RewardServiceStub:
                 request_serializer=penstock_dot_v1_dot_reward__pb2.VerifyBatchRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_reward__pb2.VerifyBatchResponse.FromString,
                 _registered_method=True)
+        self.VerifyStream = channel.stream_stream(
+                '/penstock.v1.RewardService/VerifyStream',
+                request_serializer=penstock_dot_v1_dot_reward__pb2.VerifyStreamRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_reward__pb2.VerifyStreamResponse.FromString,
+                _registered_method=True)
         self.ListProfiles = channel.unary_unary(
                 '/penstock.v1.RewardService/ListProfiles',
                 request_serializer=penstock_dot_v1_dot_reward__pb2.ListProfilesRequest.SerializeToString,
@@ -72,6 +77,15 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyStream(self, request_iterator, context):
+        """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+        An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
+        service reads no further items.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListProfiles(self, request, context):
         """ListProfiles tells which profiles there are.
         """
@@ -91,6 +105,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.VerifyBatch,
                     request_deserializer=penstock_dot_v1_dot_reward__pb2.VerifyBatchRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_reward__pb2.VerifyBatchResponse.SerializeToString,
+            ),
+            'VerifyStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.VerifyStream,
+                    request_deserializer=penstock_dot_v1_dot_reward__pb2.VerifyStreamRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_reward__pb2.VerifyStreamResponse.SerializeToString,
             ),
             'ListProfiles': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProfiles,
@@ -154,6 +173,33 @@ class RewardService:
             '/penstock.v1.RewardService/VerifyBatch',
             penstock_dot_v1_dot_reward__pb2.VerifyBatchRequest.SerializeToString,
             penstock_dot_v1_dot_reward__pb2.VerifyBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.RewardService/VerifyStream',
+            penstock_dot_v1_dot_reward__pb2.VerifyStreamRequest.SerializeToString,
+            penstock_dot_v1_dot_reward__pb2.VerifyStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class RewardServiceStub:
     """Verify judges one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
     VerifyBatch: _grpc.UnaryUnaryMultiCallable[_reward_pb2.VerifyBatchRequest, _reward_pb2.VerifyBatchResponse]
     """VerifyBatch judges many; verdicts come in the order of the items."""
+    VerifyStream: _grpc.StreamStreamMultiCallable[_reward_pb2.VerifyStreamRequest, _reward_pb2.VerifyStreamResponse]
+    """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+    An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
+    service reads no further items.
+    """
     ListProfiles: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListProfilesRequest, _reward_pb2.ListProfilesResponse]
     """ListProfiles tells which profiles there are."""
 
@@ -53,6 +58,11 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """Verify judges one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
     VerifyBatch: _aio.UnaryUnaryMultiCallable[_reward_pb2.VerifyBatchRequest, _reward_pb2.VerifyBatchResponse]  # type: ignore[assignment]
     """VerifyBatch judges many; verdicts come in the order of the items."""
+    VerifyStream: _aio.StreamStreamMultiCallable[_reward_pb2.VerifyStreamRequest, _reward_pb2.VerifyStreamResponse]  # type: ignore[assignment]
+    """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+    An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
+    service reads no further items.
+    """
     ListProfiles: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListProfilesRequest, _reward_pb2.ListProfilesResponse]  # type: ignore[assignment]
     """ListProfiles tells which profiles there are."""
 
@@ -76,6 +86,17 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.VerifyBatchResponse, _abc.Awaitable[_reward_pb2.VerifyBatchResponse]]:
         """VerifyBatch judges many; verdicts come in the order of the items."""
+
+    @_abc_1.abstractmethod
+    def VerifyStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_reward_pb2.VerifyStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_reward_pb2.VerifyStreamResponse], _abc.AsyncIterator[_reward_pb2.VerifyStreamResponse]]:
+        """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+        An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
+        service reads no further items.
+        """
 
     @_abc_1.abstractmethod
     def ListProfiles(

@@ -7,6 +7,15 @@ import pydantic
 from penstock.config import Config
 
 
+class ProfileConfig(Config):
+    """The scale of one profile."""
+
+    reward_max: float = pydantic.Field(default=1.0, allow_inf_nan=False)
+    """Score of a right answer."""
+    reward_min: float = pydantic.Field(default=0.0, allow_inf_nan=False)
+    """Score of a wrong one, and of what could not be judged."""
+
+
 class RewardConfig(Config):
     """How the reward service listens, judges and limits."""
 
@@ -32,5 +41,7 @@ class RewardConfig(Config):
     """An answer that is longer is judged TOO_LARGE, a gold answer GOLD_INVALID."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
     """Profile geo3k: largest |answer - gold| that is right for golds with a decimal point; 0 is strict."""
+    profiles: dict[str, ProfileConfig] = pydantic.Field(default_factory=dict)
+    """Scales of the profiles, by profile: [reward.profiles.math] reward_min = -1."""
     grace_s: float = pydantic.Field(default=5.0, ge=0)
     """When stopping, how long calls in progress may still take."""

@@ -14,6 +14,7 @@ class Status(enum.StrEnum):
     TIMEOUT = "TIMEOUT"
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     TOO_LARGE = "TOO_LARGE"
+    FAILED = "FAILED"
 
 
 class Method(enum.StrEnum):
@@ -23,6 +24,7 @@ class Method(enum.StrEnum):
     EXACT = "EXACT"
     STRUCTURE = "STRUCTURE"
     SYMBOLIC = "SYMBOLIC"
+    VERIFIER = "VERIFIER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class Judgement:
     """The judgement of one response."""
 
     status: Status
-    correct: bool = False
+    credit: float = 0.0
+    """How right the answer is: 1 right, 0 wrong, between them where a profile gives part of it."""
     extracted: str = ""
     """The answer as the response has it."""
     method: Method = Method.UNSPECIFIED

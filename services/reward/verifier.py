@@ -8,24 +8,14 @@ from dataclasses import dataclass
 
 from penstock.errors import InvalidRequestError
 from services.reward.config import RewardConfig
-from services.reward.judging import Undecided, judge
-from services.reward.pool import WorkerPool
-from services.reward.profiles import Profile, find_profile, make_profiles
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.isolation.pool import WorkerPool
+from services.reward.item import Item
+from services.reward.profiles.profile import Profile, Undecided
+from services.reward.profiles.registry import find_profile, make_profiles
+from services.reward.verdict import Judgement
 
 _TURN_S = 0.005
 """So long may the cheap decisions of a batch hold the event loop at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """One response to judge."""
-
-    golds: Sequence[str]
-    response: str
-    profile: str
-    deadline_s: float = 0.0
-    """0 takes the service's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +54,30 @@ class Verifier:
             async with asyncio.TaskGroup() as group:
                 for item, profile, deadline_s in plans:
                     started = time.monotonic()
-                    decision = judge(profile, item.golds, item.response)
+                    decision = profile.decide(item)
                     now = time.monotonic()
                     if isinstance(decision, Undecided):
-                        verdicts.append(group.create_task(self._ask(decision, profile, deadline_s, now - started)))
+                        verdicts.append(
+                            group.create_task(self._ask(item, profile, decision, deadline_s, now - started))
+                        )
                     else:
-                        verdicts.append(_score(decision, profile, now - started))
+                        verdicts.append(_score(item, profile, decision, now - started))
                     if now > turn_ends:
                         await asyncio.sleep(0)
                         turn_ends = time.monotonic() + _TURN_S
         return [verdict.result() if isinstance(verdict, asyncio.Task) else verdict for verdict in verdicts]
 
-    async def _ask(self, question: Undecided, profile: Profile, deadline_s: float, spent_s: float) -> Scored:
+    async def _ask(
+        self, item: Item, profile: Profile, question: Undecided, deadline_s: float, spent_s: float
+    ) -> Scored:
         reply, elapsed_s = await self._pool.run(question.task, deadline_s)
-        method = Method.SYMBOLIC if reply.status is Status.OK else Method.UNSPECIFIED
-        judgement = Judgement(status=reply.status, correct=reply.correct, extracted=question.extracted, method=method)
-        return _score(judgement, profile, spent_s + elapsed_s)
+        judgement = Judgement(
+            status=reply.status,
+            credit=reply.credit,
+            extracted=reply.extracted or question.extracted,
+            method=reply.method,
+        )
+        return _score(item, profile, judgement, spent_s + elapsed_s)
 
     def _deadline_s(self, item: Item) -> float:
         if item.deadline_s == 0:
@@ -89,6 +87,5 @@ class Verifier:
         return min(item.deadline_s, self._config.max_deadline_s)
 
 
-def _score(judgement: Judgement, profile: Profile, elapsed_s: float) -> Scored:
-    score = profile.reward_max if judgement.correct else profile.reward_min
-    return Scored(judgement=judgement, score=score, elapsed_s=elapsed_s)
+def _score(item: Item, profile: Profile, judgement: Judgement, elapsed_s: float) -> Scored:
+    return Scored(judgement=judgement, score=profile.scoring.score(judgement, item.response), elapsed_s=elapsed_s)

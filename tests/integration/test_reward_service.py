@@ -18,7 +18,7 @@ from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError,
 from penstock.rpc.channel import connect
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
-from services.reward.pool import WorkerPool
+from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
 
 _SHARED = Path(__file__).parents[3] / "shared"
@@ -246,7 +246,8 @@ from penstock import log
 from penstock.config import LogConfig
 from services.reward.config import RewardConfig
 from services.reward.server import running
-from services.reward.verifier import Item, Verifier
+from services.reward.item import Item
+from services.reward.verifier import Verifier
 
 async def main():
     log.configure(LogConfig(), service="reward")

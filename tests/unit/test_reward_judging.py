@@ -7,14 +7,19 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidRequestError
 from penstock.v1 import reward_pb2
 from services.reward.config import RewardConfig
-from services.reward.judging import Undecided, judge
-from services.reward.profiles import find_profile, make_profiles
+from services.reward.item import Item
+from services.reward.profiles.profile import Decision, Profile, Undecided
+from services.reward.profiles.registry import find_profile, make_profiles
 from services.reward.verdict import Judgement, Method, Status
 
 _PROFILES = make_profiles(RewardConfig())
 
 
-def _judge(gold: str, answer: str, profile: str = "math") -> Judgement | Undecided:
+def judge(profile: Profile, golds: list[str], response: str) -> Decision:
+    return profile.decide(Item(golds=golds, response=response, profile=profile.name))
+
+
+def _judge(gold: str, answer: str, profile: str = "math") -> Decision:
     return judge(_PROFILES[profile], [gold], rf"So \boxed{{{answer}}}.")
 
 
@@ -22,7 +27,7 @@ def _is_correct(gold: str, answer: str, profile: str = "math") -> bool:
     judgement = _judge(gold, answer, profile)
     assert isinstance(judgement, Judgement)
     assert judgement.status is Status.OK
-    return judgement.correct
+    return judgement.credit == 1
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_a_tolerance_of_zero_is_strict() -> None:
     profile = make_profiles(RewardConfig.model_validate({"geo3k_tolerance": 0.0}))["geo3k"]
     judgement = judge(profile, ["8.5"], r"\boxed{8.51}")
     assert isinstance(judgement, Judgement)
-    assert not judgement.correct
+    assert judgement.credit == 0
 
 
 @pytest.mark.parametrize(
@@ -116,14 +121,14 @@ def test_statuses(golds: list[str], response: str, status: Status | None) -> Non
     else:
         assert isinstance(judgement, Judgement)
         assert judgement.status is status
-        assert judgement.correct is (status is Status.OK)
+        assert (judgement.credit == 1) is (status is Status.OK)
         judgement.extracted.encode()
 
 
 def test_one_of_several_golds_suffices() -> None:
     """Invalid ones among them do no harm."""
     judgement = judge(_PROFILES["math"], ["", "4", "5"], r"\boxed{5}")
-    assert judgement == Judgement(status=Status.OK, correct=True, extracted="5", method=Method.EXACT)
+    assert judgement == Judgement(status=Status.OK, credit=1.0, extracted="5", method=Method.EXACT)
 
 
 def test_an_unknown_profile_names_the_known_ones() -> None:

@@ -1,6 +1,6 @@
 """The process that worker processes are forked from: math-verify is imported and warm, nothing else runs in it.
 
-    python -m services.reward.forkserver CONTROL_FD PARENT_PID MEMORY_LIMIT_BYTES
+    python -m services.reward.isolation.forkserver CONTROL_FD PARENT_PID MEMORY_LIMIT_BYTES
 
 Over the control socket come `SPAWN` with a worker's socket, answered with the new worker's process id, and `REAP` for a
 worker that was killed. A dead worker keeps its process id until it is reaped, so the server never kills another's
@@ -14,10 +14,10 @@ import socket
 import sys
 
 from penstock.parent import die_with
-from services.reward.forkserver_protocol import COMMAND, REPLY, SPAWN
-from services.reward.symbolic import compare
-from services.reward.symbolic_task import SymbolicGold, SymbolicTask
-from services.reward.worker import work
+from services.reward.grading.perform import perform
+from services.reward.isolation.forkserver_protocol import COMMAND, REPLY, SPAWN
+from services.reward.isolation.tasks import SymbolicGold, SymbolicTask
+from services.reward.isolation.worker import work
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def _warm_up() -> None:
     """Fill the parser's caches, which every worker then inherits."""
     for latex in (r"\frac{8\sqrt{3}}{3}", r"2 \pi", "(3, -2)", "x^2+2x+1", "5, 7", "[1, 2)"):
         gold = SymbolicGold(text=latex, use_text=False, value="", tolerance="0")
-        compare(SymbolicTask(golds=(gold,), body=f"1 + {latex}", text=latex))
+        perform(SymbolicTask(golds=(gold,), body=f"1 + {latex}", text=latex))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
-r"""The decision on one response: cheap and certain first, and what is left as a question for a worker process.
+r"""The comparison of two answers: cheap and certain first, and what is left as a question for a worker process.
 
-Pure and bounded: nothing here takes more than milliseconds, whatever the response holds. Tier 1 compares text and exact
+Pure and bounded: nothing here takes more than milliseconds, whatever the answers hold. Tier 1 compares text and exact
 rationals; tier 2 compares choices and words; what neither decides goes to math-verify, in a process that can be killed.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from services.reward.exact import TooLargeError, is_written_decimal, parse_rational
-from services.reward.extraction import extract_answer
-from services.reward.normalisation import Answer, normalise
-from services.reward.profiles import Profile
-from services.reward.symbolic_task import SymbolicGold, SymbolicTask
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.answers.normalisation import Answer, normalise
+from services.reward.answers.number import TooLargeError, is_written_decimal, parse_rational
+from services.reward.isolation.tasks import SymbolicGold
+from services.reward.verdict import Method
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _CHOICE = re.compile(r"[A-Z]")
 _WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|[A-Za-z]+(?: [A-Za-z]+)+")
 # What is no number although it may have the value of one: relations, and calculations left to the reader.
@@ -27,7 +23,7 @@ _NOT_A_NUMBER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class Side:
     """A gold answer or a response's, with its value where it is a plain number."""
 
     answer: Answer
@@ -35,7 +31,7 @@ class _Side:
     too_large: bool
 
     @classmethod
-    def of(cls, text: str) -> "_Side":
+    def of(cls, text: str) -> "Side":
         answer = normalise(text)
         try:
             return cls(answer, parse_rational(answer.body), too_large=False)
@@ -43,50 +39,7 @@ class _Side:
             return cls(answer, None, too_large=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Undecided:
-    """What only a worker process can decide."""
-
-    extracted: str
-    task: SymbolicTask
-
-
-def judge(profile: Profile, golds: Sequence[str], response: str) -> Judgement | Undecided:
-    """Return the judgement of `response`, or the question that a worker process must decide."""
-    valid = [_Side.of(gold) for gold in golds if len(gold) <= profile.max_answer_chars]
-    valid = [gold for gold in valid if gold.answer.body]
-    if not valid:
-        return Judgement(status=Status.GOLD_INVALID)
-    extracted = extract_answer(response, max_chars=profile.max_response_chars)
-    if extracted is None:
-        return Judgement(status=Status.NO_ANSWER)
-    extracted = _SURROGATE.sub("\ufffd", extracted)  # which could not travel
-    if len(extracted) > profile.max_answer_chars:
-        return Judgement(status=Status.TOO_LARGE, extracted=extracted[: profile.max_answer_chars])
-    side = _Side.of(extracted)
-    if not side.answer.body:
-        return Judgement(status=Status.UNPARSEABLE, extracted=extracted)
-    undecided: list[SymbolicGold] = []
-    unreadable = False
-    method = Method.EXACT
-    for gold in valid:
-        found = _compare(gold, side, profile.tolerance)
-        if isinstance(found, SymbolicGold):
-            undecided.append(found)
-            continue
-        equal, method = found
-        if equal:
-            return Judgement(status=Status.OK, correct=True, extracted=extracted, method=method)
-        unreadable |= equal is None
-    if undecided:
-        task = SymbolicTask(golds=tuple(undecided), body=side.answer.body, text=side.answer.text)
-        return Undecided(extracted=extracted, task=task)
-    if unreadable:
-        return Judgement(status=Status.UNPARSEABLE, extracted=extracted)
-    return Judgement(status=Status.OK, extracted=extracted, method=method)
-
-
-def _compare(gold: _Side, side: _Side, tolerance: Fraction) -> tuple[bool | None, Method] | SymbolicGold:
+def compare(gold: Side, side: Side, tolerance: Fraction) -> tuple[bool | None, Method] | SymbolicGold:
     """Whether the two are the same and what decided; None if the answer cannot be read; else the open question."""
     ours, theirs = gold.answer, side.answer
     one_letter = len(ours.name) == len(theirs.name) == 1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.exact import TooLargeError, is_written_decimal, parse_rational
+from services.reward.answers.number import TooLargeError, is_written_decimal, parse_rational
 
 
 @pytest.mark.parametrize(

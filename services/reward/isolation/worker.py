@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.reward.symbolic import compare
-from services.reward.symbolic_task import HEADER, SymbolicTask, WorkerReply, WorkerRequest, frame
+from services.reward.grading.perform import perform
+from services.reward.isolation.tasks import HEADER, Task, WorkerReply, WorkerRequest, frame
 from services.reward.verdict import Status
 
 _NEARLY = 0.9
@@ -29,20 +29,20 @@ def work(sock: socket.socket, memory_limit_bytes: int) -> None:
             request = decoder.decode(requests.read(HEADER.unpack(header)[0]))
             cpu_limit_s = int(time.process_time()) + request.cpu_limit_s
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, resource.RLIM_INFINITY))
-            reply = _compare(request.task, memory_limit_bytes)
+            reply = _perform(request.task, memory_limit_bytes)
             sock.sendall(frame(reply))
             if reply.status is Status.OUT_OF_MEMORY:
                 return
 
 
-def _compare(task: SymbolicTask, memory_limit_bytes: int) -> WorkerReply:
+def _perform(task: Task, memory_limit_bytes: int) -> WorkerReply:
     try:
-        reply = compare(task)
+        reply = perform(task)
     except MemoryError:
         return WorkerReply(status=Status.OUT_OF_MEMORY)
     except Exception:  # noqa: BLE001 - the process's boundary: sympy raises anything at all on text that it cannot handle
         reply = WorkerReply(status=Status.UNPARSEABLE)
-    if not reply.correct and _peak_bytes() > _NEARLY * memory_limit_bytes:
+    if reply.credit == 0 and _peak_bytes() > _NEARLY * memory_limit_bytes:
         return WorkerReply(status=Status.OUT_OF_MEMORY)
     return reply
 

@@ -8,8 +8,8 @@ import sys
 
 import msgspec
 
-from services.reward.forkserver_protocol import COMMAND, REAP, REPLY, SPAWN
-from services.reward.symbolic_task import HEADER, SymbolicTask, WorkerReply, WorkerRequest, frame
+from services.reward.isolation.forkserver_protocol import COMMAND, REAP, REPLY, SPAWN
+from services.reward.isolation.tasks import HEADER, Task, WorkerReply, WorkerRequest, frame
 
 _START_TIMEOUT_S = 60.0
 _SPAWN_TIMEOUT_S = 10.0
@@ -37,7 +37,7 @@ class WorkerProcess:
         """False once its end of the socket was seen to close."""
         return not self._reader.at_eof()
 
-    async def ask(self, task: SymbolicTask, *, cpu_limit_s: int) -> WorkerReply:
+    async def ask(self, task: Task, *, cpu_limit_s: int) -> WorkerReply:
         """Send `task` and return the reply; if cancelled, the worker must be killed.
 
         Raises:
@@ -79,7 +79,7 @@ class Forkserver:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "services.reward.forkserver", *arguments),
+                *("-m", "services.reward.isolation.forkserver", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

@@ -9,8 +9,8 @@ from typing import Any
 import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 
-from services.reward.symbolic_task import SymbolicTask, WorkerReply
-from services.reward.verdict import Status
+from services.reward.isolation.tasks import SymbolicTask, WorkerReply
+from services.reward.verdict import Method, Status
 
 _EXTRACTION = [LatexExtractionConfig()]
 
@@ -31,12 +31,14 @@ def compare(task: SymbolicTask) -> WorkerReply:
             continue
         readable_answer = True
         if gold.tolerance != "0" and _is_near(given[0], gold.value, gold.tolerance):
-            return WorkerReply(status=Status.OK, correct=True)
+            return WorkerReply(status=Status.OK, credit=1.0, method=Method.SYMBOLIC)
         if verify(wanted, given, timeout_seconds=None):
-            return WorkerReply(status=Status.OK, correct=True)
+            return WorkerReply(status=Status.OK, credit=1.0, method=Method.SYMBOLIC)
     if not readable_gold:
         return WorkerReply(status=Status.GOLD_INVALID)
-    return WorkerReply(status=Status.OK if readable_answer else Status.UNPARSEABLE)
+    if not readable_answer:
+        return WorkerReply(status=Status.UNPARSEABLE)
+    return WorkerReply(status=Status.OK, method=Method.SYMBOLIC)
 
 
 def _parse(latex: str) -> list[Any]:

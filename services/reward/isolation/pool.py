@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import structlog
 
 from penstock.errors import OverloadedError
-from services.reward.symbolic_task import SymbolicTask, WorkerReply
+from services.reward.isolation.tasks import Task, WorkerReply
+from services.reward.isolation.worker_process import Forkserver, WorkerDiedError, WorkerProcess
 from services.reward.verdict import Status
-from services.reward.worker_process import Forkserver, WorkerDiedError, WorkerProcess
 
 log = structlog.get_logger()
 
@@ -83,7 +83,7 @@ class WorkerPool:
         finally:
             self._num_reserved -= num_items
 
-    async def run(self, task: SymbolicTask, deadline_s: float) -> tuple[WorkerReply, float]:
+    async def run(self, task: Task, deadline_s: float) -> tuple[WorkerReply, float]:
         """Have a worker do `task` and return its reply and the seconds that it took, queueing excluded.
 
         When the deadline passes or the caller is cancelled, the worker is killed and replaced.

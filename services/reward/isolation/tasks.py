@@ -4,7 +4,7 @@ import struct
 
 import msgspec
 
-from services.reward.verdict import Status
+from services.reward.verdict import Method, Status
 
 HEADER = struct.Struct("<I")
 """Length of the record that follows, in bytes."""
@@ -22,7 +22,7 @@ class SymbolicGold(msgspec.Struct, frozen=True, kw_only=True):
     """Largest difference from `value` that is right, as a fraction."""
 
 
-class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True):
+class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True, tag="symbolic"):
     """An answer to compare with gold answers; one match suffices."""
 
     golds: tuple[SymbolicGold, ...]
@@ -32,10 +32,14 @@ class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True):
     """All of the answer."""
 
 
+Task = SymbolicTask
+"""Everything that a worker can be asked; a union of tagged structs."""
+
+
 class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """To a worker: one item and the processor time that it may take."""
 
-    task: SymbolicTask
+    task: Task
     cpu_limit_s: int
 
 
@@ -43,7 +47,10 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     """From a worker: its finding."""
 
     status: Status
-    correct: bool = False
+    credit: float = 0.0
+    extracted: str = ""
+    """The answer that it judged, where it found that itself."""
+    method: Method = Method.UNSPECIFIED
 
 
 def frame(record: msgspec.Struct) -> bytes:

@@ -1,0 +1,1 @@
+"""How callers reach the service: gRPC and HTTP/JSON, over the same verifier."""
