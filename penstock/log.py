@@ -3,13 +3,30 @@
 Context that holds for a whole task (run, group, policy version) is bound once with `structlog.contextvars`.
 """
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
 from penstock.config import LogConfig
+
+
+class _Unfailing:
+    """A stream whose reader may leave: what it can no longer take is dropped. A log must not end what it tells of."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def configure(config: LogConfig, *, service: str, file: Path | None = None) -> None:
@@ -29,7 +46,7 @@ def configure(config: LogConfig, *, service: str, file: Path | None = None) -> N
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=lambda *_: structlog.WriteLogger(cast("TextIO", _Unfailing(stream))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)

@@ -72,10 +72,10 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
-        log.info("signal.received", signal=number.name)
         if stop.is_set():
             task.cancel()
         stop.set()
+        log.info("signal.received", signal=number.name)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)

@@ -1,7 +1,9 @@
 """How every client connects."""
 
-from collections.abc import Awaitable
-from typing import TypeVar
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import grpc
 
@@ -31,9 +33,35 @@ def connect(address: str) -> grpc.aio.Channel:
     )
 
 
+async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
+    """Connect if need be; false when the peer cannot be reached. After this, a call that fails has reached it."""
+    state = channel.get_state(try_to_connect=True)
+    if state is grpc.ChannelConnectivity.READY:
+        return True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while state not in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
+                if state is grpc.ChannelConnectivity.READY:
+                    return True
+    return False
+
+
 async def call(pending: Awaitable[ResponseT], *, peer: str) -> ResponseT:
     """Await a stub's call; a failure becomes the error of `penstock.errors` that says the same, naming `peer`."""
     try:
         return await pending
     except grpc.aio.AioRpcError as failure:
         raise error_of(failure, peer=peer) from None
+
+
+async def stream(pending: grpc.aio.UnaryStreamCall[Any, ResponseT], *, peer: str) -> AsyncGenerator[ResponseT, None]:
+    """Iterate over a stub's stream, as `call` awaits a call; leaving it early cancels the call at the server."""
+    try:
+        async for response in pending:
+            yield response
+    except grpc.aio.AioRpcError as failure:
+        raise error_of(failure, peer=peer) from None
+    finally:
+        pending.cancel()

@@ -5,9 +5,10 @@ A server answers NOT_SERVING while it drains and refuses new calls; calls that r
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -23,6 +24,7 @@ from penstock.rpc.status import code_of
 log = structlog.get_logger()
 
 _MAX_STATUS_BYTES = 2000
+_MAX_PENDING = 65536
 _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
@@ -38,6 +40,9 @@ class RpcServer:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            # gRPC cancels calls that arrive faster than they are picked up; servers say themselves when they are full.
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         ]
         self._server = grpc.aio.server(interceptors=[_Boundary()], options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -91,6 +96,8 @@ class RpcServer:
 
 if TYPE_CHECKING:
     _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+    _Context = grpc.aio.ServicerContext[Any, Any]
+    _Handler = grpc.RpcMethodHandler[Any, Any]
 else:
     _Interceptor = grpc.aio.ServerInterceptor  # generic in the stubs only
 
@@ -100,39 +107,67 @@ class _Boundary(_Interceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None or handler_call_details.method.startswith(_QUIET_SERVICES):
-            return handler
-        inner, method = handler.unary_unary, handler_call_details.method
+    ) -> _Handler:
+        handler = cast(Any, await continuation(handler_call_details))
+        method = handler_call_details.method
+        if handler is None or method.startswith(_QUIET_SERVICES):
+            return cast("_Handler", handler)
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            started, outcome = time.monotonic(), "OK"
-            try:
-                response = cast(Any, inner)(request, context)
+        async def call(request: Any, context: _Context) -> Any:
+            async with _accounted(method, context):
+                response = inner(request, context)
                 return await response if inspect.isawaitable(response) else response
-            except (PenstockError, TimeoutError) as error:
-                outcome = code_of(error).name
-                await context.abort(code_of(error), _cut(str(error) or "the deadline passed"))
-            except grpc.aio.AbortError:
-                outcome = "ABORTED"
-                raise
-            except Exception as error:
-                outcome = "INTERNAL"
-                log.exception("rpc.crashed", method=method)
-                await context.abort(grpc.StatusCode.INTERNAL, _cut(f"{type(error).__name__}: {error}"))
-            except BaseException:
-                outcome = "CANCELLED"
-                raise
-            finally:
-                level = log.debug if outcome == "OK" else log.info
-                level("rpc.handled", method=method, outcome=outcome, elapsed_ms=_ms_since(started))
 
-        return grpc.unary_unary_rpc_method_handler(
-            call, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        async def call_for_stream(request: Any, context: _Context) -> None:
+            # One task for the handler and for its writes: a call that is cancelled ends the handler at once.
+            async with _accounted(method, context):
+                responses = inner(request, context)
+                if inspect.isawaitable(responses):
+                    await responses  # it writes by itself
+                    return
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        await context.write(response)
+
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        wrap = cast("Callable[..., _Handler]", make)
+        return wrap(
+            call_for_stream if handler.response_streaming else call,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
         )
+
+
+@contextlib.asynccontextmanager
+async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
+    """End the call with the code of the error that leaves this context, if one does, and log how it went."""
+    started, outcome = time.monotonic(), "OK"
+    try:
+        yield
+    except (PenstockError, TimeoutError) as error:
+        outcome = code_of(error).name
+        await context.abort(code_of(error), _cut(str(error) or "the deadline passed"))
+    except grpc.aio.AbortError:
+        outcome = "ABORTED"
+        raise
+    except Exception as error:
+        outcome = "INTERNAL"
+        log.exception("rpc.crashed", method=method)
+        await context.abort(grpc.StatusCode.INTERNAL, _cut(f"{type(error).__name__}: {error}"))
+    except BaseException:
+        outcome = "CANCELLED"
+        raise
+    finally:
+        level = log.debug if outcome == "OK" else log.info
+        level("rpc.handled", method=method, outcome=outcome, elapsed_ms=_ms_since(started))
 
 
 def _cut(message: str) -> str:

@@ -1,6 +1,8 @@
 """Settings of the reward service."""
 
+import re
 from decimal import Decimal
+from typing import Literal
 
 import pydantic
 
@@ -8,12 +10,49 @@ from penstock.config import Config
 
 
 class ProfileConfig(Config):
-    """The scale of one profile."""
+    """The scale of one profile; what is not given is as in the framework that the profile is compatible with."""
 
-    reward_max: float = pydantic.Field(default=1.0, allow_inf_nan=False)
-    """Score of a right answer."""
-    reward_min: float = pydantic.Field(default=0.0, allow_inf_nan=False)
-    """Score of a wrong one, and of what could not be judged."""
+    reward_max: float | None = pydantic.Field(default=None, allow_inf_nan=False)
+    """Score of a right answer; by default 1."""
+    reward_min: float | None = pydantic.Field(default=None, allow_inf_nan=False)
+    """Score of a wrong one, and of what could not be judged; by default 0, for dapo -1."""
+    format_weight: float | None = pydantic.Field(default=None, ge=0, le=1)
+    """Share of the score that the format earns, whatever the answer; by default 0, for verl_geo3k 0.1."""
+    format_pattern: str | None = None
+    r"""Python regular expression that the whole response must match, `.` including line ends; for verl_geo3k by default
+    `<think>.*</think>.*\\boxed\{.*\}.*`. Literals and `.*` are fast; anything else is matched in a worker process."""
+
+    @pydantic.field_validator("format_pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                re.compile(pattern, re.DOTALL)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"is no regular expression: {error}") from None
+        return pattern
+
+
+class RemoteConfig(Config):
+    """The service that the profile `remote` asks."""
+
+    url: str = pydantic.Field(default="", pattern="^(https?://.+)?$")
+    """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`."""
+    timeout_s: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Limit of one attempt."""
+    attempts: int = pydantic.Field(default=3, ge=1, le=100)
+    """How often to try in all, with growing pauses, where the connection or the service fails."""
+    deadline_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)
+    """Limit of all attempts of an item that asks for none; reward.max_deadline_s bounds it too."""
+    max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
+    """Requests at once; further items wait."""
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        if url:
+            pydantic.TypeAdapter(pydantic.AnyHttpUrl).validate_python(url)
+        return url
 
 
 class RewardConfig(Config):
@@ -22,15 +61,29 @@ class RewardConfig(Config):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on for gRPC; 0 takes a free one."""
+    http_port: int = pydantic.Field(default=0, ge=0, le=65535)
+    """Port to listen on for HTTP; 0 takes a free one."""
+    http_profile: str = "math"
+    """Profile of requests from slime and OpenRLHF whose URL has no ?profile=."""
+    http_max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
+    """Larger HTTP requests, in MiB, are refused."""
+    http_eos_tokens: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
+    """Ends of text that are stripped, with white space, from the end of an OpenRLHF query."""
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
-    deadline_s: float = pydantic.Field(default=1.0, gt=0)
+    deadline_s: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
     """Wall-clock limit of one item that asks for none, from when a worker takes it; then the worker is killed."""
-    max_deadline_s: float = pydantic.Field(default=30.0, gt=0)
+    max_deadline_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)
     """The most an item may ask for."""
     memory_limit_mb: int = pydantic.Field(default=256, ge=128)
     """Address space of a worker process, in MiB; about 100 of it are its own libraries."""
+    max_overtime: int = pydantic.Field(default=8, ge=0, le=1024)
+    """Items that take long leave their worker's place to others, so many at once; 0 lets each hold its place."""
+    overtime_memory_mb: int = pydantic.Field(default=192, ge=16)
+    """What worker processes may allocate together; beyond it, the item of the largest is judged OUT_OF_MEMORY."""
+    sandbox: Literal["auto", "require", "off"] = "auto"
+    """Confine worker processes (no network, no new process, no writing) where the kernel can; or refuse to start."""
     recycle_after: int = pydantic.Field(default=5000, ge=1)
     """A worker process is replaced by a fresh one after so many items."""
     max_queue: int = pydantic.Field(default=4096, ge=1)
@@ -40,8 +93,16 @@ class RewardConfig(Config):
     max_answer_chars: int = pydantic.Field(default=512, ge=1)
     """An answer that is longer is judged TOO_LARGE, a gold answer GOLD_INVALID."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
-    """Profile geo3k: largest |answer - gold| that is right for golds with a decimal point; 0 is strict."""
+    """Profile geo3k: largest |answer - gold| that is right for gold answers that are rounded labels: written with a
+    decimal point, or an integer of at least 100 in absolute value; 0 is strict."""
+    decimal_figures: int = pydantic.Field(default=4, ge=0, le=50)
+    """Profiles math and geo3k: a gold answer in exact form (a fraction, a root, a multiple of pi) also takes the
+    decimal that it rounds to, in at least so many significant figures; 0: it does not."""
     profiles: dict[str, ProfileConfig] = pydantic.Field(default_factory=dict)
     """Scales of the profiles, by profile: [reward.profiles.math] reward_min = -1."""
-    grace_s: float = pydantic.Field(default=5.0, ge=0)
+    verifiers: dict[str, str] = pydantic.Field(default_factory=dict)
+    """Custom verifiers, each a profile, by name: "path/to/file.py:function" or "package.module:function"."""
+    remote: RemoteConfig = RemoteConfig()
+    """The service that the profile `remote` asks."""
+    grace_s: float = pydantic.Field(default=5.0, ge=0, allow_inf_nan=False)
     """When stopping, how long calls in progress may still take."""

@@ -2,16 +2,21 @@
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
-from typing import Protocol
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol
 
-from penstock.errors import SetupError
+from penstock.errors import ConfigError, InvalidRequestError, SetupError
+from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer, service_name
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
+from services.reward.faces.http.app import make_http_app
 from services.reward.faces.rpc import RewardServicer
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.worker_process import WorkerDiedError
+from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier
 
 
@@ -23,40 +28,65 @@ class RewardRecipe(Protocol):
         """Its own section."""
 
 
+class RunningService(NamedTuple):
+    """What a reward service is made of."""
+
+    rpc: RpcServer
+    pool: WorkerPool
+    http: HttpServer
+
+
 @contextlib.asynccontextmanager
-async def running(config: RewardConfig) -> AsyncIterator[tuple[RpcServer, WorkerPool]]:
+async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
     """Run the service for as long as the context lasts; on leaving it, calls in progress may finish within `grace_s`.
 
     Raises:
-        SetupError: the port is in use, or the worker processes do not start.
+        ConfigError: a setting names a profile that there is not, or is wrong for it.
+        SetupError: a port is in use, or the worker processes or a custom verifier do not start.
     """
+    verifiers = find_verifiers(config.verifiers)
     pool = WorkerPool(
         num_workers=config.workers,
         memory_limit_bytes=config.memory_limit_mb * 2**20,
         recycle_after=config.recycle_after,
-        max_queue=config.max_queue,
+        max_overtime=config.max_overtime,
+        overtime_memory_bytes=config.overtime_memory_mb * 2**20,
+        sandbox=config.sandbox,
+        verifiers=verifiers,
     )
-    server = RpcServer(host=config.host, port=config.port)
+    verifier = Verifier(config, pool, verifiers)
+    servicer = RewardServicer(verifier)
+    rpc = RpcServer(host=config.host, port=config.port)
     name = service_name(reward_pb2.DESCRIPTOR, "RewardService")
-    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(Verifier(config, pool)), name)
+    rpc.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, name)
+    try:
+        app = make_http_app(verifier, config)
+    except InvalidRequestError as error:
+        raise ConfigError(f"reward.http_profile: {error}") from None
+    http = HttpServer(app, host=config.host, port=config.http_port, max_body_bytes=config.http_max_body_mb * 2**20)
     try:
         try:
             await pool.start()
-        except WorkerDiedError as error:
-            raise SetupError(
-                f"the reward service's worker processes do not start: {error}; is math-verify installed? "
-                "pip install 'penstock[reward]'"
-            ) from None
-        await server.start()
+        except (WorkerDiedError, OSError) as error:
+            hint = "" if find_spec("math_verify") else "; install math-verify: pip install 'penstock[reward]'"
+            raise SetupError(f"the reward service's worker processes do not start: {error}{hint}") from None
+        await rpc.start()
         try:
-            yield server, pool
+            await http.start()
+            yield RunningService(rpc, pool, http)
         finally:
-            await server.drain(config.grace_s)
+            http.set_serving(False)
+            await rpc.set_serving(False)
+            servicer.end_streams()
+            await asyncio.gather(rpc.drain(config.grace_s), http.drain(config.grace_s))
     finally:
+        await verifier.close()
         await pool.close()
 
 
 async def serve(recipe: RewardRecipe, stop: asyncio.Event) -> None:
-    """Run the reward service until `stop` is set, then drain it."""
+    """Run the reward service until `stop` is set, then drain it. Raises the process's limit of open files."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client has one; 1024 are soon too few
     async with running(recipe.reward):
         await stop.wait()

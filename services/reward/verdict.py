@@ -17,6 +17,10 @@ class Status(enum.StrEnum):
     FAILED = "FAILED"
 
 
+UNJUDGED = frozenset({Status.GOLD_INVALID, Status.TIMEOUT, Status.OUT_OF_MEMORY, Status.FAILED})
+"""Statuses that say nothing of the response: whether it is right is not known."""
+
+
 class Method(enum.StrEnum):
     """What decided: the contract's VerdictMethod without its prefix."""
 

@@ -1,21 +1,33 @@
-"""The service without its faces: items in, verdicts out, in order. gRPC, and what else there will be, calls this."""
+"""The service without its faces: items in, verdicts out, in order. Both faces call this."""
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
 
 from penstock.errors import InvalidRequestError
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
+from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
-from services.reward.profiles.profile import Profile, Undecided
+from services.reward.metrics import Metrics
+from services.reward.places import Places
+from services.reward.profiles.profile import Decision, Forwarded, Profile, Undecided
 from services.reward.profiles.registry import find_profile, make_profiles
-from services.reward.verdict import Judgement
+from services.reward.remote import RemoteJudge
+from services.reward.verdict import Judgement, Status
+
+log = structlog.get_logger()
 
 _TURN_S = 0.005
 """So long may the cheap decisions of a batch hold the event loop at a time."""
+_SHARE_FOR_ITEM = 0.9
+"""Of the time that a caller still waits; the rest is for the answer's way back."""
+_LEAST_S = 0.01
+"""What a check of the format is given where the rest of the item took all of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,64 +40,146 @@ class Scored:
     """Queueing excluded."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    item: Item
+    profile: Profile
+    deadline_s: float
+
+
 class Verifier:
     """Judges items by their profiles."""
 
-    def __init__(self, config: RewardConfig, pool: WorkerPool) -> None:
+    def __init__(self, config: RewardConfig, pool: WorkerPool, verifiers: Mapping[str, str] | None = None) -> None:
+        """Make a verifier; close it.
+
+        Args:
+            config: The settings.
+            pool: Worker processes.
+            verifiers: The custom verifiers that they have loaded: what, by name.
+
+        Raises:
+            ConfigError: the settings of a profile or custom verifier are wrong.
+        """
         self._config = config
         self._pool = pool
-        self.profiles = make_profiles(config)
+        self._remote = RemoteJudge(config.remote) if config.remote.url else None
+        self._places = Places(config.max_queue)
+        self.metrics = Metrics(pool, self._places)
+        self.profiles = make_profiles(config, verifiers)
 
-    async def verify(self, items: Sequence[Item]) -> list[Scored]:
+    async def close(self) -> None:
+        """Close the connections to the remote service."""
+        if self._remote is not None:
+            await self._remote.close()
+
+    async def verify(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
         """Judge `items`; the verdicts come in their order. Cancelling it kills the workers that are at it.
+
+        Args:
+            items: What to judge.
+            within_s: How long the caller waits; no item's deadline is longer.
 
         Raises:
             InvalidRequestError: a profile is unknown, a deadline is no length of time, or these are too many items.
             OverloadedError: the queue is full.
         """
-        if len(items) > self._config.max_queue:
-            raise InvalidRequestError(
-                f"a batch of {len(items)} items is more than the queue holds; send at most {self._config.max_queue}"
-            )
-        plans = [(item, find_profile(self.profiles, item.profile), self._deadline_s(item)) for item in items]
-        with self._pool.reserve(len(items)):
-            verdicts: list[Scored | asyncio.Task[Scored]] = []
-            turn_ends = time.monotonic() + _TURN_S
-            async with asyncio.TaskGroup() as group:
-                for item, profile, deadline_s in plans:
-                    started = time.monotonic()
-                    decision = profile.decide(item)
-                    now = time.monotonic()
-                    if isinstance(decision, Undecided):
-                        verdicts.append(
-                            group.create_task(self._ask(item, profile, decision, deadline_s, now - started))
-                        )
-                    else:
-                        verdicts.append(_score(item, profile, decision, now - started))
-                    if now > turn_ends:
-                        await asyncio.sleep(0)
-                        turn_ends = time.monotonic() + _TURN_S
+        plans = self._plans(items, within_s)
+        with self._places.taken(len(plans)):
+            return await self._judge(plans)
+
+    async def verify_when_free(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
+        """As `verify`, for callers that cannot come back later: while the queue is full, it waits.
+
+        Raises:
+            InvalidRequestError: a profile is unknown, a deadline is no length of time, or these are too many items.
+        """
+        plans = self._plans(items, within_s)
+        async with self._places.taken_when_free(len(plans)):
+            return await self._judge(plans)
+
+    def _plans(self, items: Sequence[Item], within_s: float | None) -> list[_Plan]:
+        longest_s = self._config.max_deadline_s
+        if within_s is not None:
+            longest_s = min(longest_s, _SHARE_FOR_ITEM * max(0.0, within_s))
+        return [
+            _Plan(item, profile, min(self._deadline_s(item, profile), longest_s))
+            for item in items
+            for profile in (find_profile(self.profiles, item.profile),)
+        ]
+
+    async def _judge(self, plans: list[_Plan]) -> list[Scored]:
+        verdicts: list[Scored | asyncio.Task[Scored]] = []
+        turn_ends = time.monotonic() + _TURN_S
+        async with asyncio.TaskGroup() as group:
+            for plan in plans:
+                started = time.monotonic()
+                decision = _decide(plan)
+                now = time.monotonic()
+                verdict = self._score_at_once(plan, decision, now - started)
+                verdicts.append(verdict or group.create_task(self._resolve(plan, decision, now - started)))
+                if now > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + _TURN_S
         return [verdict.result() if isinstance(verdict, asyncio.Task) else verdict for verdict in verdicts]
 
-    async def _ask(
-        self, item: Item, profile: Profile, question: Undecided, deadline_s: float, spent_s: float
-    ) -> Scored:
-        reply, elapsed_s = await self._pool.run(question.task, deadline_s)
+    def _score_at_once(self, plan: _Plan, decision: Decision, spent_s: float) -> Scored | None:
+        """The verdict, if nobody else need be asked."""
+        if not isinstance(decision, Judgement):
+            return None
+        has_format = plan.profile.scoring.check_format(decision, plan.item.response)
+        return self._score(plan, decision, spent_s, has_format=has_format) if isinstance(has_format, bool) else None
+
+    async def _resolve(self, plan: _Plan, decision: Decision, spent_s: float) -> Scored:
+        """The verdict, once a worker or the remote service was asked what is left to ask."""
+        judged_s = 0.0
+        if isinstance(decision, Undecided):
+            judgement, judged_s = await self._ask(plan, decision)
+        elif isinstance(decision, Forwarded):
+            assert self._remote is not None, "only the profile remote forwards, and it is there only with a URL"
+            judgement, judged_s = await self._remote.judge(plan.item, plan.deadline_s)
+        else:
+            judgement = decision
+        has_format = plan.profile.scoring.check_format(judgement, plan.item.response)
+        if not isinstance(has_format, bool):
+            left_s = max(plan.deadline_s - judged_s, _LEAST_S)
+            reply, elapsed_s = await self._pool.run(has_format, left_s)
+            judged_s += elapsed_s
+            if reply.status is not Status.OK:
+                log.warning("format.failed", profile=plan.profile.name, status=str(reply.status))
+            has_format = reply.credit == 1
+        return self._score(plan, judgement, spent_s + judged_s, has_format=has_format)
+
+    async def _ask(self, plan: _Plan, question: Undecided) -> tuple[Judgement, float]:
+        reply, elapsed_s = await self._pool.run(question.task, plan.deadline_s)
+        if reply.status is Status.FAILED:
+            log.warning("verifier.failed", profile=plan.profile.name, reason=reply.detail)
         judgement = Judgement(
             status=reply.status,
             credit=reply.credit,
             extracted=reply.extracted or question.extracted,
             method=reply.method,
         )
-        return _score(item, profile, judgement, spent_s + elapsed_s)
+        return judgement, elapsed_s
 
-    def _deadline_s(self, item: Item) -> float:
+    def _deadline_s(self, item: Item, profile: Profile) -> float:
         if item.deadline_s == 0:
-            return self._config.deadline_s
+            return self._config.deadline_s if profile.default_deadline_s is None else profile.default_deadline_s
         if not (math.isfinite(item.deadline_s) and item.deadline_s > 0):
             raise InvalidRequestError(f"deadline_s = {item.deadline_s} is no length of time; give seconds > 0, or 0")
-        return min(item.deadline_s, self._config.max_deadline_s)
+        return item.deadline_s
+
+    def _score(self, plan: _Plan, judgement: Judgement, elapsed_s: float, *, has_format: bool) -> Scored:
+        if not judgement.extracted.isascii():
+            judgement = replace(judgement, extracted=sendable(judgement.extracted))
+        self.metrics.count(plan.profile.name, judgement, elapsed_s)
+        score = plan.profile.scoring.score(judgement, has_format=has_format)
+        return Scored(judgement=judgement, score=score, elapsed_s=elapsed_s)
 
 
-def _score(item: Item, profile: Profile, judgement: Judgement, elapsed_s: float) -> Scored:
-    return Scored(judgement=judgement, score=profile.scoring.score(judgement, item.response), elapsed_s=elapsed_s)
+def _decide(plan: _Plan) -> Decision:
+    try:
+        return plan.profile.decide(plan.item)
+    except Exception:  # a profile's fault is its item's status, and the rest of the batch goes on
+        log.exception("profile.crashed", profile=plan.profile.name)
+        return Judgement(status=Status.FAILED)

@@ -1,6 +1,8 @@
 """What becomes of an error that ends a process."""
 
 import asyncio
+import signal
+import sys
 
 import pytest
 
@@ -47,3 +49,33 @@ def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         ending(UnavailableError("nobody answers"), ZeroDivisionError("a bug"))
     assert caught.group_contains(ZeroDivisionError)
+
+
+_PROGRAM = """
+import sys
+from penstock import log, process
+from penstock.config import LogConfig
+
+async def main(stop):
+    sys.stdout.write("running\\n")
+    sys.stdout.flush()
+    await stop.wait()
+    log.structlog.get_logger().info("last.words")
+
+log.configure(LogConfig(), service="test")
+sys.exit(process.run(main))
+"""
+
+
+async def test_a_process_whose_log_nobody_reads_any_more_still_ends_in_order() -> None:
+    """The reader of its standard error is gone; a signal stops it all the same."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _PROGRAM), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        assert await process.stdout.readline() == b"running\n"
+        process.stderr._transport.close()  # type: ignore[attr-defined]  # the reading end of the pipe
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.answers.extraction import extract_answer
@@ -33,7 +33,35 @@ def _extract(response: str) -> str | None:
         (r"<answer>12</answer> \boxed{13}", "13"),
         ("Some words.\nAnswer: 5 cm\n", "5 cm"),
         ("**Final answer:** 8", "8"),
-        ("Answer: 4\nAnswer: 5", "5"),
+        ("Answer: 4\nAnswer: 5", "4 or 5"),
+        ("Answer: 4\nNo, that is the diameter.\nAnswer: 5", "5"),
+        ("**Answer: 8**", "8"),
+        (r"\fbox{5}", "5"),
+        (r"<answer>so \boxed{5}</answer>", "5"),
+        (r"\boxed{4} <answer>5</answer>", "4"),
+        (r"$\boxed{5}$" + "\n\n" + r"$\boxed{5}$", "5"),
+        (r"\boxed{5} \boxed{6}", "5 or 6"),
+        (r"\boxed{5}\text{ or }\boxed{6}", "5 or 6"),
+        (r"either \boxed{5}, or perhaps \boxed{6}", "5 or 6"),
+        (r"Option one: \boxed{5}; option two: \boxed{6}", "5 or 6"),
+        ("Answer 1: \\boxed{5}\nAnswer 2: \\boxed{6}", "5 or 6"),
+        (r"I got \boxed{5}, or so I thought; but rechecking gives \boxed{6}", "6"),
+        (r"\boxed{5} or something." + " More work." * 10 + r" So \boxed{6}", "6"),
+        (r"x = \boxed{5}. Then y = \boxed{6}.", "6"),
+        ("Step 1: \\boxed{5}\nStep 2: \\boxed{6}", "6"),
+        (r"\boxed{5}}}}", "5"),
+        ("1. \\boxed{5}\n2. \\boxed{6}", "5 or 6"),
+        ("| A | \\boxed{5} |\n| B | \\boxed{6} |", "5 or 6"),
+        (r"\boxed{5}. It could also be \boxed{6}.", "5 or 6"),
+        (r"Maybe \boxed{5}. No wait, or \boxed{6}", "5 or 6"),
+        (r"\boxed{5} \boxed{6} \boxed{5}", "6 or 5"),
+        (r"\boxed{5} vs. \boxed{6} vs. \boxed{7}", "5 or 6 or 7"),
+        ("\\boxed{5}\n\n**Final Answer**\n\n\\boxed{6}", "6"),
+        (r"The side is \boxed{5}, and therefore the area is \boxed{6}", "6"),
+        (r"The area is \boxed{20}. The question, though, asks for the perimeter, which is \boxed{18}", "18"),
+        ("<answer>5</answer> or <answer>6</answer>", "5 or 6"),
+        ("<answer>5</answer> But I forgot a side. <answer>6</answer>", "6"),
+        (r"\boxed{\boxed{4}", "4"),
     ],
 )
 def test_the_answer_is_found(response: str, answer: str) -> None:
@@ -74,6 +102,7 @@ def test_only_the_end_of_a_long_response_is_searched() -> None:
 _PIECES = ["\\", r"\boxed", "{", "}", " ", "5", "$", "or", "<think>", "</think>", "\n", "answer:", "<answer>"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(_PIECES)).map("".join))
 def test_any_text_is_taken(response: str) -> None:
     """Whatever the text, extraction returns a stripped part or None."""
@@ -81,10 +110,11 @@ def test_any_text_is_taken(response: str) -> None:
     assert answer is None or (answer and answer == answer.strip())
 
 
+@settings(deadline=None)
 @given(prefix=st.text(), answer=st.text(alphabet="0123456789abc+-^_ ", min_size=1).filter(str.strip))
 def test_a_box_at_the_end_is_found_after_any_text(prefix: str, answer: str) -> None:
     """What stands before the last box does not hide it."""
-    prefix = prefix.replace("\\", "")
+    prefix = prefix.replace("\\", "").replace("<", "")
     assert _extract(f"{prefix}. So: \\boxed{{{answer}}}") == answer.strip()
 
 

@@ -1,12 +1,18 @@
 """Plain numbers as exact rationals."""
 
+import contextlib
+import decimal
+import math
+import time
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.answers.number import TooLargeError, is_written_decimal, parse_rational
+from services.reward.answers.algebra import NoValueError, TooLargeError, add, are_equal, constant, to_decimal
+from services.reward.answers.number import Number, parse_rational, read_number
 
 
 @pytest.mark.parametrize(
@@ -45,8 +51,8 @@ def test_values(text: str, value: Fraction) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "x", "5x", "5 6", "1+1", r"\frac{1}{0}", "1/0", "0^{-1}", "2^{1/2}", "(5", "5)", "{5", r"\frac{1}", "--",
-     "^", "1,2", r"\sqrt{2}", "5!", "nan", "inf", "1_000", "٣", r"7\frac{5}{4}", "__import__('os')", "5//2", "2**3"],
+    ["", " ", "x", "5x", "5 6", r"\frac{1}{0}", "1/0", "0^{-1}", "(5", "5)", "{5", r"\frac{1}", "--",
+     "^", "1,2", r"\sqrt{2}", "nan", "inf", "1_000", "٣", "⑤", r"7\frac{5}{4}", "__import__('os')", "5//2"],
 )  # fmt: skip
 def test_what_is_no_plain_number(text: str) -> None:
     """Everything else is left to others, without a guess."""
@@ -64,12 +70,24 @@ def test_what_is_too_large_to_compute(text: str) -> None:
         parse_rational(text)
 
 
-def test_written_decimals() -> None:
-    """A decimal is what has a point and digits after it."""
-    assert all(map(is_written_decimal, ["8.5", "10.0", "-0.44", ".5", " 357.0 "]))
-    assert not any(map(is_written_decimal, ["8", "270.", "17/2", r"\frac{1}{2}", "8.5x", "1.5e3", "", "."]))
+def test_how_a_number_is_written() -> None:
+    """Places and figures are those of plain integers and decimals only; a sum is plain if its parts are rational."""
+
+    def form(text: str) -> tuple[int | None, int, bool]:
+        number = read_number(text)
+        assert number is not None
+        return number.places, number.figures, number.is_unfinished
+
+    assert form("8.50") == (2, 3, False)
+    assert form("-0.0440") == (4, 3, False)
+    assert form("270") == (0, 3, False)
+    assert (
+        form("17/2") == form("1.5e3") == form(r"\sqrt{4}") == form("-(2)(3)") == form(r"1+\sqrt{2}") == (None, 0, False)
+    )
+    assert form("2+3") == form("((2-3))") == form(r"\frac{1}{2}+1+\sqrt{4}") == form(r"\sqrt{9+16}") == (None, 0, True)
 
 
+@settings(deadline=None)
 @given(st.fractions())
 def test_every_way_to_write_a_fraction_has_its_value(value: Fraction) -> None:
     """a/b, frac and frac with spaces are the same number."""
@@ -78,17 +96,118 @@ def test_every_way_to_write_a_fraction_has_its_value(value: Fraction) -> None:
     assert parse_rational(rf"\frac {{ {p} }} {{ {q} }}") == value
 
 
+@settings(deadline=None)
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**20), max_value=10**20))
 def test_decimals_are_exact(value: object) -> None:
     """No digit is lost to floats."""
     assert parse_rational(f"{value:f}") == Fraction(str(value))
 
 
-@given(st.lists(st.sampled_from([*"0123456789.-+*/^(){}e ", r"\frac", r"\times "]), max_size=64).map("".join))
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"\sqrt{18}", r"3\sqrt{2}"), (r"\sqrt2", r"\sqrt{2}"), (r"\sqrt 9", "3"),
+        (r"\frac{8}{\sqrt3}", r"\frac{8\sqrt{3}}{3}"),
+        (r"\frac{1}{1+\sqrt{2}}", r"\sqrt{2}-1"), (r"\frac{6}{\sqrt{5}-\sqrt{2}}", r"2\sqrt{5}+2\sqrt{2}"),
+        (r"(1+\sqrt{3})^2", r"4+2\sqrt{3}"), (r"\sqrt{3+2\sqrt{2}}", r"1+\sqrt{2}"), (r"\sqrt[3]{16}", r"2\sqrt[3]{2}"),
+        (r"2^{1/2}", r"\sqrt{2}"), (r"8^{\frac{2}{3}}", "4"), (r"\sqrt{\frac{3}{4}}", r"\frac{\sqrt{3}}{2}"),
+        (r"2\pi", r"\pi\times 2"),
+        (r"\sqrt{3}/2", r"\frac{1}{2}\sqrt{3}"), (r"2(3+\sqrt5)", r"6+2\sqrt{5}"), (r"\frac{\pi^2}{\pi}", r"\pi"),
+        (r"0.\overline{3}", r"\frac{1}{3}"), (r"1.2\overline{34}", r"\frac{611}{495}"), ("8 1/2", "8.5"),
+        (r"62\frac12", "62.5"),
+        (r"\sin 30^\circ", "0.5"), (r"\cos\frac{\pi}{6}", r"\frac{\sqrt{3}}{2}"), (r"\tan 15^\circ", r"2-\sqrt{3}"),
+        (r"\log_2 8", "3"), (r"\ln e^2", "2"), (r"\log 1000", "3"), ("5!", "120"), (r"\binom{5}{2}", "10"),
+        ("|-5|", "5"),
+        ("3+4i", "4i+3"), ("i^2", "-1"), (r"\sqrt{-4}", "2i"), ("(x+1)(x-1)", "x^2-1"), ("2xy^2", "2y^2x"),
+        (r"\frac{x}{2y}", r"\frac{1}{2}xy^{-1}"), ("x_1+x_{2}", "x_2+x_{1}"),
+    ],
+)  # fmt: skip
+def test_exact_forms(one: str, other: str) -> None:
+    """Roots, powers of pi, functions of well-known angles, complex numbers and polynomials are equal by value."""
+    left, right = read_number(one), read_number(other)
+    assert left is not None
+    assert right is not None
+    assert are_equal(left.value, right.value)
+    assert not are_equal(left.value, add(right.value, constant(1)))
+
+
+_TERMS = st.lists(st.tuples(st.fractions(-1000, 1000, max_denominator=50), st.integers(1, 300)), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(_TERMS)
+def test_sums_of_roots_have_the_value_that_decimals_give(terms: list[tuple[Fraction, int]]) -> None:
+    """The exact form agrees with 60-digit arithmetic that knows nothing of it."""
+    text = "+".join(rf"\frac{{{c.numerator}}}{{{c.denominator}}}\sqrt{{{r}}}" for c, r in terms)
+    number = read_number(text)
+    assert number is not None
+    with decimal.localcontext(prec=60):
+        total = sum((Decimal(c.numerator) / c.denominator * Decimal(r).sqrt() for c, r in terms), Decimal(0))
+        assert abs(to_decimal(number.value) - total) < Decimal("1e-40")
+
+
+@settings(deadline=None)
+@given(st.integers(-720, 720))
+def test_sines_agree_with_floats(degrees: int) -> None:
+    """Exact or computed, the functions of angles are right."""
+    number = read_number(rf"\sin {{{degrees}}}^\circ")
+    other = read_number(rf"\cos {{{degrees}}}^\circ")
+    assert number is not None
+    assert other is not None
+    assert float(to_decimal(number.value)) == pytest.approx(math.sin(math.radians(degrees)), abs=1e-12)
+    assert float(to_decimal(other.value)) == pytest.approx(math.cos(math.radians(degrees)), abs=1e-12)
+
+
+_PIECES = [
+    *"0123456789.-+*/^(){}[]|!_exyi ",
+    r"\frac",
+    r"\times ",
+    r"\sqrt",
+    r"\pi ",
+    r"\sin ",
+    r"\log_",
+    r"^\circ",
+    r"\binom",
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(_PIECES), max_size=100).map("".join))
 def test_any_text_is_read_or_refused(text: str) -> None:
     """Every text gives a value, None or TooLargeError."""
     try:
-        value = parse_rational(text)
+        number = read_number(text)
     except TooLargeError:
         return
-    assert value is None or isinstance(value, Fraction)
+    assert number is None or isinstance(number, Number)
+    if number is not None:
+        try:
+            to_decimal(number.value)
+        except NoValueError:
+            return
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "(a+b+c+d+e)(f+g+h)",
+        r"\ln 2+",
+        r"\sqrt[3]{2}+",
+        "(a+b)^{31}",
+        "2^{64}",
+        "7/",
+        r"\sin 1+",
+        "64!",
+        r"\frac{1}{1+",
+        "x_1",
+        "-",
+    ],
+)
+def test_the_longest_texts_take_milliseconds(unit: str) -> None:
+    """An answer of nothing but costly pieces is read or refused quickly; the bound leaves room for a busy machine."""
+    text = (unit * 512)[:512]
+    started = time.process_time()
+    for _ in range(5):
+        with contextlib.suppress(TooLargeError):
+            read_number(text)
+    assert time.process_time() - started < 0.5

@@ -1,74 +1,121 @@
-r"""The comparison of two answers: cheap and certain first, and what is left as a question for a worker process.
+r"""The comparison of two answers: exact values first, then structure; what is left is a question for a worker process.
 
-Pure and bounded: nothing here takes more than milliseconds, whatever the answers hold. Tier 1 compares text and exact
-rationals; tier 2 compares choices and words; what neither decides goes to math-verify, in a process that can be killed.
+Pure and bounded: nothing here takes more than milliseconds, whatever the answers hold. An answer to a gold that is a
+number is always decided here, except for a few functions that this grammar lacks. What could cost a worker dearly and
+cannot be right (sums, integrals, limits that the gold answer does not have, towers of powers) is refused here.
 """
 
+import functools
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 
-from services.reward.answers.normalisation import Answer, normalise
-from services.reward.answers.number import TooLargeError, is_written_decimal, parse_rational
-from services.reward.isolation.tasks import SymbolicGold
-from services.reward.verdict import Method
+from services.reward.answers.algebra import NoValueError
+from services.reward.answers.brackets import squeeze
+from services.reward.answers.matching import Outcome, match
+from services.reward.answers.nodes import Named, Node, Opaque, Scalar, Set, Tuple
+from services.reward.answers.normalisation import normalise
+from services.reward.answers.scalars import Rules
+from services.reward.answers.structure import check_bounds, read
 
-_CHOICE = re.compile(r"[A-Z]")
-_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|[A-Za-z]+(?: [A-Za-z]+)+")
-# What is no number although it may have the value of one: relations, and calculations left to the reader.
-_NOT_A_NUMBER = re.compile(
-    r"[=<>!\ufffd]|\\(?:n?eq?|[lg]eq?|approx|cong|sum|prod|int|lim|binom|bmod|pmod|Gamma|det|max|min)(?![A-Za-z])"
-    r"|[A-Za-z]{2,}\(|(?<![\\A-Za-z])[A-Za-z]{4,}"
+__all__ = ["Outcome", "Rules", "Side", "compare", "is_structural"]
+
+_COSTLY = re.compile(
+    r"\\(sum|prod|i*int|oint|lim|det|bmod|pmod|mod|Gamma|gamma|zeta|max|min|sup|inf|argmax|argmin|coprod|big[a-z]+)(?![A-Za-z])"
+    r"|(?<![\\A-Za-z])([A-Za-z]{2,}) ?\(|(__)|(\ufffd)|(\[\[)"
 )
+_TOWER = re.compile(r"(?:\^|\*\*) *(?:\{[^{}]*|-? *\w+ *)(?:\^|\*\*)")
+_POWER = re.compile(r"(?:\^|\*\*) *[{(]? *-? *(\d+)")
+_FACTORIAL = re.compile(r"\d{3,} *!|[)}] *!|! *!")
+_CONTENT = re.compile(r"[^\W_]|\\\{")
+_MAX_POWER = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A gold answer or a response's, with its value where it is a plain number."""
+    """A gold answer or a response's, read."""
 
-    answer: Answer
-    value: Fraction | None
-    too_large: bool
+    text: str
+    """In one spelling, still LaTeX."""
+    node: Node
+    is_too_large: bool = False
+    raw: str = ""
+    """As it was given."""
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing is left but punctuation and marks."""
+        return _CONTENT.search(self.text.replace("^\\circ", "")) is None
 
     @classmethod
     def of(cls, text: str) -> "Side":
-        answer = normalise(text)
-        try:
-            return cls(answer, parse_rational(answer.body), too_large=False)
-        except TooLargeError:
-            return cls(answer, None, too_large=True)
+        """Read `text`. What was read lately is remembered."""
+        return _read(text) if len(text) <= _MAX_REMEMBERED else _read.__wrapped__(text)
+
+    def separated(self) -> "Side":
+        """The same with every comma between digits a separator, not part of a number."""
+        return _read_text(normalise(self.raw, join_thousands=False), self.raw)
 
 
-def compare(gold: Side, side: Side, tolerance: Fraction) -> tuple[bool | None, Method] | SymbolicGold:
-    """Whether the two are the same and what decided; None if the answer cannot be read; else the open question."""
-    ours, theirs = gold.answer, side.answer
-    one_letter = len(ours.name) == len(theirs.name) == 1
-    if one_letter and ours.name != theirs.name:
-        return False, Method.EXACT
-    if ours.unit and theirs.unit and ours.unit != theirs.unit:
-        return False, Method.EXACT
-    if _squeeze(ours.body) == _squeeze(theirs.body):
-        return True, Method.EXACT
-    if _CHOICE.fullmatch(ours.body) and re.fullmatch(r"\(?[A-Z]\)?\.?", theirs.body):
-        return theirs.body.strip("().") == ours.body, Method.STRUCTURE
-    if _WORDS.fullmatch(ours.body):
-        return " ".join(theirs.body.split()).casefold() == ours.body.casefold(), Method.STRUCTURE
-    limit = tolerance if is_written_decimal(ours.body) else Fraction(0)
-    if gold.value is None:
-        if side.too_large and not gold.too_large:
-            return None, Method.UNSPECIFIED
-        use_text = bool(ours.name) and not theirs.name and "=" in theirs.text
-        return SymbolicGold(text=ours.text if use_text else ours.body, use_text=use_text, value="", tolerance="0")
-    if side.value is not None:
-        values = [side.value]
-        if theirs.unit == "%" and not ours.unit:
-            values.append(side.value / 100)
-        return any(abs(value - gold.value) <= limit for value in values), Method.EXACT
-    if side.too_large or _NOT_A_NUMBER.search(theirs.body):
-        return None, Method.UNSPECIFIED
-    return SymbolicGold(text=ours.body, use_text=False, value=str(gold.value), tolerance=str(limit))
+_MAX_REMEMBERED = 128
 
 
-def _squeeze(text: str) -> str:
-    """Without spaces, except where they end a command's name."""
-    return re.sub(r"(?<![A-Za-z]) | (?![A-Za-z])", "", text)
+@functools.lru_cache(maxsize=4096)
+def _read(text: str) -> Side:
+    return _read_text(normalise(text), text)
+
+
+def _read_text(text: str, raw: str) -> Side:
+    try:
+        check_bounds(text)
+        return Side(text=text, node=read(text), raw=raw)
+    except NoValueError:
+        return Side(text=text, node=Opaque(text=squeeze(text)), raw=raw)
+    except ArithmeticError:  # TooLargeError, or beyond what Decimal holds
+        return Side(text=text, node=Opaque(text=text), is_too_large=True, raw=raw)
+
+
+def compare(gold: Side, answer: Side, rules: Rules) -> Outcome:
+    """Whether the answer has the value of the gold answer."""
+    if gold.is_too_large or answer.is_too_large:
+        if "".join(gold.text.split()) == "".join(answer.text.split()):
+            return Outcome.RIGHT
+        return Outcome.TOO_LARGE if answer.is_too_large else Outcome.WRONG
+    try:
+        return _compare(gold, answer, rules)
+    except (ArithmeticError, NoValueError):
+        return Outcome.TOO_LARGE
+
+
+def _compare(gold: Side, answer: Side, rules: Rules) -> Outcome:
+    outcome = match(gold.node, answer.node, rules)
+    if outcome not in {Outcome.RIGHT, Outcome.OPEN} and _is_list(gold.node) and re.search(r"\d,\d{3}", answer.raw):
+        separated = answer.separated()
+        if not separated.is_too_large and match(gold.node, separated.node, rules) is Outcome.RIGHT:
+            return Outcome.RIGHT
+    if outcome is Outcome.OPEN:
+        return _refusal(gold.text, answer.text) or outcome
+    return outcome
+
+
+def is_structural(gold: Side) -> bool:
+    """Whether the gold answer is anything but a number."""
+    node = gold.node.body if isinstance(gold.node, Named) else gold.node
+    return not isinstance(node, Scalar)
+
+
+def _refusal(gold: str, answer: str) -> Outcome | None:
+    """Why no worker should be asked, if so."""
+    if not answer.isascii() and gold.isascii():  # digits of other scripts would be read as numbers
+        return Outcome.UNREADABLE
+    wanted = {found[0] for found in _COSTLY.finditer(gold)}
+    if any(found[0] not in wanted for found in _COSTLY.finditer(answer)):
+        return Outcome.UNREADABLE
+    if (_TOWER.search(answer) and not _TOWER.search(gold)) or _FACTORIAL.search(answer):
+        return Outcome.TOO_LARGE
+    if any(len(found[1]) > 2 or int(found[1]) > _MAX_POWER for found in _POWER.finditer(answer)):
+        return Outcome.TOO_LARGE
+    return None
+
+
+def _is_list(node: Node) -> bool:
+    return isinstance(node.body if isinstance(node, Named) else node, Set | Tuple)

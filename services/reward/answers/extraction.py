@@ -1,15 +1,47 @@
 r"""Where in a response the answer is, found in time linear in the text.
 
 What counts is the text after the last `</think>`; a `<think>` that is never closed leaves no answer. In it: the last
-balanced `\boxed{}` (the outermost, where they are nested), else the last `<answer>` element, else the last line that
-begins with `Answer:`. Boxes that are joined by "or", "and" or a comma are one answer, so that hedging does not pay.
+balanced `\boxed{}` or `\fbox{}` (the outermost, where they are nested), wherever it stands, else the last `<answer>`
+element, else the last line that begins with `Answer:`. Hedging does not pay: boxes (elements, lines) that stand side by
+side are one answer with several values. They do where hardly a word is between them (signs, labels, "or", "vs"), or a
+few words that offer a choice ("; option two: ") and none that correct ("but rechecking gives"). The same content twice
+counts once.
 """
 
 import re
 
-_TOKEN = re.compile(r"\\boxed\s*(?P<open>\{)|\\boxed\s+(?P<bare>-?\d[\d.]*|[A-Za-z])|\\.|[{}]", re.DOTALL)
-_JOINT = re.compile(r"[\s$]*(?:,|\bor\b|\band\b|\\text\s*\{\s*(?:or|and)\s*\})[\s$]*")
-_ANSWER_LINE = re.compile(r"^[ \t*#]*(?:final +)?answer[ \t*]*:[ \t*]*(\S.*)$", re.IGNORECASE | re.MULTILINE)
+_Span = tuple[int, int, str]
+"""Start, end and content."""
+
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)(?:\s*+(?P<open>\{)|\s*+(?P<bare>-?\d[\d.]*+)|\s++(?P<letter>[A-Za-z])(?![A-Za-z]))"
+)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(rf"{_BOX.pattern}|{_BRACE.pattern}", re.DOTALL)
+_MARKUP = re.compile(r"\\[A-Za-z]++(?: *\{[lcr|]*\})?|</?[A-Za-z]++[^<>]{0,20}>|\d++(?:st|nd|rd|th)")
+_WORD = re.compile(r"[A-Za-z]{2,}+")
+_LABEL = re.compile(
+    r"\b(?:answer|option|case|possibility|candidate|guess|alternative|choice|variant|version|#) *"
+    r"(?:\d|one|two|three|four|five|[A-E]\b)",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(
+    r"\b(?:x?or|either|else|alternative\w*|possib\w+|perhaps|may|maybe|might|could|can|otherwise|options?|candidate|guess"
+    r"|also|another|other|second|both|if|case|when|depending|respectively|versus|vs|even)\b",
+    re.IGNORECASE,
+)
+_OFFER = re.compile(r"\b(?:or|also|maybe|perhaps|possibly|alternatively)\b[^A-Za-z]*$", re.IGNORECASE)
+_CORRECTION = re.compile(
+    r"\b(?:but|actually|wait|instead|no|not|rather|correct\w*|(?:re-?)?check\w*|(?:re-?)?comput\w*|hence|therefore|thus|so"
+    r"|final(?:ly)?|then|next|now|step|sorry|mistake\w*|scratch|oops)\b",
+    re.IGNORECASE,
+)
+_MAX_SIDE_WORDS = 3
+_MAX_CHOICE_CHARS = 120
+_MAX_ELEMENTS = 16
+_ANSWER_LINE = re.compile(
+    r"^[ \t*#>_]*+(?:(?:the|my|final) +){0,2}+answer[ \t*_]*+:[ \t*_]*+(\S.*)$", re.IGNORECASE | re.MULTILINE
+)
 
 
 def extract_answer(response: str, *, max_chars: int, answer_line: bool = True) -> str | None:
@@ -21,50 +53,101 @@ def extract_answer(response: str, *, max_chars: int, answer_line: bool = True) -
         answer_line: Whether a line `Answer: ...` counts where there is neither box nor `<answer>`.
     """
     closed = response.rfind("</think>")
-    if response.rfind("<think>") > closed:
+    if response.find("<think>", closed + 1) >= 0:
         return None
     start = max(len(response) - max_chars, closed + len("</think>") if closed >= 0 else 0)
-    text = response[start:]
-    answer = _boxed(text)
-    if answer is None:
-        answer = _tagged(text)
-    if answer is None and answer_line:
-        lines = _ANSWER_LINE.findall(text)
-        answer = lines[-1] if lines else None
+    text = response[start:] if start else response
+    spans = _boxes(text) or _elements(text)
+    if not spans and answer_line:
+        spans = [(line.start(), line.end(), line[1].rstrip(" \t*_")) for line in _ANSWER_LINE.finditer(text)]
+    answer = _last_of(text, spans)
     return (answer or "").strip() or None
 
 
-def _boxed(text: str) -> str | None:
-    """The content of the last box, and of those that it is joined to."""
-    first = text.find("\\boxed")
-    if first < 0:
+def _boxes(text: str) -> list[_Span]:
+    """The outermost boxes in order."""
+    boxes: list[_Span] = []
+    position = 0
+    while (box := _BOX.search(text, position)) is not None:
+        if not box["open"]:
+            boxes.append((box.start(), box.end(), box["bare"] or box["letter"]))
+            position = box.end()
+            continue
+        end = _closing_brace(text, box.end())
+        if end is None:
+            boxes.extend(_boxes_in_open_one(text, box.start()))
+            break
+        boxes.append((box.start(), end, text[box.end() : end - 1]))
+        position = end
+    return boxes
+
+
+def _elements(text: str) -> list[_Span]:
+    """The last few `<answer>` elements in order."""
+    elements: list[_Span] = []
+    start = len(text)
+    while len(elements) < _MAX_ELEMENTS:
+        end = text.rfind("</answer>", 0, start)
+        start = text.rfind("<answer>", 0, max(end, 0))
+        if start < 0:
+            break
+        elements.append((start, end + len("</answer>"), text[start + len("<answer>") : end].strip()))
+    return elements[::-1]
+
+
+def _last_of(text: str, spans: list[_Span]) -> str | None:
+    """The content of the last of `spans`, and of those that it stands beside."""
+    if not spans:
         return None
-    boxes: list[tuple[int, int, str]] = []  # start, end, content: outermost boxes in the order of their ends
+    start, _, content = spans[-1]
+    contents = {content: None}  # a dictionary, to keep order
+    for begin, end, content in reversed(spans[:-1]):
+        if start - end > _MAX_CHOICE_CHARS or not _are_side_by_side(text[end:start]):
+            break
+        start = begin
+        contents[content] = None
+    return " or ".join(reversed(contents))
+
+
+def _are_side_by_side(between: str) -> bool:
+    """Whether what is on either side of this text is offered for the one answer."""
+    if _LABEL.search(between) or _OFFER.search(between):
+        return True
+    if _CORRECTION.search(between):
+        return False
+    return _CHOICE.search(between) is not None or len(_WORD.findall(_MARKUP.sub(" ", between))) <= _MAX_SIDE_WORDS
+
+
+def _closing_brace(text: str, position: int) -> int | None:
+    """Where the brace that was opened just before `position` is closed, and past it."""
+    depth = 1
+    for brace in _BRACE.finditer(text, position):
+        sign = brace[0]
+        if sign == "{":
+            depth += 1
+        elif sign == "}":
+            depth -= 1
+            if not depth:
+                return brace.end()
+    return None
+
+
+def _boxes_in_open_one(text: str, start: int) -> list[_Span]:
+    """The outermost closed boxes from `start`, where a box opens that is never closed."""
+    boxes: list[_Span] = []
     open_braces: list[tuple[int, int] | None] = []  # start of a box and of its content; None for a plain brace
-    for token in _TOKEN.finditer(text, first):
-        if token["open"]:
-            open_braces.append((token.start(), token.end()))
-        elif token["bare"]:
-            boxes.append((token.start(), token.end(), token["bare"]))
-        elif token[0] == "{":
+    for token in _TOKEN.finditer(text, start):
+        sign = token[0]
+        if sign == "{":
             open_braces.append(None)
-        elif token[0] == "}" and open_braces:
-            opened = open_braces.pop()
+        elif sign == "}":
+            opened = open_braces.pop() if open_braces else None
             if opened is not None:
                 while boxes and boxes[-1][0] > opened[0]:
                     boxes.pop()
                 boxes.append((opened[0], token.end(), text[opened[1] : token.start()]))
-    if not boxes:
-        return None
-    joined = [boxes[-1]]
-    for box in reversed(boxes[:-1]):
-        if not _JOINT.fullmatch(text, box[1], joined[-1][0]):
-            break
-        joined.append(box)
-    return " or ".join(content for _, _, content in reversed(joined))
-
-
-def _tagged(text: str) -> str | None:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end] if start >= 0 else None
+        elif token["open"]:
+            open_braces.append((token.start(), token.end()))
+        elif token["bare"] or token["letter"]:
+            boxes.append((token.start(), token.end(), token["bare"] or token["letter"]))
+    return boxes

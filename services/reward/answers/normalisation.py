@@ -1,120 +1,212 @@
-r"""One spelling for what means the same: Unicode signs, LaTeX layout, units, degrees, thousands separators, `x =`.
+r"""One spelling for what means the same: Unicode signs, LaTeX layout and synonyms, spaces, thousands separators.
 
 Nothing here computes; the text stays LaTeX. Every rewrite takes time linear in the text.
 """
 
 import re
 import unicodedata
-from dataclasses import dataclass
-
-DEGREE = "degree"
-"""The unit of angles, however it is written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """An answer in one spelling, taken apart."""
-
-    text: str
-    """All of it, unit removed."""
-    name: str
-    """What it is said to be: `x` of `x = 5`; empty where that is not said."""
-    body: str
-    """What follows the `=` if it has a name, else `text`."""
-    unit: str
-    """The unit, in short form; empty where there is none."""
-
 
 _SIGNS = {
-    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/",
-    "π": r"\pi ", "𝜋": r"\pi ", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "∞": r"\infty ", "±": r"\pm ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∠": r"\angle ", "≅": r"\cong ", "∪": r"\cup ",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "∶": ":",
-    "\u00a0": " ", "\u202f": " ", "\u2009": r"\,",
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
+    "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "𝜋": r"\pi ", "𝝅": r"\pi ", "°": r"^\circ ", "º": r"^\circ ",
+    "˚": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F", "∞": r"\infty ", "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ",
+    "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≅": r"\cong ", "≃": r"\approx ",
+    "∼": r"\sim ", "∥": r"\parallel ", "⊥": r"\perp ", "∠": r"\angle ", "△": r"\triangle ", "∪": r"\cup ",
+    "∩": r"\cap ", "∈": r"\in ", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ", "∴": "", "→": r"\to ", "⇒": r"\to ",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "φ": r"\phi ", "λ": r"\lambda ",
+    "μ": r"\mu ", "∶": ":", "：": ":", "，": ",", "、": ",", "。": ".", "′": "'", "″": "''", "’": "'", "‘": "'",
+    "“": '"', "”": '"', "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "…": "...", "⋯": "...",
+    "\u00a0": " ", "\u202f": r"\,", "\u2009": r"\,", "\u2008": r"\,", "\u200a": r"\,",
 }  # fmt: skip
-_UNITS = {
-    unit: words[0]
-    for words in (
-        (DEGREE, "degrees", "deg"), ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
-        ("mm", "millimeter", "millimeters", "millimetres"), ("km", "kilometer", "kilometers", "kilometres"),
-        ("m", "meter", "meters", "metre", "metres"), ("in", "inch", "inches"), ("ft", "foot", "feet"),
-        ("yd", "yard", "yards"), ("mi", "mile", "miles"), ("unit", "units"), ("%", r"\%", "percent"),
-        ("s", "sec", "second", "seconds"), ("min", "minute", "minutes"), ("h", "hour", "hours"),
-        ("kg",), ("g", "gram", "grams"), ("rad", "radian", "radians"),
-    )
-    for unit in words
+_COMMANDS = {
+    # layout
+    **dict.fromkeys(
+        ("left", "right", "displaystyle", "textstyle", "scriptstyle", "big", "Big", "bigl", "bigr", "Bigl", "Bigr",
+         "bigg", "Bigg", "biggl", "biggr", "limits", "nolimits", "therefore", "mathstrut", "boxed", "fbox", "bf", "rm",
+         "it", "tiny", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge", "checkmark"), ""
+    ),
+    **dict.fromkeys(("quad", "qquad", "thinspace", "enspace", "space", "hspace"), " "),
+    # synonyms
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "over": "/", "tbinom": r"\binom", "dbinom": r"\binom",
+    "leq": r"\le", "leqslant": r"\le", "geq": r"\ge", "geqslant": r"\ge", "lt": "<", "gt": ">", "neq": r"\ne",
+    "degree": r"^\circ", "percent": r"\%", "ast": "*", "colon": ":", "mid": "|", "vert": "|", "lvert": "|",
+    "rvert": "|",
+    "lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")", "lbrack": "[", "rbrack": "]", "lparen": "(",
+    "rparen": ")", "prime": "'", "infin": r"\infty", "simeq": r"\approx", "thickapprox": r"\approx",
+    "varnothing": r"\emptyset",
+    "measuredangle": r"\angle", "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "bigcup": r"\cup",
+    "ldots": "...", "dots": "...", "cdots": "...", "dotsc": "...", "varphi": r"\phi", "varepsilon": r"\epsilon",
+    "pounds": "£", "euro": "€", "rightarrow": r"\to", "implies": r"\to", "Rightarrow": r"\to", "mathring": "",
 }  # fmt: skip
-_UNIT = re.compile(
-    r"(?P<value>.*[\d})\].]|.*\\pi|.*\\sqrt ?\w) *(?P<square>square|sq\.?|cubic)? *"
-    rf"(?P<unit>{'|'.join(sorted(map(re.escape, _UNITS), key=len, reverse=True))})"
-    r" *(?:\^ *(?:\{ *(?P<braced>[23]) *\}|(?P<power>[23])))?",
-    re.DOTALL,
-)
-_CIRC = re.compile(r"\^ *(?:\{ *\\(?:circ|degree) *\}|\\(?:circ|degree)(?![A-Za-z]))|\\degree(?![A-Za-z])")
-_TRIGONOMETRY = re.compile(r"sin|cos|tan|cot|sec|csc")
-_LAYOUT = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|bigl?|bigr?|Bigl?|Bigr?|limits)(?![A-Za-z])|\$|\\[()\[\]]|\\!"
-)
-_SPACE = re.compile(r"\\(?:quad|qquad|thinspace)(?![A-Za-z])|\\[,;: ]|[~\s]+")
-_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
 _STYLE = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|operatorname|boxed|fbox) *\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|mbox|hbox|operatorname\*?|boxed|fbox"
+    r"|emph|underline) *\{([^{}]*)\}"
 )
-_THOUSANDS = re.compile(r"-?\d{1,3}(?:(?:,|\\, ?|\\;)\d{3})+(?:\.\d+)?(?![\d,])")
-_SYMBOL = r"(?:[A-Za-z]{1,12}|\\(?!sum|prod|int|lim|frac|sqrt)[a-z]{2,7})\d?'?(?:_\w|_\{\w{1,8}\})?(?:\([a-z]\))?"
-_NAME = re.compile(
-    rf"(?:m *)?(?:\\(?:angle|overline|triangle|widehat|arc) *)?(?:\{{ *{_SYMBOL} *\}}|{_SYMBOL}) *=(?P<body>[^=<>]+)"
+_SPACE = re.compile(r"(?<!\\)\\[,;: ]|[~\s]+")
+_LAYOUT = re.compile(r"\\[()\[\]!]|(?<!\\)\$")
+_SUPERSCRIPT = re.compile(r"\^ *\{ *\^? *\\circ *\}|\^ *\^? *\\circ(?![A-Za-z])")
+_COLOUR = re.compile(r"\\(?:text)?color *\{[^{}]*\}|\\[hv]?phantom *\{[^{}]*\}|\\[hv]space\*? *\{[^{}]*\}")
+_NOT_EQUAL = re.compile(r"\\not *=")
+_ARC = re.compile(r"\\(?:overset|stackrel) *\{ *\\(?:small|big)?frown *\}|\\(?:over|wide)paren(?![A-Za-z])")
+_CASES = re.compile(r"(?:\\left *\\\{ *)?\\begin *\{cases\}([^&]*)\\end *\{cases\}(?: *\\right *\.)?")
+_PLAIN = re.compile(r"-?(?:\d{1,3}|\d{5,30})(?:\.\d+)?", re.ASCII)
+_BARE = re.compile(r"(?=[^\\]*\\)(?:[0-9 {}^-]|\\(?:sqrt|frac|pi)(?![A-Za-z]))*+")
+"""Numbers with nothing to rewrite in them."""
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\, ?|\\;|\\ |\{ *, *\})\d{3})+(?![\d])(?!\}? *,\d)", re.ASCII)
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)", re.ASCII)
+_DIGIT = re.compile(r"\d")
+_SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?", re.ASCII)
+_WORD = re.compile(r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|ln|log|infty|infinity|inf|oo|theta|degrees?|deg)(?![A-Za-z])")
+_WORDS = {"infinity": r"\infty ", "inf": r"\infty ", "oo": r"\infty ", "degrees": r"^\circ ", "degree": r"^\circ ",
+          "deg": r"^\circ "}  # fmt: skip
+_ROOT = re.compile(r"([√∛∜]) *(\d+(?:\.\d+)?|\\pi|[a-z]|(?=[({\\]))")
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_ASCII_RELATIONS = (
+    ("<=", r"\le "),
+    (">=", r"\ge "),
+    ("!=", r"\ne "),
+    ("=<", r"\le "),
+    ("+/-", r"\pm "),
+    ("+-", r"\pm "),
 )
+_REASON = re.compile(r"(?:,|(?<=[\d}) ])\() *(?:since|because|rounded|to the nearest)\b(?:(?! or\b)[^;])*$")
+_ABOUT = re.compile(r"(?<=[\d})]),? *(?:\bor +)?\b(?:approximately|roughly|about)(?= *[-\d\\.])")
+_BRACKETED_ABOUT = re.compile(r" *\( *(?:or +)?\\approx *([^()]*)\)$")
+_LEAD = re.compile(r"(?:[=:;,]|\\approx|\\to|\\sim(?= *\d)|~) *")
 
 
-def normalise(text: str) -> Answer:
-    """Return the answer `text` in one spelling."""
-    text = _plain_signs(text)
+def normalise(text: str, *, join_thousands: bool = True) -> str:
+    """Return the answer `text` in one spelling.
+
+    Args:
+        text: An answer.
+        join_thousands: Whether `1,000` is a thousand; else it is 1 and 0.
+    """
+    text = text.strip()
+    if _PLAIN.fullmatch(text):
+        return text
+    if _BARE.fullmatch(text):
+        return " ".join(text.split())
+    if not (text.isascii() and text.isprintable()):
+        text = _plain_signs(text)
+    if "\\" in text or "$" in text or "~" in text or "{" in text:
+        text = _plain_latex(text)
+    for relation, command in _ASCII_RELATIONS:
+        if relation in text and (relation != "+-" or not re.search(r"[\w)}] *\+-", text)):
+            text = text.replace(relation, command)
+    if join_thousands and "," in text and not re.search(r"[(\[]|\\\{", text):
+        text = _THOUSANDS.sub(_digits, text)
+    text = _WORD.sub(lambda word: _WORDS.get(word[1], f"\\{word[1]}"), text)
+    text = " ".join(text.split())
+    if _SPACED.fullmatch(text):
+        text = text.replace(" ", "")
+    if "a" in text and "o" in text:
+        text = _BRACKETED_ABOUT.sub(r" \\approx \1", _ABOUT.sub(r" \\approx ", text))
+    if " " in text and (reason := _REASON.search(text)) is not None and _DIGIT.search(text, 0, reason.start()):
+        text = text[: reason.start()].rstrip()
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    lead = _LEAD.match(text)
+    if lead is not None:
+        text = text[lead.end() :]
+    return text.strip()
+
+
+def _plain_latex(text: str) -> str:
+    """LaTeX without its layout, and one command for each meaning."""
+    text = (
+        text.replace(r"\$", r"\dollar ")
+        .replace(r"\-", "")
+        .replace(r"\/", "")
+        .replace(r"\&", " and ")
+        .replace("{:}", ":")
+        .replace("{.}", ".")
+    )
+    if "\\not" in text:
+        text = _NOT_EQUAL.sub(r"\\ne ", text)
+    if "\\frown" in text or "paren" in text:
+        text = _ARC.sub(r"\\widehat", text)
+    if "{cases}" in text:
+        text = _CASES.sub(_lines, text)
+    if "olor" in text or "phantom" in text or "space" in text:
+        text = _COLOUR.sub("", text)
+    text = _GROUPED.sub(_digits, text)
     for _ in range(8):
         unwrapped = _STYLE.sub(r" \1 ", text)
         if unwrapped == text:
             break
         text = unwrapped
-    text = _THOUSANDS.sub(lambda number: re.sub(r"[^\d.-]", "", number[0]), text.replace("{,}", ","))
     text = _LAYOUT.sub("", text)
-    text = _SPACE.sub(" ", _FRACTION.sub(r"\\frac", text)).strip()
-    if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip()
-    text, unit = _without_unit(text)
-    named = _NAME.fullmatch(text)
-    if named is None:
-        return Answer(text=text, name="", body=text, unit=unit)
-    name = text[: named.start("body")].rstrip("= ").replace(" ", "")
-    return Answer(text=text, name=name, body=named["body"].strip(), unit=unit)
+    text = _COMMAND.sub(_one_command, text)
+    if "\\begin" not in text:
+        text = text.replace("\\\\", " ")
+    text = _SPACE.sub(" ", text)
+    return _SUPERSCRIPT.sub(r"^\\circ ", text) if "\\circ" in text else text
+
+
+def _one_command(match: re.Match[str]) -> str:
+    found = _COMMANDS.get(match[1])
+    if found is None:
+        return match[0]
+    return (
+        found + " "
+        if found[:1] == "\\"
+        and found[-1:].isalpha()
+        and match.end() < len(match.string)
+        and (match.string[match.end()].isalpha())
+        else found
+    )
+
+
+def _lines(match: re.Match[str]) -> str:
+    """The lines of a system, which has no cells, in one."""
+    return ", ".join(line.strip(" ,") for line in match[1].split("\\\\"))
+
+
+def _digits(match: re.Match[str]) -> str:
+    return re.sub(r"\D", "", match[0])
 
 
 def _plain_signs(text: str) -> str:
     """ASCII and LaTeX for the Unicode signs that people write; what is no text becomes U+FFFD or goes."""
-    if text.isascii() and text.isprintable():
-        return text
     out: list[str] = []
+    raised = False
     for char in text:
+        if " " <= char <= "~":
+            raised = False
+            out.append(char)
+            continue
         category = unicodedata.category(char)
+        decomposition = unicodedata.decomposition(char)
         if char in _SIGNS:
             out.append(_SIGNS[char])
+        elif char in _ROOTS:
+            out.append(char)
         elif "！" <= char <= "～":  # full-width forms of ASCII
             out.append(chr(ord(char) - 0xFEE0))
         elif category == "No" and (fraction := unicodedata.normalize("NFKC", char).split("\u2044"))[1:]:
             out.append(rf"\frac{{{fraction[0]}}}{{{fraction[1]}}}")
-        elif unicodedata.decomposition(char).startswith("<super> 003"):
-            out.append(f"^{unicodedata.digit(char)}")
+        elif decomposition.startswith("<super> ") and (plain := unicodedata.normalize("NFKC", char)) in "0123456789n−-":
+            exponent = plain.replace("−", "-")
+            if raised:
+                out[-1] = out[-1][:-1] + exponent + "}"
+            else:
+                out.append(f"^{{{exponent}}}")
+            raised = True
+            continue
+        elif decomposition.startswith("<sub> ") and (plain := unicodedata.normalize("NFKC", char)).isalnum():
+            out.append(f"_{{{plain}}}")
+        elif decomposition.startswith("<font> "):  # mathematical letters and digits
+            out.append(unicodedata.normalize("NFKC", char))
         elif category == "Cs":
             out.append("\ufffd")
-        elif category not in {"Cc", "Cf"} or char in "\t\n\r":
+        elif category.startswith("Z") or char in "\t\n\r":
+            out.append(" ")
+        elif category not in {"Cc", "Cf"}:
             out.append(char)
-    return re.sub(r"√ *(\d+|[a-z])", r"\\sqrt{\1}", "".join(out)).replace("√(", r"\sqrt(")
-
-
-def _without_unit(text: str) -> tuple[str, str]:
-    if _CIRC.search(text) and not _TRIGONOMETRY.search(text):
-        return _CIRC.sub("", text).strip(), DEGREE
-    found = _UNIT.fullmatch(text)
-    if found is None or (len(found["unit"]) == 1 and found["unit"].isalpha() and text[found.start("unit") - 1] != " "):
-        return text, ""  # 3m may well be three times m
-    power = found["braced"] or found["power"] or {"cubic": "3", None: ""}.get(found["square"], "2")
-    return found["value"].strip(), _UNITS[found["unit"]] + power
+        raised = False
+    text = "".join(out)
+    if any(sign in text for sign in _ROOTS):
+        text = _ROOT.sub(lambda found: _ROOTS[found[1]] + (f"{{{found[2]}}}" if found[2] else ""), text)
+    return text

@@ -1,155 +1,111 @@
-r"""Plain numbers as exact rationals, without sympy and without floats.
+r"""Numbers and polynomials as people write them, read to exact values without sympy, floats or `eval`.
 
-The grammar is small and bounded: integers, decimals, `1.5e3`, `\frac{a}{b}`, `a/b`, mixed numbers `7\frac{3}{4}`,
-products written with a sign, powers with an integer exponent, signs and brackets. What it does not know, it does not
-guess at.
+The commonest forms are read at once, all others by the grammar. How a number is written is kept, since what else is
+right than its value depends on that.
 """
 
+import decimal
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DEPTH = 24
-MAX_DIGITS = 400
-MAX_EXPONENT = 64
-MAX_BITS = 8192
+from services.reward.answers.algebra import (
+    NoValueError,
+    Rational,
+    TooLargeError,
+    Value,
+    as_rational,
+    constant,
+    surd,
+)
+from services.reward.answers.grammar import MAX_DIGITS, parse
 
-_TOKEN = re.compile(
-    r" *(?P<token>\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+|\\frac(?= *\d)|\\(?:frac|times|cdot|div)(?![A-Za-z])|[-+*/^(){}])",
+_LITERAL = re.compile(r"(?P<sign>[-+]?) *(?P<whole>\d*)(?:\.(?P<part>\d*))?(?P<dots> ?\.\.\.| ?\\l?dots)?", re.ASCII)
+_COMMON = re.compile(  # what most answers are, read at once
+    r"(?P<sign>-?) *(?:\\frac ?\{ ?(?P<upper>\d{1,18}) ?\} ?\{ ?(?P<lower>[1-9]\d{0,17}) ?\}"
+    r"|(?P<fraction>\\frac ?\{ ?)?(?P<factor>\d{1,18})? ?\\sqrt ?\{ ?(?P<radicand>\d{1,18}) ?\}"
+    r"(?(fraction) ?\} ?\{ ?(?P<divisor>[1-9]\d{0,17}) ?\}))",
     re.ASCII,
 )
-_DECIMAL = re.compile(r"[-+]? *\d*\.\d+", re.ASCII)
+_MIN_REPEATED = 3
 
 
-class TooLargeError(ArithmeticError):
-    """A number in the text is beyond the bounds of what is computed."""
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A value, and how it is written."""
+
+    value: Value
+    places: int | None = None
+    """Digits after the point of a plain decimal; 0 of a plain integer; None of any other form."""
+    figures: int = 0
+    """Significant figures of a plain decimal or integer."""
+    is_truncated: bool = False
+    """A plain decimal followed by an ellipsis."""
+    is_unfinished: bool = False
+    """A rational number with a sum or difference of rationals in it that was not carried out: work, no answer."""
 
 
-class _NoNumberError(ValueError):
-    """The text is not in the grammar."""
-
-
-def parse_rational(text: str) -> Fraction | None:
+def read_number(text: str) -> Number | None:
     """Return the value of `text`, or None if it is not in the grammar.
 
     Raises:
-        TooLargeError: digits, an exponent or the nesting are beyond the bounds.
+        TooLargeError: digits, an exponent, the nesting or the work are beyond the bounds.
     """
-    tokens: list[str] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            if text[position:].isspace():
-                break
-            return None
-        if sum(char.isdigit() for char in match["token"]) > MAX_DIGITS:
-            raise TooLargeError(f"a number of more than {MAX_DIGITS} digits")
-        tokens.append(match["token"])
-        position = match.end()
-    reader = _Reader(tokens)
-    try:
-        value = reader.product(0)
-    except (_NoNumberError, ZeroDivisionError):
+    literal = _LITERAL.fullmatch(text)
+    if literal is not None:
+        return _literal(literal)
+    if not text.isascii():
         return None
-    return value if reader.at_end() else None
+    common = read_common(text)
+    if common is not None:
+        return common
+    try:
+        value, is_unfinished = parse(text)
+    except (NoValueError, ZeroDivisionError, decimal.DecimalException):
+        return None
+    return Number(value, is_unfinished=is_unfinished)
 
 
-def is_written_decimal(text: str) -> bool:
-    """Whether `text` is a number with a decimal point and digits after it, and nothing else."""
-    return _DECIMAL.fullmatch(text.strip()) is not None
+def parse_rational(text: str) -> Fraction | None:
+    """Return the value of `text` if it is a rational number in the grammar, else None.
+
+    Raises:
+        TooLargeError: as `read_number`.
+    """
+    number = read_number(text)
+    value = None if number is None else as_rational(number.value)
+    return None if value is None else Fraction(value)
 
 
-class _Reader:
-    """Recursive descent over tokens."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._next = 0
-
-    def at_end(self) -> bool:
-        return self._next == len(self._tokens)
-
-    def product(self, depth: int) -> Fraction:
-        """sign* power (('*' | '/') sign* power)*"""
-        value = self._signed(depth)
-        while (operator := self._peek()) in {"*", "/", "\\times", "\\cdot", "\\div"}:
-            self._next += 1
-            right = self._signed(depth)
-            value = _bounded(value / right if operator in {"/", "\\div"} else value * right)
-        return value
-
-    def _signed(self, depth: int) -> Fraction:
-        negative = False
-        while self._peek() in {"-", "+"}:
-            negative ^= self._take() == "-"
-        value = self._power(depth)
-        return -value if negative else value
-
-    def _power(self, depth: int) -> Fraction:
-        base = self._atom(depth)
-        if self._peek() != "^":
-            return base
-        self._next += 1
-        exponent = self._atom(depth) if self._peek() in {"{", "("} else self._signed(depth)
-        if exponent.denominator != 1:
-            raise _NoNumberError
-        if abs(exponent) > MAX_EXPONENT:
-            raise TooLargeError(f"an exponent of more than {MAX_EXPONENT}")
-        return _bounded(base ** int(exponent))
-
-    def _atom(self, depth: int) -> Fraction:
-        if depth >= MAX_DEPTH:
-            raise TooLargeError(f"nested deeper than {MAX_DEPTH}")
-        token = self._take()
-        if token == "\\frac":
-            return _bounded(self._argument(depth) / self._argument(depth))
-        if token in {"(", "{"}:
-            value = self.product(depth + 1)
-            if self._take() != {"(": ")", "{": "}"}[token]:
-                raise _NoNumberError
-            return value
-        value = _number(token)
-        if self._peek() == "\\frac" and token.isdigit():  # a mixed number
-            self._next += 1
-            part = self._argument(depth) / self._argument(depth)
-            if not 0 <= part < 1:
-                raise _NoNumberError
-            value += part
-        return value
-
-    def _argument(self, depth: int) -> Fraction:
-        """A fraction's next argument: one in braces, or a single digit."""
-        token = self._peek()
-        if token.isdigit():
-            if len(token) > 1:
-                self._tokens[self._next] = token[1:]
-            else:
-                self._next += 1
-            return Fraction(int(token[0]))
-        if token != "{":
-            raise _NoNumberError
-        return self._atom(depth + 1)
-
-    def _peek(self) -> str:
-        return self._tokens[self._next] if self._next < len(self._tokens) else ""
-
-    def _take(self) -> str:
-        token = self._peek()
-        self._next += 1
-        return token
+def _literal(match: re.Match[str]) -> Number | None:
+    whole, part = match["whole"], match["part"] or ""
+    if not whole and not part:
+        return None
+    digits = whole + part
+    if len(digits) > MAX_DIGITS:
+        raise TooLargeError(f"a number of more than {MAX_DIGITS} digits")
+    value: Rational = int(digits)
+    if match["sign"] == "-":
+        value = -value
+    if part:
+        value = Fraction(value, 10 ** len(part))
+    dots = match["dots"] is not None
+    if dots and len(part) >= _MIN_REPEATED and len(set(part[-_MIN_REPEATED:])) == 1:  # 0.333... is a third
+        last = Fraction(int(part[-1]), 9 * 10 ** len(part))
+        return Number(constant(value - last if match["sign"] == "-" else value + last))
+    return Number(constant(value), places=len(part), figures=len(digits.lstrip("0")), is_truncated=dots)
 
 
-def _number(token: str) -> Fraction:
-    if not token[:1].isdigit() and token[:1] != ".":
-        raise _NoNumberError
-    mantissa, _, exponent = token.lower().partition("e")
-    if exponent and abs(int(exponent)) > MAX_EXPONENT:
-        raise TooLargeError(f"an exponent of more than {MAX_EXPONENT}")
-    value = Fraction(mantissa.rstrip(".") if mantissa.endswith(".") else mantissa)
-    return value * Fraction(10) ** int(exponent) if exponent else value
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise TooLargeError(f"a value of more than {MAX_BITS} bits")
-    return value
+def read_common(text: str) -> Number | None:
+    """The value of a fraction of integers, or a rational multiple of a square root of one."""
+    match = _COMMON.fullmatch(text)
+    if match is None:
+        return None
+    sign, upper, lower, fraction, factor, radicand, divisor = match.groups()
+    if upper:
+        ratio = Fraction(int(upper), int(lower))
+        return Number(constant(-ratio if sign else ratio))
+    multiple: Rational = int(factor or 1)
+    if fraction:
+        multiple = Fraction(multiple, int(divisor))
+    return Number(surd(-multiple if sign else multiple, int(radicand)))

@@ -1,16 +1,23 @@
 """The gRPC face: translates between the contract and the verifier."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc.aio
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, UnavailableError
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.item import Item
+from services.reward.verdict import Method, Status
 from services.reward.verifier import Scored, Verifier
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_MAX_IN_FLIGHT = 256
+"""Items of one stream that were read and not answered; with so many, the stream reads no further."""
+_STATUS = {status: reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}") for status in Status}
+_METHOD = {method: reward_pb2.VerdictMethod.Value(f"VERDICT_METHOD_{method}") for method in Method}
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -18,27 +25,53 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
+        self._stopping = asyncio.Event()
+
+    def end_streams(self) -> None:
+        """Have streams read no further items; they end when those that they read are answered."""
+        self._stopping.set()
 
     async def Verify(self, request: reward_pb2.VerifyRequest, context: Context) -> reward_pb2.VerifyResponse:  # noqa: N802 - the contract's name
         """Judge one response."""
         if not request.HasField("item"):
             raise InvalidRequestError("item is missing")
-        (verdict,) = await self._verify([request.item])
+        (verdict,) = await self._verify([request.item], context)
         return reward_pb2.VerifyResponse(verdict=verdict)
 
     async def VerifyBatch(  # noqa: N802 - the contract's name
         self, request: reward_pb2.VerifyBatchRequest, context: Context
     ) -> reward_pb2.VerifyBatchResponse:
         """Judge many responses, in order."""
-        return reward_pb2.VerifyBatchResponse(verdicts=await self._verify(request.items))
+        return reward_pb2.VerifyBatchResponse(verdicts=await self._verify(request.items, context))
 
-    async def VerifyStream(  # noqa: N802 - the contract's name
+    async def VerifyStream(  # type: ignore[override]  # noqa: N802 - it writes by itself: verdicts come from many tasks
         self, request_iterator: AsyncIterator[reward_pb2.VerifyStreamRequest], context: Context
-    ) -> AsyncIterator[reward_pb2.VerifyStreamResponse]:
-        """Judge responses as they come."""
-        async for request in request_iterator:
-            (verdict,) = await self._verify([request.item])
-            yield reward_pb2.VerifyStreamResponse(verdict=verdict)
+    ) -> None:
+        """Judge responses as they come, many at a time."""
+        places = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        writing = asyncio.Lock()
+
+        async def answer(request: reward_pb2.VerifyStreamRequest) -> None:
+            try:
+                response = await self._answer(request, context)
+                async with writing:
+                    await context.write(response)
+            finally:
+                places.release()
+
+        async def read(group: asyncio.TaskGroup) -> None:
+            async for request in request_iterator:
+                await places.acquire()
+                group.create_task(answer(request))
+
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(read(group))
+            stopping = group.create_task(self._stopping.wait())
+            await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            is_cut_short = reading.cancel()
+        if is_cut_short:
+            raise UnavailableError("the service is stopping; send the items that have no verdict again")
 
     async def ListProfiles(  # noqa: N802 - the contract's name
         self, request: reward_pb2.ListProfilesRequest, context: Context
@@ -49,20 +82,34 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             profiles=[reward_pb2.Profile(name=profile.name, description=profile.description) for profile in profiles]
         )
 
-    async def _verify(self, items: Any) -> list[reward_pb2.Verdict]:
-        verdicts = await self._verifier.verify(
-            [
-                Item(
-                    golds=item.golds,
-                    response=item.response,
-                    profile=item.profile,
-                    prompt=item.prompt,
-                    deadline_s=item.deadline_s,
-                )
-                for item in items
-            ]
-        )
+    async def _verify(self, items: Iterable[reward_pb2.VerifyItem], context: Context) -> list[reward_pb2.Verdict]:
+        items = list(items)
+        verdicts = await self._verifier.verify([_from_proto(item) for item in items], within_s=context.time_remaining())
         return [_to_proto(item.item_id, verdict) for item, verdict in zip(items, verdicts, strict=True)]
+
+    async def _answer(
+        self, request: reward_pb2.VerifyStreamRequest, context: Context
+    ) -> reward_pb2.VerifyStreamResponse:
+        item_id = request.item.item_id
+        try:
+            if not request.HasField("item"):
+                raise InvalidRequestError("item is missing")
+            item = _from_proto(request.item)
+            (verdict,) = await self._verifier.verify_when_free([item], within_s=context.time_remaining())
+        except InvalidRequestError as error:
+            refusal = reward_pb2.VerifyError(item_id=item_id, message=str(error))
+            return reward_pb2.VerifyStreamResponse(error=refusal)
+        return reward_pb2.VerifyStreamResponse(verdict=_to_proto(item_id, verdict))
+
+
+def _from_proto(item: reward_pb2.VerifyItem) -> Item:
+    return Item(
+        golds=tuple(item.golds),
+        response=item.response,
+        profile=item.profile,
+        prompt=item.prompt,
+        deadline_s=item.deadline_s,
+    )
 
 
 def _to_proto(item_id: str, verdict: Scored) -> reward_pb2.Verdict:
@@ -70,8 +117,8 @@ def _to_proto(item_id: str, verdict: Scored) -> reward_pb2.Verdict:
     return reward_pb2.Verdict(
         item_id=item_id,
         score=verdict.score,
-        status=reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{judgement.status}"),
+        status=_STATUS[judgement.status],
         extracted=judgement.extracted,
-        method=reward_pb2.VerdictMethod.Value(f"VERDICT_METHOD_{judgement.method}"),
+        method=_METHOD[judgement.method],
         elapsed_s=verdict.elapsed_s,
     )

@@ -1,9 +1,46 @@
 """The one door of this room: a task in, a reply out."""
 
+from collections.abc import Mapping
+
+from services.reward.grading import custom, format, math_verify, prm800k
 from services.reward.grading.comparison import compare
-from services.reward.isolation.tasks import Task, WorkerReply
+from services.reward.isolation.tasks import (
+    FormatTask,
+    MathVerifyTask,
+    Prm800kTask,
+    SymbolicTask,
+    Task,
+    VerifierTask,
+    WorkerReply,
+)
+from services.reward.verdict import Status
+
+_verifiers: dict[str, custom.CustomVerifier] = {}
+
+
+def prepare(verifiers: Mapping[str, str]) -> None:
+    """Load what workers inherit, once, before any is forked; it may raise anything, with a message for the user."""
+    for name, spec in verifiers.items():
+        _verifiers[name] = custom.load_verifier(name, spec)
+    # Both graders fill caches and import the rest of sympy when they are first used; workers may not read files.
+    for gold, answer in ((r"\frac{8\sqrt{3}}{3}", r"\frac{8}{\sqrt{3}}"), ("2x+ln(2)", "x*2+1"), ("(1,2)", "(1,3)")):
+        prm800k.grade(Prm800kTask(golds=(gold,), answer=answer))
+    math_verify.judge(MathVerifyTask(golds=("$[0,1)$", "1/2"), response="Final answer: 1/2 + 1 = $3/2$ or 50%"))
 
 
 def perform(task: Task) -> WorkerReply:
     """Do `task`. It may raise anything, take any time and any memory."""
-    return compare(task)
+    match task:
+        case SymbolicTask():
+            return compare(task)
+        case Prm800kTask():
+            return prm800k.grade(task)
+        case MathVerifyTask():
+            return math_verify.judge(task)
+        case FormatTask():
+            return format.match(task)
+        case VerifierTask():
+            verifier = _verifiers.get(task.verifier)
+            if verifier is None:
+                return WorkerReply(status=Status.FAILED, detail="it was not loaded")
+            return custom.run_verifier(verifier, task)

@@ -1,19 +1,24 @@
 """Worker processes, one item each at a time, under wall-clock deadlines that are held here and end with SIGKILL.
 
-Invariants: a worker that was cut short, in whatever way, is never used again; a worker that dies through no fault of
-its item loses no item; `run` always returns within the deadline, once a worker is free.
+An item that takes long loses its turn, not its time: a spare worker, forked ahead, takes the next item meanwhile. If it
+goes on, its worker is demoted, in the end to the processor time that nobody else wants. So items that hang hold up the
+others for moments only.
+
+Invariants: a worker that was cut short or demoted, in whatever way, is never used again; a worker that dies through no
+fault of its item loses no item; `run` always returns within the deadline, once a worker is free; there are never more
+than `num_workers + max_overtime` items at work.
 """
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import structlog
 
-from penstock.errors import OverloadedError
-from services.reward.isolation.tasks import Task, WorkerReply
+from services.reward.isolation.forkserver_protocol import Sandbox
+from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply
+from services.reward.isolation.turns import Turn, Turns
 from services.reward.isolation.worker_process import Forkserver, WorkerDiedError, WorkerProcess
 from services.reward.verdict import Status
 
@@ -22,39 +27,72 @@ log = structlog.get_logger()
 _MAX_DEATHS = 3
 """Workers that may die over one item before the item is blamed."""
 _MAX_BACKOFF_S = 5.0
+_OVERTIME_AFTER_S = 0.01
+"""A few times what a typical item takes."""
+_DEMOTED_AFTER_S = (0.04, 0.3)
+"""Processor time of an item at which its worker is demoted; not wall-clock time, which grows when cores are shared."""
+_WATCH_INTERVAL_S = 0.02
 
 
 class WorkerPool:
-    """A fixed number of worker processes, and a bounded number of items. Start and close it in one event loop."""
+    """A fixed number of worker processes, with spares. Start and close it in one event loop."""
 
-    def __init__(self, *, num_workers: int, memory_limit_bytes: int, recycle_after: int, max_queue: int) -> None:
-        self._num_workers = num_workers
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        memory_limit_bytes: int,
+        recycle_after: int,
+        max_overtime: int = 0,
+        overtime_memory_bytes: int = 256 * 2**20,
+        sandbox: Sandbox = "auto",
+        verifiers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make a pool that is yet to start.
+
+        Args:
+            num_workers: Items at work at once, those in overtime not counted.
+            memory_limit_bytes: Address space of a worker.
+            recycle_after: Items after which a worker is replaced.
+            max_overtime: Items that may be in overtime at once; then workers that hang hold their turn.
+            overtime_memory_bytes: What workers may allocate together; beyond it, who has most is killed.
+            sandbox: Whether workers are confined, see `ForkserverSettings`.
+            verifiers: Custom verifiers by name, see `ForkserverSettings`.
+        """
+        self.num_killed = 0
+        """Workers killed over their item, by deadline, cancellation or memory, since the start."""
+        self._num_ready = 2 * num_workers if max_overtime else num_workers
         self._recycle_after = recycle_after
-        self._max_queue = max_queue
-        self._num_reserved = 0
-        self._forkserver = Forkserver(memory_limit_bytes)
+        self._overtime_memory_bytes = overtime_memory_bytes
+        self._forkserver = Forkserver(memory_limit_bytes=memory_limit_bytes, sandbox=sandbox, verifiers=verifiers or {})
+        self._turns = Turns(num_workers, max_overtime, _OVERTIME_AFTER_S)
         self._workers: set[WorkerProcess] = set()
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
-        self._refills: set[asyncio.Task[None]] = set()
-        self._starting = asyncio.Lock()
-        self._is_closing = False
+        self._busy: dict[WorkerProcess, Turn] = {}
+        self._condemned: set[WorkerProcess] = set()
+        self._is_short = asyncio.Event()
+        self._has_overtime = asyncio.Event()
+        self._background: list[asyncio.Task[None]] = []
+        self._fresh_bytes = 0
 
     async def start(self) -> None:
         """Start the forkserver and all workers.
 
         Raises:
             WorkerDiedError: they do not come up.
+            OSError: no socket or no process can be had.
         """
         await self._forkserver.start()
-        for _ in range(self._num_workers):
+        while len(self._workers) < self._num_ready:
             self._add(await self._forkserver.spawn())
+        self._fresh_bytes = max(worker.resident_bytes for worker in self._workers)
+        self._background = [asyncio.create_task(self._refill()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
         """Kill all workers and the forkserver, and wait until they are gone. Cancel waiting calls of `run` first."""
-        self._is_closing = True
-        for task in self._refills:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._refills, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
@@ -65,23 +103,25 @@ class WorkerPool:
         """Process ids of the workers alive."""
         return sorted(worker.pid for worker in self._workers)
 
-    @contextlib.contextmanager
-    def reserve(self, num_items: int) -> Iterator[None]:
-        """Hold places for `num_items` items while the context lasts.
+    @property
+    def num_workers(self) -> int:
+        """Workers alive, spare ones and those in overtime included."""
+        return len(self._workers)
 
-        Raises:
-            OverloadedError: there are not so many places left.
-        """
-        if self._num_reserved + num_items > self._max_queue:
-            raise OverloadedError(
-                f"the queue holds {self._num_reserved} of {self._max_queue} items and {num_items} more do not fit; "
-                "try again later, or raise reward.max_queue"
-            )
-        self._num_reserved += num_items
-        try:
-            yield
-        finally:
-            self._num_reserved -= num_items
+    @property
+    def num_busy(self) -> int:
+        """Workers with an item, those in overtime included."""
+        return len(self._busy)
+
+    @property
+    def num_overtime(self) -> int:
+        """Workers whose item lost its turn."""
+        return self._turns.num_overtime
+
+    @property
+    def num_waiting(self) -> int:
+        """Items that wait for their turn."""
+        return self._turns.num_waiting
 
     async def run(self, task: Task, deadline_s: float) -> tuple[WorkerReply, float]:
         """Have a worker do `task` and return its reply and the seconds that it took, queueing excluded.
@@ -90,64 +130,107 @@ class WorkerPool:
         """
         spent_s = 0.0
         for _ in range(_MAX_DEATHS):
-            worker = await self._take_idle()
-            started = time.monotonic()
-            try:
-                async with asyncio.timeout(deadline_s - spent_s):
-                    reply = await worker.ask(task, cpu_limit_s=math.ceil(deadline_s) + 1)
-            except TimeoutError:
-                self._replace(worker)
-                return WorkerReply(status=Status.TIMEOUT), spent_s + time.monotonic() - started
-            except WorkerDiedError:
-                spent_s += time.monotonic() - started
-                log.warning("worker.died", pid=worker.pid, elapsed_s=round(spent_s, 3))
-                self._replace(worker)
-            except BaseException:
-                self._replace(worker)
-                raise
-            else:
-                if reply.status is Status.OUT_OF_MEMORY or worker.num_items >= self._recycle_after:
-                    self._replace(worker)
+            async with self._turns.next() as turn:
+                worker = await self._take_idle(turn)
+                started = time.monotonic()
+                try:
+                    turn.start(self._on_overtime)
+                    async with asyncio.timeout(deadline_s - spent_s):
+                        reply = await worker.ask(task, cpu_limit_s=math.ceil(deadline_s) + 1)
+                except TimeoutError:
+                    self.num_killed += 1
+                    return WorkerReply(status=Status.TIMEOUT), spent_s + time.monotonic() - started
+                except asyncio.CancelledError:
+                    self.num_killed += 1
+                    raise
+                except WorkerDiedError:
+                    spent_s += time.monotonic() - started
+                    if worker in self._condemned:
+                        self.num_killed += 1
+                        return WorkerReply(status=Status.OUT_OF_MEMORY), spent_s
+                    log.warning("worker.died", pid=worker.pid, elapsed_s=round(spent_s, 3))
                 else:
-                    self._idle.put_nowait(worker)
-                return reply, spent_s + time.monotonic() - started
-        return WorkerReply(status=Status.OUT_OF_MEMORY), spent_s
+                    if not (reply.is_spoilt or worker.num_demotions or worker.num_items >= self._recycle_after):
+                        self._idle.put_nowait(worker)
+                        del self._busy[worker]
+                    return reply, spent_s + time.monotonic() - started
+                finally:
+                    if worker in self._busy:
+                        self._discard(worker)
+        self.num_killed += 1
+        if isinstance(task, VerifierTask):
+            detail = f"it ended its worker process, {_MAX_DEATHS} times"
+            return WorkerReply(status=Status.FAILED, detail=detail), spent_s
+        return WorkerReply(status=Status.OUT_OF_MEMORY), spent_s  # which is what native code dies of
 
-    async def _take_idle(self) -> WorkerProcess:
+    async def _take_idle(self, turn: Turn) -> WorkerProcess:
         while True:
             worker = await self._idle.get()
             if worker.is_alive:
+                self._busy[worker] = turn
                 return worker
             log.warning("worker.died", pid=worker.pid)
-            self._replace(worker)
+            self._discard(worker)
 
     def _add(self, worker: WorkerProcess) -> None:
         self._workers.add(worker)
         self._idle.put_nowait(worker)
 
-    def _replace(self, worker: WorkerProcess) -> None:
+    def _discard(self, worker: WorkerProcess) -> None:
         worker.kill()
+        self._busy.pop(worker, None)
+        self._condemned.discard(worker)
         self._workers.discard(worker)
-        if self._is_closing:
-            return  # an item may be cancelled while, or after, the pool closes
-        task = asyncio.create_task(self._refill())
-        self._refills.add(task)
-        task.add_done_callback(self._refills.discard)
+        self._is_short.set()
+
+    def _on_overtime(self) -> None:
+        self._is_short.set()
+        self._has_overtime.set()
 
     async def _refill(self) -> None:
-        """Add one worker, with a new forkserver if the old one is gone."""
+        """Keep as many workers as there should be, with a new forkserver if the old one is gone."""
         backoff_s = 0.1
-        async with self._starting:
-            while True:
-                try:
-                    self._add(await self._forkserver.spawn())
-                    return
-                except WorkerDiedError as error:
-                    log.warning("forkserver.died", reason=str(error))
-                try:
-                    await self._forkserver.stop()
-                    await self._forkserver.start()
-                except WorkerDiedError as error:
-                    log.error("forkserver.failed", reason=str(error), retry_in_s=backoff_s)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        while True:
+            while len(self._workers) - self.num_overtime >= self._num_ready:
+                self._is_short.clear()
+                await self._is_short.wait()
+            try:
+                await self._spawn()
+                backoff_s = 0.1
+            except (WorkerDiedError, OSError) as error:
+                log.error("forkserver.failed", reason=str(error), retry_in_s=backoff_s)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _spawn(self) -> None:
+        try:
+            self._add(await self._forkserver.spawn())
+        except WorkerDiedError as error:
+            log.warning("forkserver.died", reason=str(error))
+            await self._forkserver.stop()
+            await self._forkserver.start()
+
+    async def _watch(self) -> None:
+        """While some are in overtime: demote who computes for long, and kill the largest if all are too large."""
+        while True:
+            if self.num_overtime == 0:
+                self._shrink()
+                self._has_overtime.clear()
+                await self._has_overtime.wait()
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            grown_bytes = {}
+            for worker in self._busy:
+                steps = _DEMOTED_AFTER_S[worker.num_demotions :]
+                if steps and worker.item_cpu_s > steps[0]:
+                    worker.demote()
+                grown_bytes[worker] = max(0, worker.resident_bytes - self._fresh_bytes)
+            while sum(grown_bytes.values()) > self._overtime_memory_bytes:
+                largest = max(grown_bytes, key=lambda worker: grown_bytes[worker])
+                del grown_bytes[largest]
+                self._condemned.add(largest)
+                largest.kill()
+
+    def _shrink(self) -> None:
+        """Let go of idle workers that there are too many of: those lent, and back from overtime."""
+        while len(self._workers) > self._num_ready and not self._idle.empty():
+            self._discard(self._idle.get_nowait())

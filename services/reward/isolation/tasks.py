@@ -1,5 +1,6 @@
 """What the server and its workers say to each other: msgpack over a socket pair, each record length-prefixed."""
 
+import re
 import struct
 
 import msgspec
@@ -8,6 +9,7 @@ from services.reward.verdict import Method, Status
 
 HEADER = struct.Struct("<I")
 """Length of the record that follows, in bytes."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class SymbolicGold(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +22,8 @@ class SymbolicGold(msgspec.Struct, frozen=True, kw_only=True):
     """Its exact value as a fraction, if it is a number; else empty."""
     tolerance: str
     """Largest difference from `value` that is right, as a fraction."""
+    decimal_figures: int = 0
+    """A gold number that is no fraction takes correctly rounded decimals of so many significant figures; 0: none."""
 
 
 class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True, tag="symbolic"):
@@ -32,7 +36,38 @@ class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True, tag="symbolic"):
     """All of the answer."""
 
 
-Task = SymbolicTask
+class Prm800kTask(msgspec.Struct, frozen=True, kw_only=True, tag="prm800k"):
+    """An answer to grade against gold answers as prm800k does; one match suffices."""
+
+    golds: tuple[str, ...]
+    answer: str
+
+
+class MathVerifyTask(msgspec.Struct, frozen=True, kw_only=True, tag="math_verify"):
+    """A response to judge by math-verify's own extraction and comparison; one match suffices."""
+
+    golds: tuple[str, ...]
+    response: str
+
+
+class FormatTask(msgspec.Struct, frozen=True, kw_only=True, tag="format"):
+    """A text to match, all of it, with a regular expression."""
+
+    pattern: str
+    text: str
+
+
+class VerifierTask(msgspec.Struct, frozen=True, kw_only=True, tag="verifier"):
+    """A response to judge by a custom verifier."""
+
+    verifier: str
+    """Its name."""
+    golds: tuple[str, ...]
+    response: str
+    prompt: str
+
+
+Task = SymbolicTask | Prm800kTask | MathVerifyTask | FormatTask | VerifierTask
 """Everything that a worker can be asked; a union of tagged structs."""
 
 
@@ -41,6 +76,8 @@ class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     task: Task
     cpu_limit_s: int
+    token: int
+    """Not to be guessed; what does not come back with it is no reply to this request."""
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +88,20 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     extracted: str = ""
     """The answer that it judged, where it found that itself."""
     method: Method = Method.UNSPECIFIED
+    detail: str = ""
+    """What failed, where the status is FAILED."""
+    token: int = 0
+    """The request's."""
+    is_spoilt: bool = False
+    """The worker ends with this reply: it ran out of memory, or has grown."""
 
 
 def frame(record: msgspec.Struct) -> bytes:
     """The record as it goes over the socket."""
     data = msgspec.msgpack.encode(record)
     return HEADER.pack(len(data)) + data
+
+
+def sendable(text: str) -> str:
+    """`text` with U+FFFD for lone surrogates, which no record can carry."""
+    return _SURROGATE.sub("\ufffd", text)

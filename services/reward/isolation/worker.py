@@ -1,50 +1,80 @@
-"""A worker process: compares one item at a time, within limits of memory and processor time, until its socket closes.
+"""A worker process: does one task at a time, within limits of memory, time and reach, until its pipe closes.
 
 It keeps no deadline of its own: the server holds it and kills. The limits here are for when the server cannot.
 """
 
+import os
 import resource
-import socket
 import time
 from pathlib import Path
 
 import msgspec
 
 from services.reward.grading.perform import perform
-from services.reward.isolation.tasks import HEADER, Task, WorkerReply, WorkerRequest, frame
+from services.reward.isolation import sandbox
+from services.reward.isolation.tasks import HEADER, Task, VerifierTask, WorkerReply, WorkerRequest, frame
 from services.reward.verdict import Status
 
 _NEARLY = 0.9
 """Address space used, as a share of the limit, from which a failed comparison counts as out of memory: sympy and
-math-verify swallow MemoryError."""
+math-verify swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is replaced then."""
+_MAX_GROWTH_BYTES = 48 * 2**20
+"""A worker that has grown by more since it was forked is replaced."""
+_MAX_OPEN_FILES = 64
 
 
-def work(sock: socket.socket, memory_limit_bytes: int) -> None:
-    """Answer requests from `sock` until it is closed, or until memory ran out: then the process is spoilt."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
+    """Answer requests from the socket `fd` until it is closed, or until the process is spoilt."""
+    _limit(resource.RLIMIT_AS, memory_limit_bytes)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+    if is_confined:
+        sandbox.enter()
+    size_at_start = _resident_bytes()
     decoder = msgspec.msgpack.Decoder(WorkerRequest)
-    with sock.makefile("rb") as requests:
+    with open(fd, "rb") as requests:
         while header := requests.read(HEADER.size):
             request = decoder.decode(requests.read(HEADER.unpack(header)[0]))
             cpu_limit_s = int(time.process_time()) + request.cpu_limit_s
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, resource.RLIM_INFINITY))
-            reply = _perform(request.task, memory_limit_bytes)
-            sock.sendall(frame(reply))
-            if reply.status is Status.OUT_OF_MEMORY:
+            reply = _perform(request.task)
+            has_grown = _resident_bytes() - size_at_start > _MAX_GROWTH_BYTES
+            has_peaked = _peak_bytes() > _NEARLY * memory_limit_bytes
+            if has_peaked and reply.credit == 0 and not isinstance(request.task, VerifierTask):
+                reply = WorkerReply(status=Status.OUT_OF_MEMORY)
+            is_spoilt = has_grown or has_peaked or reply.status is Status.OUT_OF_MEMORY
+            reply = msgspec.structs.replace(reply, token=request.token, is_spoilt=is_spoilt)
+            _write(fd, frame(reply))
+            if reply.is_spoilt:
                 return
 
 
-def _perform(task: Task, memory_limit_bytes: int) -> WorkerReply:
+def _perform(task: Task) -> WorkerReply:
     try:
-        reply = perform(task)
+        return perform(task)
     except MemoryError:
         return WorkerReply(status=Status.OUT_OF_MEMORY)
     except Exception:  # noqa: BLE001 - the process's boundary: sympy raises anything at all on text that it cannot handle
-        reply = WorkerReply(status=Status.UNPARSEABLE)
-    if reply.credit == 0 and _peak_bytes() > _NEARLY * memory_limit_bytes:
-        return WorkerReply(status=Status.OUT_OF_MEMORY)
-    return reply
+        return WorkerReply(status=Status.UNPARSEABLE)
+
+
+def _limit(which: int, value: int) -> None:
+    """Set a limit for good; one that is lower already stays."""
+    _, hard = resource.getrlimit(which)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
+def _write(fd: int, data: bytes) -> None:
+    """All of `data`, by `write`: the sandbox knows no `send`."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _resident_bytes() -> int:
+    """Memory that this process has, what it shares with the forkserver included."""
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
 def _peak_bytes() -> int:

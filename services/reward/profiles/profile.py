@@ -1,14 +1,16 @@
 """What every profile is: a decision, and the scale on which its credit becomes a score."""
 
 import abc
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.reward.isolation.tasks import Task
+from services.reward.isolation.tasks import FormatTask, Task
 from services.reward.item import Item
-from services.reward.verdict import Judgement, Status
+from services.reward.profiles.format import Format
+from services.reward.verdict import UNJUDGED, Judgement
 
-_UNJUDGED = frozenset({Status.GOLD_INVALID, Status.TIMEOUT, Status.OUT_OF_MEMORY, Status.FAILED})
+MAX_GOLDS = 64
+"""An item with more gold answers is judged GOLD_INVALID, except by custom verifiers and the remote service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +23,19 @@ class Scoring:
     """Score of a wrong answer in a wrong format, and of what could not be judged."""
     format_weight: float = 0.0
     """Share of the score that the format earns, whatever the answer; from 0 to 1."""
-    format_pattern: re.Pattern[str] = re.compile("")
-    """What the whole response must match to have the format."""
+    format: Format | None = None
+    """What has the format; given where the format has weight."""
 
-    def score(self, judgement: Judgement, response: str) -> float:
-        """The score of `response`, judged as `judgement`."""
+    def check_format(self, judgement: Judgement, response: str) -> bool | FormatTask:
+        """Whether `response` earns the format's share, or the task that finds out."""
+        if self.format is None or self.format_weight == 0 or judgement.status in UNJUDGED:
+            return False
+        return self.format.check(response)
+
+    def score(self, judgement: Judgement, *, has_format: bool) -> float:
+        """The score of what was judged as `judgement`."""
         share = judgement.credit
-        if self.format_weight and judgement.status not in _UNJUDGED:
-            has_format = self.format_pattern.fullmatch(response) is not None
+        if self.format_weight and judgement.status not in UNJUDGED:
             share = (1 - self.format_weight) * share + self.format_weight * has_format
         return self.reward_min + (self.reward_max - self.reward_min) * share
 
@@ -41,11 +48,19 @@ class Undecided:
     extracted: str = ""
 
 
-Decision = Judgement | Undecided
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """What the remote service decides."""
+
+
+Decision = Judgement | Undecided | Forwarded
 
 
 class Profile(abc.ABC):
     """A named way to judge."""
+
+    default_deadline_s: float | None = None
+    """Limit of an item that asks for none, where it is not the service's."""
 
     def __init__(self, *, name: str, description: str, scoring: Scoring) -> None:
         self.name = name
@@ -55,3 +70,30 @@ class Profile(abc.ABC):
     @abc.abstractmethod
     def decide(self, item: Item) -> Decision:
         """Return the judgement of `item`, or who must decide. Pure, and bounded: milliseconds, whatever it holds."""
+
+
+class BoundedProfile(Profile):
+    """A profile that looks at so much of a text and no more."""
+
+    def __init__(
+        self, *, name: str, description: str, scoring: Scoring, max_response_chars: int, max_answer_chars: int
+    ) -> None:
+        """Make a profile.
+
+        Args:
+            name: Its name.
+            description: What it does, in a sentence.
+            scoring: Its scale.
+            max_response_chars: Only so many characters of a response, from its end, are looked at.
+            max_answer_chars: The longest answer that is judged.
+        """
+        super().__init__(name=name, description=description, scoring=scoring)
+        self._max_response_chars = max_response_chars
+        self._max_answer_chars = max_answer_chars
+
+    def _readable(self, golds: Sequence[str], max_chars: int) -> list[str]:
+        """Those of at most `max_chars` characters; none if they are more than can be read in milliseconds."""
+        if len(golds) > MAX_GOLDS:
+            return []
+        readable = [gold for gold in golds if len(gold) <= max_chars]
+        return readable if sum(map(len, readable)) <= self._max_response_chars else []

@@ -1,35 +1,67 @@
-"""All profiles by name."""
+r"""All profiles by name: what each is made of, says of itself, and scores by default."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import ConfigError, InvalidRequestError
 from services.reward.config import ProfileConfig, RewardConfig
+from services.reward.profiles.custom import CustomProfile
+from services.reward.profiles.dapo import DapoProfile
+from services.reward.profiles.f1 import F1Profile
+from services.reward.profiles.format import Format
+from services.reward.profiles.gpqa import GpqaProfile
+from services.reward.profiles.math_verify import MathVerifyProfile
+from services.reward.profiles.prm800k import DEEPSCALER, SLIME_MATH, VERL_GEO3K, Prm800kProfile
 from services.reward.profiles.profile import Profile, Scoring
+from services.reward.profiles.remote import RemoteProfile
 from services.reward.profiles.value import ValueProfile
 
+_VERL_GEO3K_FORMAT = r"<think>.*</think>.*\\boxed\{.*\}.*"
 
-def make_profiles(config: RewardConfig) -> dict[str, Profile]:
-    """All profiles by name, with the settings' limits and scales."""
-    profiles: tuple[Profile, ...] = (
-        ValueProfile(
-            name="math",
-            description="The last box, compared by value: 1 if equal to a gold answer, else 0.",
-            scoring=_scoring(config.profiles.get("math", ProfileConfig())),
-            tolerance=Fraction(0),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A built-in profile, without its settings."""
+
+    make: Callable[..., Profile]
+    description: str
+    reward_min: float = 0.0
+    format_weight: float = 0.0
+    format_pattern: str | None = None
+
+
+def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = None) -> dict[str, Profile]:
+    """All profiles by name, with the settings' limits and scales.
+
+    Args:
+        config: The settings.
+        verifiers: What to load for each custom verifier, by name.
+
+    Raises:
+        ConfigError: a custom verifier has a profile's name, or a scale is of no profile or not complete.
+    """
+    kinds = _kinds(config)
+    for name, spec in (verifiers or {}).items():
+        if name in kinds or name == "remote":
+            raise ConfigError(f"custom verifier {name} = {spec!r} has the name of a built-in profile; give it another")
+        kinds[name] = _Kind(make=CustomProfile, description=f"Custom verifier {spec}, in a worker process.")
+    for name in config.profiles:
+        if name not in kinds:
+            hint = "; set reward.remote.url for the profile remote" if name == "remote" else ""
+            known = ", ".join(sorted(kinds))
+            raise ConfigError(f"section [reward.profiles.{name}]: there is no such profile{hint}; known: {known}")
+    return {
+        name: kind.make(
+            name=name,
+            description=kind.description,
+            scoring=_scoring(name, kind, config),
             max_response_chars=config.max_response_chars,
             max_answer_chars=config.max_answer_chars,
-        ),
-        ValueProfile(
-            name="geo3k",
-            description="As math; where the gold answer is written with a decimal point (a rounded label, such as 8.5 "
-            f"or 20.0), an answer within {config.geo3k_tolerance} of it is right.",
-            scoring=_scoring(config.profiles.get("geo3k", ProfileConfig())),
-            tolerance=Fraction(config.geo3k_tolerance),
-            max_response_chars=config.max_response_chars,
-            max_answer_chars=config.max_answer_chars,
-        ),
-    )
-    return {profile.name: profile for profile in profiles}
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def find_profile(profiles: dict[str, Profile], name: str) -> Profile:
@@ -43,5 +75,75 @@ def find_profile(profiles: dict[str, Profile], name: str) -> Profile:
     return profiles[name]
 
 
-def _scoring(config: ProfileConfig) -> Scoring:
-    return Scoring(reward_max=config.reward_max, reward_min=config.reward_min)
+def _kinds(config: RewardConfig) -> dict[str, _Kind]:
+    kinds = {
+        "math": _Kind(
+            make=partial(ValueProfile, tolerance=Fraction(0), decimal_figures=config.decimal_figures),
+            description="The last box, compared by value: 1 if equal to a gold answer, else 0.",
+        ),
+        "geo3k": _Kind(
+            make=partial(
+                ValueProfile,
+                tolerance=Fraction(config.geo3k_tolerance),
+                decimal_figures=config.decimal_figures,
+            ),
+            description="As math; where the gold answer is a rounded label (written with a decimal point, or an "
+            f"integer of at least 100), an answer within {config.geo3k_tolerance} of it is right.",
+        ),
+        "slime_math": _Kind(
+            make=partial(Prm800kProfile, reading=SLIME_MATH),
+            description="slime's rm_type math: the last \\boxed{}, anywhere, by prm800k's spelling rules and sympy.",
+        ),
+        "deepscaler": _Kind(
+            make=partial(Prm800kProfile, reading=DEEPSCALER),
+            description="slime's rm_type deepscaler: as slime_math, but only after </think> or ###Response.",
+        ),
+        "dapo": _Kind(
+            make=DapoProfile,
+            description="slime's rm_type dapo: the last 'Answer:' of the last 300 characters, spelt as the gold "
+            "integer is; 1 or -1.",
+            reward_min=-1.0,
+        ),
+        "verl_geo3k": _Kind(
+            make=partial(Prm800kProfile, reading=VERL_GEO3K),
+            description="verl's geo3k: 0.9 for the last \\boxed{} by MathRuler's grader, 0.1 for <think>, </think> and "
+            "a box in this order.",
+            format_weight=0.1,
+            format_pattern=_VERL_GEO3K_FORMAT,
+        ),
+        "math_verify": _Kind(
+            make=MathVerifyProfile,
+            description="math-verify 0.9.0 as it comes: its own extraction from gold answer and response, and verify.",
+        ),
+        "f1": _Kind(
+            make=F1Profile,
+            description="slime's rm_type f1: F1 of the words of the whole response and the gold answer, as in SQuAD.",
+        ),
+        "gpqa": _Kind(
+            make=GpqaProfile,
+            description="slime's rm_type gpqa: the letter from A to J that the response chooses, or the choice's text.",
+        ),
+    }
+    if config.remote.url:
+        kinds["remote"] = _Kind(
+            make=partial(RemoteProfile, default_deadline_s=config.remote.deadline_s),
+            description="The number that another service answers, asked in the format of slime's remote_rm.",
+        )
+    return kinds
+
+
+def _scoring(name: str, kind: _Kind, config: RewardConfig) -> Scoring:
+    given = config.profiles.get(name, ProfileConfig())
+    weight = kind.format_weight if given.format_weight is None else given.format_weight
+    pattern = kind.format_pattern if given.format_pattern is None else given.format_pattern
+    if weight and pattern is None:
+        raise ConfigError(
+            f"reward.profiles.{name}.format_weight = {weight}: the profile has no format of its own; "
+            "give format_pattern too"
+        )
+    return Scoring(
+        reward_max=1.0 if given.reward_max is None else given.reward_max,
+        reward_min=kind.reward_min if given.reward_min is None else given.reward_min,
+        format_weight=weight,
+        format=None if pattern is None else Format(pattern, max_chars=config.max_response_chars),
+    )

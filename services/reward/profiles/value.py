@@ -1,67 +1,97 @@
-r"""The profiles `math` and `geo3k`: the last box, compared by value."""
+r"""The profiles `math` and `geo3k`: the last box, compared by value.
 
-import re
+Right is what has the value of a gold answer, exactly. Two settings widen that:
+
+- `decimal_figures` (4; both profiles). A gold answer in exact form, such as `3\sqrt{2}`, `\frac{16}{3}` or `8\pi`, also
+  takes the decimal that it rounds to, in at least so many significant figures: 4.243 is right, 4.24 and 4.242 are not.
+  Gold answers that are written as an integer or a decimal do not: 62.5 takes 125/2, but not 62.4. 0 turns it off.
+- `tolerance` (0.05 in `geo3k`, 0 in `math`). A gold answer that is a rounded label takes |answer - gold| <= tolerance.
+  A rounded label is a plain number that is written with a decimal point (8.5, 20.0), or a plain integer of at least 100
+  in absolute value (270). Never does the tolerance apply to smaller integers, to fractions, radicals, multiples of pi
+  or anything else that is not one plain number, except to such numbers inside of a tuple or set. 0 is strict.
+
+Work is no answer: sums of rationals that are not carried out (`2+3`, `\frac{180-40}{2}`), equalities between numbers,
+big operators and unsolved equations are not right. Products, powers, fractions and roots are ways to write a number.
+"""
+
 from fractions import Fraction
+from typing import Any
 
-from services.reward.answers.comparison import Side, compare
+from services.reward.answers.algebra import as_rational
+from services.reward.answers.comparison import Outcome, Rules, Side, compare, is_structural
 from services.reward.answers.extraction import extract_answer
-from services.reward.isolation.tasks import SymbolicGold, SymbolicTask
+from services.reward.answers.nodes import Equation, Named, Scalar
+from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, sendable
 from services.reward.item import Item
-from services.reward.profiles.profile import Decision, Profile, Scoring, Undecided
+from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
 from services.reward.verdict import Judgement, Method, Status
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
-
-class ValueProfile(Profile):
+class ValueProfile(BoundedProfile):
     """Right is what has the value of a gold answer."""
 
     def __init__(
         self,
         *,
-        name: str,
-        description: str,
-        scoring: Scoring,
         tolerance: Fraction,
-        max_response_chars: int,
-        max_answer_chars: int,
+        decimal_figures: int = 4,
+        **settings: Any,
     ) -> None:
-        """`tolerance`: largest |answer - gold| that is right for a gold answer that is a rounded label."""
-        super().__init__(name=name, description=description, scoring=scoring)
-        self._tolerance = tolerance
-        self._max_response_chars = max_response_chars
-        self._max_answer_chars = max_answer_chars
+        """As any profile, and `tolerance`: largest |answer - gold| that is right for a rounded label."""
+        super().__init__(**settings)
+        self._rules = Rules(tolerance=tolerance, decimal_figures=decimal_figures)
 
     def decide(self, item: Item) -> Decision:
         """Return the judgement of `item`, or the question that a worker process must decide."""
-        valid = [Side.of(gold) for gold in item.golds if len(gold) <= self._max_answer_chars]
-        valid = [gold for gold in valid if gold.answer.body]
-        if not valid:
+        golds = [Side.of(gold) for gold in self._readable(item.golds, self._max_answer_chars)]
+        golds = [gold for gold in golds if not gold.is_blank]
+        if not golds:
             return Judgement(status=Status.GOLD_INVALID)
         extracted = extract_answer(item.response, max_chars=self._max_response_chars)
         if extracted is None:
             return Judgement(status=Status.NO_ANSWER)
-        extracted = _SURROGATE.sub("\ufffd", extracted)  # which could not travel
+        if not extracted.isascii():
+            extracted = sendable(extracted)
         if len(extracted) > self._max_answer_chars:
             return Judgement(status=Status.TOO_LARGE, extracted=extracted[: self._max_answer_chars])
-        side = Side.of(extracted)
-        if not side.answer.body:
+        answer = Side.of(extracted)
+        if answer.is_blank:
             return Judgement(status=Status.UNPARSEABLE, extracted=extracted)
-        undecided: list[SymbolicGold] = []
-        unreadable = False
-        method = Method.EXACT
-        for gold in valid:
-            found = compare(gold, side, self._tolerance)
-            if isinstance(found, SymbolicGold):
-                undecided.append(found)
-                continue
-            equal, method = found
-            if equal:
-                return Judgement(status=Status.OK, credit=1.0, extracted=extracted, method=method)
-            unreadable |= equal is None
-        if undecided:
-            task = SymbolicTask(golds=tuple(undecided), body=side.answer.body, text=side.answer.text)
+        outcomes: dict[Outcome, list[Side]] = {}
+        for gold in golds:
+            outcome = compare(gold, answer, self._rules)
+            if outcome is Outcome.RIGHT:
+                return Judgement(status=Status.OK, credit=1.0, extracted=extracted, method=_method(gold))
+            outcomes.setdefault(outcome, []).append(gold)
+        if Outcome.OPEN in outcomes:
+            task = _question(outcomes[Outcome.OPEN], answer, self._rules.decimal_figures)
             return Undecided(extracted=extracted, task=task)
-        if unreadable:
-            return Judgement(status=Status.UNPARSEABLE, extracted=extracted)
-        return Judgement(status=Status.OK, extracted=extracted, method=method)
+        if Outcome.WRONG in outcomes:
+            return Judgement(status=Status.OK, extracted=extracted, method=_method(outcomes[Outcome.WRONG][0]))
+        status = Status.TOO_LARGE if Outcome.TOO_LARGE in outcomes else Status.UNPARSEABLE
+        return Judgement(status=status, extracted=extracted)
+
+
+def _method(gold: Side) -> Method:
+    return Method.STRUCTURE if is_structural(gold) else Method.EXACT
+
+
+def _question(golds: list[Side], answer: Side, decimal_figures: int) -> SymbolicTask:
+    """What a worker is asked: whether `answer` equals one of `golds`."""
+    body = answer.node.body.text if isinstance(answer.node, Named) else answer.node.text
+    questions = []
+    for gold in golds:
+        named = gold.node if isinstance(gold.node, Named) else None
+        value = None
+        if isinstance(gold.node, Scalar):
+            value = as_rational(gold.node.number.value)
+        questions.append(
+            SymbolicGold(
+                text=gold.node.text if named is None else named.body.text,
+                use_text=isinstance(gold.node, Equation),
+                value="" if value is None else str(value),
+                tolerance="0",
+                decimal_figures=decimal_figures,
+            )
+        )
+    return SymbolicTask(golds=tuple(questions), body=body, text=answer.node.text)

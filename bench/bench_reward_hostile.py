@@ -1,0 +1,220 @@
+"""What hostile items do to the reward service: lateness, the latency of others, memory, and tier 3's throughput.
+
+    python bench/bench_reward_hostile.py [--seconds 10]
+
+The service runs in processes of its own and is asked over gRPC. Nothing else should run beside it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from penstock.clients import RewardClient
+from penstock.v1 import reward_pb2
+from tests.reward_hostile import generated_items, stored_items
+
+_DEADLINE_S = 1.0
+_MAX_LATE_S = 0.050
+_MAX_MEMORY_MB = 600
+_MAX_P99_RATIO = 2.0
+_MIN_ITEMS_PER_S = 250
+_HOSTILE_SHARE = 0.05
+_ROUNDS = 3
+
+_SERVICE = """
+import asyncio, sys
+from penstock import log
+from penstock.config import LogConfig
+from services.reward.config import RewardConfig
+from services.reward.server import running
+
+async def main():
+    log.configure(LogConfig(level="error"), service="reward")
+    async with running(RewardConfig(workers=int(sys.argv[1]))) as service:
+        sys.stdout.write(service.rpc.address + "\\n")
+        sys.stdout.flush()
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def _service(num_workers: int) -> AsyncIterator[tuple[RewardClient, int]]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-W", "ignore", "-c", _SERVICE, str(num_workers)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    address = (await process.stdout.readline()).decode().strip()
+    async with RewardClient(address) as client:
+        yield client, process.pid
+    process.stdin.close()
+    await process.wait()
+
+
+def _item(gold: str, response: str) -> reward_pb2.VerifyItem:
+    return reward_pb2.VerifyItem(golds=[gold], response=response, profile="math", deadline_s=_DEADLINE_S)
+
+
+def _symbolic_items() -> Iterator[reward_pb2.VerifyItem]:
+    """Right answers that tier 1 leaves, no two alike."""
+    for n in itertools.count(2):
+        yield _item(rf"\frac{{x}}{{x+{n}}}", rf"\boxed{{\frac{{{n}x}}{{{n}x+{n * n}}}}}")
+        yield _item(rf"\tan {n}x", rf"\boxed{{\frac{{\sin {n}x}}{{\cos {n}x}}}}")
+        yield _item(rf"\frac{{1}}{{x+{n}}}", rf"\boxed{{(x+{n})^{{-1}}}}")
+        yield _item(rf"\ln {n}x", rf"\boxed{{\ln x + \ln {n}}}")
+
+
+def _hostile_items() -> list[reward_pb2.VerifyItem]:
+    return [_item(item.gold, item.response) for item in (*stored_items(), *generated_items())]
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def _ask(client: RewardClient, item: reward_pb2.VerifyItem) -> tuple[reward_pb2.Verdict, float]:
+    started = time.perf_counter()
+    (verdict,) = await client.verify_batch([item], timeout_s=60)
+    return verdict, time.perf_counter() - started
+
+
+async def _lateness(client: RewardClient, num_at_once: int) -> list[float]:
+    """Seconds beyond the deadline of every hostile item, queueing excluded where several are asked at once."""
+    slots = asyncio.Semaphore(num_at_once)
+
+    async def one(item: reward_pb2.VerifyItem) -> float:
+        async with slots:
+            verdict, latency_s = await _ask(client, item)
+        return max(0.0, (latency_s if num_at_once == 1 else verdict.elapsed_s) - _DEADLINE_S)
+
+    return list(await asyncio.gather(*map(one, _hostile_items())))
+
+
+async def _clean_latencies(
+    client: RewardClient, seconds: float, rate: float, share: float, hostile_items: Sequence[reward_pb2.VerifyItem]
+) -> list[float]:
+    """Latencies of items that are right and need a worker, sent at `rate` with a share of hostile ones among them."""
+    rng = random.Random(0)
+    clean, hostile = _symbolic_items(), itertools.cycle(rng.sample(hostile_items, len(hostile_items)))
+    latencies: list[float] = []
+
+    async def one(item: reward_pb2.VerifyItem) -> None:
+        verdict, latency_s = await _ask(client, item)
+        assert verdict.score == 1, verdict
+        latencies.append(latency_s)
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for n in range(int(seconds * rate)):
+            await asyncio.sleep(max(0.0, started + n / rate - time.perf_counter()))
+            if rng.random() < share:
+                group.create_task(_ask(client, next(hostile)))
+            else:
+                group.create_task(one(next(clean)))
+    return latencies
+
+
+_found: list[reward_pb2.VerifyItem] = []
+
+
+async def _hanging(client: RewardClient) -> list[reward_pb2.VerifyItem]:
+    """The hostile items that do hold a worker until their deadline."""
+    if not _found:
+        for item in _hostile_items():
+            verdict, _ = await _ask(client, item)
+            if verdict.status == reward_pb2.VERDICT_STATUS_TIMEOUT:
+                _found.append(item)
+    return _found
+
+
+def _memory_mb(pid: int) -> float:
+    """Proportional set size of the process and all its descendants."""
+    total_kb = 0
+    pids = [pid]
+    while pids:
+        one = pids.pop()
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total_kb += int(line.split()[1])
+            for task in Path(f"/proc/{one}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
+    return total_kb / 1024
+
+
+async def _watch_memory(pid: int, peaks: list[float]) -> None:
+    while True:
+        peaks.append(await asyncio.to_thread(_memory_mb, pid))
+        await asyncio.sleep(0.2)
+
+
+def _report(name: str, value: str, holds: bool) -> None:
+    print(f"{name:<58}{value:>32}   {'holds' if holds else 'MISSED'}", flush=True)  # noqa: T201 - it is its output
+
+
+async def _throughput() -> None:
+    async with _service(1) as (client, _):
+        items = list(itertools.islice(_symbolic_items(), 2000))
+        await client.verify_batch(items[:100], timeout_s=60)
+        started = time.perf_counter()
+        verdicts = await client.verify_batch(items[100:], timeout_s=60)
+        rate = len(verdicts) / (time.perf_counter() - started)
+        latencies = [verdict.elapsed_s for verdict in verdicts]
+        assert {verdict.score for verdict in verdicts} == {1.0}
+    text = (
+        f"{rate:.0f}/s, p50 {_percentile(latencies, 0.5) * 1e3:.1f} ms, p99 {_percentile(latencies, 0.99) * 1e3:.1f} ms"
+    )
+    _report("tier 3, one worker (>= 250/s)", text, rate >= _MIN_ITEMS_PER_S)
+
+
+async def _main(seconds: float, rate: float) -> None:
+    print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores")  # noqa: T201 - it is its output
+    await _throughput()
+    peaks: list[float] = []
+    async with _service(2) as (client, pid):
+        watch = asyncio.create_task(_watch_memory(pid, peaks))
+        for num_at_once in (1, 8):
+            late = await _lateness(client, num_at_once)
+            text = f"p99 {_percentile(late, 0.99) * 1e3:.0f} ms, max {max(late) * 1e3:.0f} ms"
+            _report(
+                f"{len(late)} hostile items, {num_at_once} at once: late (<= 50 ms)", text, max(late) <= _MAX_LATE_S
+            )
+        for kind, hostile_items in (("hostile", _hostile_items()), ("that hang", await _hanging(client))):
+            p99s: dict[float, list[float]] = {0.0: [], _HOSTILE_SHARE: []}
+            p50s: dict[float, list[float]] = {0.0: [], _HOSTILE_SHARE: []}
+            for _ in range(_ROUNDS):
+                for share, found in p99s.items():
+                    latencies = await _clean_latencies(client, seconds, rate, share, hostile_items)
+                    found.append(_percentile(latencies, 0.99))
+                    p50s[share].append(_percentile(latencies, 0.5))
+            before, after = (statistics.median(found) for found in p99s.values())
+            text = " -> ".join(
+                f"{statistics.median(p50s[share]) * 1e3:.1f}/{statistics.median(p99s[share]) * 1e3:.1f}"
+                for share in p99s
+            )
+            name = f"clean p50/p99 in ms at {rate:.0f}/s, 0 -> 5% {kind} (<= x 2)"
+            _report(name, text, after <= _MAX_P99_RATIO * before)
+        watch.cancel()
+    _report("memory of all its processes, peak (< 600 MB)", f"{max(peaks):.0f} MB", max(peaks) < _MAX_MEMORY_MB)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each of the latency measurements")
+    parser.add_argument("--rate", type=float, default=60.0, help="items a second in them")
+    arguments = parser.parse_args()
+    asyncio.run(_main(arguments.seconds, arguments.rate))

@@ -1,0 +1,63 @@
+"""verl: `custom_reward_function.path=verl_reward.py`. See examples/README.md.
+
+verl calls `compute_score` for each response and takes the number for its reward (verl/workers/reward_manager/naive.py).
+"""
+
+import http.client
+import json
+import logging
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+_log = logging.getLogger(__name__)
+_FAULTS_ELSEWHERE = ("GOLD_INVALID", "FAILED")
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **_: Any
+) -> float:
+    """The reward of `solution_str`; `ground_truth` is a gold answer or several.
+
+    The profile is PENSTOCK_REWARD_PROFILE, or what `extra_info` has as "profile".
+
+    Raises:
+        RuntimeError: the service did not answer, or refused the request; the message says why.
+    """
+    golds = [str(gold) for gold in ground_truth] if isinstance(ground_truth, list | tuple) else [str(ground_truth)]
+    profile = (extra_info or {}).get("profile") or os.environ.get("PENSTOCK_REWARD_PROFILE", "math")
+    (verdict,) = _ask([{"golds": golds, "response": solution_str, "profile": profile}])
+    if verdict["status"] in _FAULTS_ELSEWHERE:
+        _log.warning("%s for ground truth %r of %s", verdict["status"], ground_truth, data_source)
+    return float(verdict["score"])
+
+
+def _ask(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The verdicts of `items`, in their order; tried again while the service is away or full."""
+    url = os.environ.get("PENSTOCK_REWARD_URL", "").rstrip("/")
+    if not url:
+        raise RuntimeError(
+            "PENSTOCK_REWARD_URL is not set; set it to the reward service, such as http://127.0.0.1:8080"
+        )
+    body = json.dumps({"items": items}).encode()
+    request = urllib.request.Request(f"{url}/v1/verify:batch", body, {"Content-Type": "application/json"})
+    give_up_at = time.monotonic() + float(os.environ.get("PENSTOCK_REWARD_RETRY_S", "120"))
+    wait_s = 0.1
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=max(1.0, give_up_at - time.monotonic())) as response:
+                return json.load(response)["verdicts"]
+        except urllib.error.HTTPError as error:
+            reason = f"{error.code}: {error.read(2000).decode(errors='replace')}"
+            if error.code not in (429, 502, 503, 504):
+                raise RuntimeError(f"the reward service at {url} refused the request with {reason}") from None
+        except (OSError, http.client.HTTPException) as error:  # nobody there, or gone before the answer was complete
+            reason = str(error)
+        if time.monotonic() + wait_s > give_up_at:
+            raise RuntimeError(f"no reward from the service at {url}, the last time because of {reason}")
+        _log.warning("reward service at %s: %s; trying again in %.1f s", url, reason, wait_s)
+        time.sleep(wait_s * random.uniform(0.5, 1.0))
+        wait_s = min(2 * wait_s, 10.0)

@@ -1,0 +1,91 @@
+"""Calls of the reward service from a thread that may block: an event loop of its own keeps the deadlines meanwhile."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from threading import Thread
+from types import TracebackType
+from typing import Self
+
+from penstock.clients import RewardClient
+from penstock.errors import DeadlineError, InvalidRequestError, SetupError, UnavailableError
+from penstock.v1 import reward_pb2
+
+_PATIENCE_S = 3600.0
+"""So long a batch may take, waiting for a service that is overloaded or is being restarted included."""
+
+Service = Callable[[], contextlib.AbstractAsyncContextManager[str]]
+"""Has a service, its own or another's, for as long as the context lasts; the context's value is the address."""
+
+Verdicts = concurrent.futures.Future[list[reward_pb2.Verdict]]
+
+
+class RewardCaller:
+    """Calls `service` from an event loop in a thread of its own; use it as a context manager."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._ready: concurrent.futures.Future[RewardClient] = concurrent.futures.Future()
+        self._thread = Thread(target=self._run, name="reward-caller", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Wait until the service is there.
+
+        Raises:
+            SetupError: it does not start.
+        """
+        self._thread.start()
+        self._client = self._ready.result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancel the calls that run, and end a service that was started."""
+        self._loop.call_soon_threadsafe(self._leave.set)
+        self._thread.join()
+
+    def known_profiles(self) -> set[str]:
+        """Names of the profiles that the service has.
+
+        Raises:
+            SetupError: nobody answers.
+        """
+        pending = asyncio.run_coroutine_threadsafe(self._client.list_profiles(), self._loop)
+        try:
+            return {profile.name for profile in pending.result()}
+        except (UnavailableError, DeadlineError) as error:
+            raise SetupError(f"{error}; start a reward service there, or leave out --address") from None
+
+    def verify(self, items: Sequence[reward_pb2.VerifyItem]) -> Verdicts:
+        """Have `items` judged; the verdicts come in their order."""
+        return asyncio.run_coroutine_threadsafe(self._verify(items), self._loop)
+
+    async def _verify(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:
+        if not items:
+            return []
+        try:
+            return await self._client.verify_batch(
+                items, timeout_s=_PATIENCE_S, retry_until=time.monotonic() + _PATIENCE_S
+            )
+        except InvalidRequestError:
+            if len(items) == 1:
+                raise
+            middle = len(items) // 2  # another's service may have a queue that is shorter than this batch
+            return [*await self._verify(items[:middle]), *await self._verify(items[middle:])]
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    async def _live(self) -> None:
+        self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
+        async with self._service() as address, RewardClient(address) as client:
+            self._ready.set_result(client)
+            await self._leave.wait()

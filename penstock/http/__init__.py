@@ -1,0 +1,1 @@
+"""HTTP: how every server starts, drains and answers for errors."""

@@ -1,0 +1,105 @@
+"""A FastAPI application whose errors all look alike, and whose JSON is read with care."""
+
+import reprlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pydantic
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from penstock.errors import PenstockError
+from penstock.http.boundary import error_response
+from penstock.http.json_body import parse_json
+from penstock.http.status import status_of
+
+_MAX_ERRORS = 5
+_SHORT = reprlib.Repr()  # in time that does not grow with what is shown
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+class ErrorText(pydantic.BaseModel):
+    """What went wrong."""
+
+    code: str
+    """For programs: INVALID_REQUEST, OVERLOADED and others."""
+    message: str
+    """For people: the field, the value and the remedy."""
+
+
+class ErrorBody(pydantic.BaseModel):
+    """The body of every answer that is none."""
+
+    error: ErrorText
+
+
+def make_app(*, title: str, description: str, version: str) -> FastAPI:
+    """An application without routes; handlers raise the errors of `penstock.errors`."""
+    app = FastAPI(title=title, description=description, version=version, strict_content_type=False)
+    app.router.route_class = StrictJsonRoute
+    app.add_exception_handler(PenstockError, _answer_error)
+    app.add_exception_handler(TimeoutError, _answer_error)
+    app.add_exception_handler(Exception, _answer_crash)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    return app
+
+
+class StrictJsonRoute(APIRoute):
+    """Reads bodies by `penstock.http.json_body`; an object that has a key twice is refused."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return parse_json(await self.body(), unique_keys=True)
+        except PenstockError as error:  # FastAPI would make a message of its own
+            raise HTTPException(status_of(error), str(error)) from None
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    return error_response(status_of(error), str(error) or "the deadline passed")
+
+
+async def _answer_crash(_: Request, error: Exception) -> Response:
+    return error_response(500, f"{type(error).__name__}: {error}")  # Starlette raises it again, and it is logged
+
+
+async def _answer_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(error.status_code, str(error.detail))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(422, describe(error.errors()))
+
+
+def describe(errors: Sequence[Any]) -> str:
+    """The first of pydantic's errors in a line: field, what is wrong, and the value."""
+    lines = []
+    for error in errors[:_MAX_ERRORS]:
+        field = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"
+        match error["type"]:
+            case "missing":
+                lines.append(f"{field} is missing")
+            case "extra_forbidden":
+                lines.append(f"{field} is unknown; leave it out")
+            case _ if isinstance(error.get("input"), bytes):
+                lines.append("the body is not declared as JSON; send the header Content-Type: application/json")
+            case _:
+                lines.append(f"{field} = {_SHORT.repr(error.get('input'))}: {error['msg']}")
+    more = len(errors) - _MAX_ERRORS
+    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,172 @@
+"""What stands around every HTTP application: body limit, errors, cancellation, drain and the one line per request.
+
+Invariant: the application runs with a body that has arrived whole, and is cancelled when its client has gone.
+"""
+
+import asyncio
+import contextlib
+import time
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.http.status import error_body, retry_headers, status_of
+
+log = structlog.get_logger()
+
+_MAX_DISCARDED = 4
+_STOPPING = "this server is stopping; send the request to another, or again when it is back"
+
+
+def error_response(status: int, message: str) -> JSONResponse:
+    """The answer that tells of an error."""
+    return JSONResponse(error_body(status, message), status, headers=retry_headers(status))
+
+
+class _GoneError(Exception):
+    """The client went away before its request was complete."""
+
+
+class Boundary:
+    """ASGI application around another. The only broad `except` of the HTTP servers is here."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+        self.is_serving = True
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._running: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait until no request runs, for `grace_s` seconds; then cancel those that do."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        for task in self._running:
+            task.cancel()
+        await self._idle.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        started = time.monotonic()
+        status = 0
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, send_noting)
+        finally:
+            elapsed_ms = round((time.monotonic() - started) * 1000, 2)
+            log.debug("http.handled", method=scope["method"], path=scope["path"], status=status, elapsed_ms=elapsed_ms)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.is_serving:
+            await error_response(503, _STOPPING)(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        self._idle.clear()
+        try:
+            await self._run(task, scope, receive, send)
+        finally:
+            self._running.discard(task)
+            if not self._running:
+                self._idle.set()
+
+    async def _run(self, task: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        error: HTTPException | None = None
+        try:
+            body = await self._body(receive)
+            async with _cancelled_when_gone(task, receive):
+                await self._app(scope, _replayed(body), send_noting)
+        except _GoneError:
+            log.info("http.abandoned", path=scope["path"])
+        except asyncio.CancelledError:
+            if self.is_serving:
+                raise
+            task.uncancel()
+            error = HTTPException(503, _STOPPING)
+        except HTTPException as raised:
+            error = raised
+        except (PenstockError, TimeoutError) as raised:
+            error = HTTPException(status_of(raised), str(raised) or "the deadline passed")
+        except Exception as raised:
+            log.exception("http.crashed", path=scope["path"])
+            error = HTTPException(500, f"{type(raised).__name__}: {raised}")
+        if error is not None and not has_begun:
+            response = error_response(error.status_code, str(error.detail))
+            if error.status_code == 413:
+                response.headers["Connection"] = "close"  # the rest of the body is not read
+            await response(scope, receive, send)
+
+    async def _body(self, receive: Receive) -> bytes:
+        too_large = HTTPException(
+            413, f"the body is larger than {self._max_body_bytes} bytes; send fewer or shorter items in one request"
+        )
+        parts, size_bytes = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            part, is_last = message.get("body", b""), not message.get("more_body", False)
+            size_bytes += len(part)
+            if size_bytes <= self._max_body_bytes:
+                parts.append(part)
+            else:
+                parts.clear()
+                # Read on, in bounds: a client that is still sending would not hear the answer.
+                if is_last or size_bytes > _MAX_DISCARDED * self._max_body_bytes:
+                    raise too_large
+            if is_last:
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _replayed(body: bytes) -> Receive:
+    """A `receive` that has the whole body for its first caller."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # whoever waits for the client to go is cancelled when it does
+        raise AssertionError
+
+    return receive
+
+
+class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.timeout
+    """Cancel `task`, which is in this context, when the client goes away; _GoneError leaves the context then."""
+
+    def __init__(self, task: asyncio.Task[None], receive: Receive) -> None:
+        self._task = task
+        self._receive = receive
+        self._is_gone = False
+
+    async def __aenter__(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._watching.cancel()
+        if self._is_gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise _GoneError from None

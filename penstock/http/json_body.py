@@ -1,0 +1,88 @@
+"""JSON as clients send it, made safe at the edge: what leaves here is text that can travel on.
+
+Lone surrogates, which JSON escapes can spell but no encoding can carry, become U+FFFD; NaN and Infinity, which are no
+JSON, are refused; so are bytes that are not UTF-8 and nesting that no honest request has.
+"""
+
+import collections
+import functools
+import json
+import re
+from typing import Any
+
+from penstock.errors import InvalidRequestError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MAX_DEPTH = 64
+
+
+class MalformedJsonError(InvalidRequestError):
+    """A body that is no JSON."""
+
+
+def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool = False) -> Any:
+    """The value that `data` holds.
+
+    Args:
+        data: JSON, in UTF-8.
+        unique_keys: Refuse an object that has a key twice; else the last one holds.
+        numbers_as_text: Numbers come as they were written, as `str`.
+
+    Raises:
+        MalformedJsonError: it is no JSON, or holds NaN or Infinity, or is nested too deeply.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+        value = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=str if numbers_as_text else None,
+            parse_int=str if numbers_as_text else _integer,
+            object_pairs_hook=_unique if unique_keys else None,
+        )
+        if _ESCAPED_SURROGATE.search(data):
+            value = _mended(value, 0)
+    except UnicodeDecodeError as error:
+        raise MalformedJsonError(f"the body is not UTF-8: byte {error.start} is {data[error.start]:#04x}") from None
+    except json.JSONDecodeError as error:
+        raise MalformedJsonError(f"the body is no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise MalformedJsonError("the body is nested too deeply") from None
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise MalformedJsonError(f"the body holds {name}, which is no JSON number; send a finite one, or leave it out")
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise MalformedJsonError(f"the body has {printable(twice)!r} twice in one object; send it once")
+    return found
+
+
+def _mended(value: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    mended = functools.partial(_mended, depth=depth + 1)
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [mended(each) for each in value]
+        case dict():
+            return {printable(key): mended(each) for key, each in value.items()}
+    return value
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

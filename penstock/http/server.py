@@ -1,0 +1,109 @@
+"""The scaffold of every HTTP server: one event loop with the gRPC server, one mapping of errors, orderly drain.
+
+A server answers 503 to everything while it drains, health pages included; requests that run may finish within the
+grace period. A client that goes away cancels what was being done for it.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from penstock.errors import SetupError
+from penstock.http.boundary import Boundary
+
+log = structlog.get_logger()
+
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+"""Longer than most clients keep an idle connection (aiohttp: 15 s), so that they are first to close it."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers, which are the process's, and with a way to wait for the start."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_started.set()
+
+
+class HttpServer:
+    """One HTTP server. `start` it, and `drain` it at the end."""
+
+    def __init__(self, app: ASGIApp, *, host: str, port: int, max_body_bytes: int = 64 * 2**20) -> None:
+        """Serve `app` on `host`:`port`; port 0 takes any that is free.
+
+        Args:
+            app: What answers. It raises errors of `penstock.errors`.
+            host: Address to listen on.
+            port: Port to listen on.
+            max_body_bytes: A request with a larger body is answered 413.
+        """
+        self._host = host
+        self._port = port
+        self._boundary = Boundary(app, max_body_bytes=max_body_bytes)
+        self._config = uvicorn.Config(
+            self._boundary,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server: _Uvicorn | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Start to serve and return the port.
+
+        Raises:
+            SetupError: the port is in use or the host is none of this machine's.
+        """
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise SetupError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror}; choose another port, or 0 for any "
+                "that is free"
+            ) from None
+        self._port = listener.getsockname()[1]
+        self._server = _Uvicorn(self._config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await self._server.has_started.wait()
+        log.info("server.started", address=f"http://{self.address}")
+        return self._port
+
+    def set_serving(self, serving: bool) -> None:
+        """Whether new requests are answered; while not, each is told 503, a health check's too."""
+        self._boundary.is_serving = serving
+
+    async def drain(self, grace_s: float) -> None:
+        """Answer new requests 503, let running ones finish for `grace_s` seconds, then cancel what is left."""
+        if self._server is None or self._serving is None:
+            return
+        self.set_serving(False)
+        await self._boundary.drain(grace_s)
+        self._server.should_exit = True
+        await self._serving
+        log.info("server.stopped", address=f"http://{self.address}")
+
+    @property
+    def address(self) -> str:
+        """host:port, valid after `start`."""
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"

@@ -1,0 +1,48 @@
+"""The one place where Penstock's errors become HTTP statuses."""
+
+from penstock import errors
+from penstock.http.json_body import MalformedJsonError, printable
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait that may succeed later."""
+
+_STATUS_OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
+    (MalformedJsonError, 400),
+    (errors.UserError, 422),
+    (errors.InvalidRequestError, 422),
+    (errors.NotReadyError, 503),
+    (errors.UnavailableError, 503),
+    (errors.OverloadedError, 429),
+    (errors.DeadlineError, 504),
+    (TimeoutError, 504),
+)
+
+_CODE_OF_STATUS = {
+    400: "INVALID_REQUEST",
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    413: "TOO_LARGE",
+    422: "INVALID_REQUEST",
+    429: "OVERLOADED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that tells a caller of `error`; 500 for everything that was not raised on purpose."""
+    for kind, status in _STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            return status
+    return 500
+
+
+def error_body(status: int, message: str) -> dict[str, dict[str, str]]:
+    """The JSON body of an answer of that status."""
+    return {"error": {"code": _CODE_OF_STATUS.get(status, f"HTTP_{status}"), "message": printable(message)}}
+
+
+def retry_headers(status: int) -> dict[str, str]:
+    """The headers that go with an answer of that status."""
+    return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}

@@ -1,0 +1,63 @@
+"""All pages of the HTTP face over one verifier."""
+
+import importlib.metadata
+
+from fastapi import FastAPI, Response
+
+from penstock.http.app import make_app
+from services.reward.config import RewardConfig
+from services.reward.faces.http import native, openrlhf, slime
+from services.reward.metrics import CONTENT_TYPE
+from services.reward.profiles.registry import find_profile
+from services.reward.verifier import Verifier
+
+_DESCRIPTION = """
+Is this response right? Send gold answers and a response; get a score, a status that says how it was reached, and the
+answer that was found. A response that cannot be judged is a status in its verdict, never an error and never a silent 0.
+
+The same service speaks gRPC (`penstock.v1.RewardService`), and two dialects of trainers: slime's `remote_rm` at `/`
+and OpenRLHF's remote reward model at `/get_reward`.
+"""
+
+
+def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
+    """The application.
+
+    Raises:
+        InvalidRequestError: reward.http_profile is no profile.
+    """
+    find_profile(verifier.profiles, config.http_profile)
+    app = make_app(
+        title="Penstock reward service", description=_DESCRIPTION, version=importlib.metadata.version("penstock")
+    )
+    native.add_routes(app, verifier)
+    slime.add_routes(app, verifier, config)
+    openrlhf.add_routes(app, verifier, config)
+
+    @app.get("/healthz", tags=["operation"])
+    async def healthz() -> dict[str, str]:
+        """200 while the service takes work; 503 while it stops."""
+        return {"status": "serving"}
+
+    @app.get(
+        "/metrics",
+        tags=["operation"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        """Counters and gauges in Prometheus' text format."""
+        return Response(verifier.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    _name_profiles(app, sorted(verifier.profiles))
+    return app
+
+
+def _name_profiles(app: FastAPI, names: list[str]) -> None:
+    """Have the OpenAPI page tell which profiles there are, wherever one is to be named."""
+    page = app.openapi()  # FastAPI keeps it
+    page["components"]["schemas"]["VerifyItem"]["properties"]["profile"]["enum"] = names
+    for path in page["paths"].values():
+        for parameter in path.get("post", {}).get("parameters", ()):
+            if parameter["name"] == "profile":
+                parameter["schema"]["enum"] = names

@@ -1,0 +1,93 @@
+"""slime's `--rm-type remote_rm --rm-url http://HOST:PORT`.
+
+It posts {"prompt", "response", "label"} for each sample, raises on a status other than 2xx, tries ten times, and takes
+the whole JSON body for the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). So a sample that cannot be judged
+is answered 200 and 0.0, and the header X-Penstock-Status says why.
+"""
+
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from penstock.errors import InvalidRequestError
+from penstock.http.app import ErrorBody
+from penstock.http.json_body import parse_json
+from services.reward.config import RewardConfig
+from services.reward.faces.http.label import golds_of, text_of
+from services.reward.item import Item
+from services.reward.profiles.registry import find_profile
+from services.reward.verdict import UNJUDGED
+from services.reward.verifier import Verifier
+
+log = structlog.get_logger()
+
+STATUS_HEADER = "X-Penstock-Status"
+ERROR_HEADER = "X-Penstock-Error"
+_INVALID = "INVALID_REQUEST"
+_MAX_HEADER_CHARS = 200
+
+_OPENAPI = {
+    "requestBody": {
+        "content": {
+            "application/json": {
+                "schema": {"description": "prompt, response and label; label: a string, a number or a list of strings"},
+                "example": {"prompt": "What is 2+3?", "response": "It is \\boxed{5}", "label": "5"},
+            }
+        }
+    }
+}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The reward.",
+        "content": {"application/json": {"schema": {"type": "number"}}},
+        "headers": {
+            STATUS_HEADER: {
+                "description": f"The verdict's status, or {_INVALID} for a body that holds no sample.",
+                "schema": {"type": "string"},
+            },
+            ERROR_HEADER: {"description": f"With {_INVALID}: what is wrong.", "schema": {"type": "string"}},
+        },
+    },
+    422: {"model": ErrorBody, "description": "There is no such profile: no sample could be judged."},
+    503: {"model": ErrorBody, "description": "The service is stopping."},
+}
+
+
+def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
+    """Add / and /slime."""
+
+    async def remote_rm(request: Request, profile: str = config.http_profile) -> JSONResponse:
+        """Judge one sample for slime's `remote_rm`: the answer is the reward, a bare number."""
+        find_profile(verifier.profiles, profile)
+        try:
+            item = _item(await request.body(), profile)
+        except InvalidRequestError as error:
+            log.warning("sample.refused", face="slime", reason=str(error))
+            reason = str(error)[:_MAX_HEADER_CHARS].encode("ascii", "replace").decode()
+            reason = "".join(character if character.isprintable() else " " for character in reason)
+            return JSONResponse(0.0, headers={STATUS_HEADER: _INVALID, ERROR_HEADER: reason})
+        (verdict,) = await verifier.verify_when_free([item])
+        status = verdict.judgement.status
+        return JSONResponse(0.0 if status in UNJUDGED else verdict.score, headers={STATUS_HEADER: status})
+
+    for path in ("/", "/slime"):
+        app.post(path, tags=["slime"], response_model=None, responses=_RESPONSES, openapi_extra=_OPENAPI)(remote_rm)
+
+
+def _item(body: bytes, profile: str) -> Item:
+    sample = parse_json(body, numbers_as_text=True)
+    if not isinstance(sample, dict):
+        raise InvalidRequestError("the body is no JSON object; send prompt, response and label")
+    response = sample.get("response")
+    if not isinstance(response, str):
+        raise InvalidRequestError("response is missing or no string")
+    if "label" not in sample:
+        raise InvalidRequestError("label is missing; set --label-key to the dataset's column of answers")
+    return Item(
+        golds=golds_of(sample["label"], field="label"),
+        response=response,
+        profile=profile,
+        prompt=text_of(sample.get("prompt")),
+    )

@@ -1,0 +1,28 @@
+"""math-verify as it comes: its own extraction and comparison, by its defaults. Runs in worker processes only.
+
+Its parser of plain expressions evaluates Python; its own regular expression lets only digits, operators, brackets and
+blanks get there. Its time limits are off, because the server holds the deadline and kills.
+"""
+
+import logging
+
+from math_verify import parse, verify
+
+from services.reward.isolation.tasks import MathVerifyTask, WorkerReply
+from services.reward.verdict import Method, Status
+
+# It warns that its own time limits are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def judge(task: MathVerifyTask) -> WorkerReply:
+    """Whether what math-verify finds in the response equals what it finds in one of the gold answers."""
+    golds = [found for gold in task.golds if (found := parse(gold, parsing_timeout=None))]
+    if not golds:
+        return WorkerReply(status=Status.GOLD_INVALID)
+    given = parse(task.response, parsing_timeout=None)
+    if not given:
+        return WorkerReply(status=Status.NO_ANSWER)
+    right = any(verify(gold, given, timeout_seconds=None) for gold in golds)
+    extracted = given[-1] if isinstance(given[-1], str) else ""  # what it parsed, as text, comes last
+    return WorkerReply(status=Status.OK, credit=float(right), extracted=extracted, method=Method.SYMBOLIC)

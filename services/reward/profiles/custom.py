@@ -1,0 +1,34 @@
+"""Profiles that are the user's own verifiers, called in worker processes; see `services.reward.grading.custom`."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from services.reward.isolation.tasks import VerifierTask, sendable
+from services.reward.item import Item
+from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
+
+ENTRY_POINT_GROUP = "penstock.verifiers"
+
+
+def find_verifiers(configured: Mapping[str, str]) -> dict[str, str]:
+    """Return what to load for each custom verifier, by name: those that installed packages offer and those configured.
+
+    Nothing is imported. Of two of one name, the configured one is taken.
+    """
+    offered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    return offered | dict(configured)
+
+
+class CustomProfile(BoundedProfile):
+    """Right is what the user's function says is right."""
+
+    def decide(self, item: Item) -> Decision:
+        """Return the question that the verifier must decide."""
+        return Undecided(
+            task=VerifierTask(
+                verifier=self.name,
+                golds=tuple(map(sendable, item.golds)),
+                response=sendable(item.response[-self._max_response_chars :]),
+                prompt=sendable(item.prompt[-self._max_response_chars :]),
+            )
+        )

@@ -1,0 +1,76 @@
+r"""The profile `dapo`: the last `Answer:` of a response's last 300 characters, compared with an integer by spelling.
+
+The decisions are those of slime (rm_hub/math_dapo_utils.py, `compute_score`, Apache-2.0), which come from verl's DAPO
+recipe and there from lm-evaluation-harness (Minerva's normalisation).
+"""
+
+import re
+
+from services.reward.item import Item
+from services.reward.profiles.profile import BoundedProfile, Decision
+from services.reward.verdict import Judgement, Method, Status
+
+_SEARCHED_CHARS = 300
+_ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
+    r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots", "<|im_end|>",
+    "<|endoftext|>",
+)  # fmt: skip
+_REWRITTEN = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r".*?\$(.*?)\$.*", r"$\1$"),
+        (r"\\text\{(.*?)\}", r"\1"),
+        (r"\\textbf\{(.*?)\}", r"\1"),
+        (r"\\overline\{(.*?)\}", r"\1"),
+        (r"\\boxed\{(.*)\}", r"\1"),
+        (r"frac([^{])(.)", r"frac{\1}{\2}"),
+        (r"sqrt([^{])", r"sqrt{\1}"),
+        (r"\$", ""),
+    )
+]
+
+
+class DapoProfile(BoundedProfile):
+    """Right is an answer that is spelt as the gold integer is."""
+
+    def decide(self, item: Item) -> Decision:
+        """Return the judgement of `item`."""
+        read = [_read_integer(gold) for gold in self._readable(item.golds, self._max_answer_chars)]
+        golds = [gold for gold in read if gold is not None]
+        if not golds:
+            return Judgement(status=Status.GOLD_INVALID)
+        answers = _ANSWER.findall(item.response[-_SEARCHED_CHARS:])
+        if not answers:
+            return Judgement(status=Status.NO_ANSWER)
+        right = _normalise(answers[-1]) in golds
+        return Judgement(status=Status.OK, credit=float(right), extracted=answers[-1].strip(), method=Method.EXACT)
+
+
+def _read_integer(gold: str) -> str | None:
+    """The gold answer as an integer, cut off at its decimal point; None if it is no number."""
+    try:
+        return str(int(float(_normalise(gold))))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _normalise(answer: str) -> str:
+    text = answer.rpartition("=")[2]
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    if text.replace(",", "").isdigit():
+        text = text.replace(",", "")
+    return text.strip()

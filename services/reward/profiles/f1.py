@@ -1,0 +1,46 @@
+"""The profile `f1`: how many words the response and the gold answer have in common.
+
+The score is that of slime (rm_hub/f1.py, `f1_score`, Apache-2.0), which is SQuAD's: the harmonic mean of precision and
+recall over words, in lower case, without punctuation and articles.
+"""
+
+import re
+import string
+from collections import Counter
+
+from services.reward.item import Item
+from services.reward.profiles.profile import BoundedProfile, Decision
+from services.reward.verdict import Judgement, Method, Status
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_CLOSED = frozenset({"yes", "no", "noanswer"})
+"""Answers that are right as a whole or not at all."""
+
+
+class F1Profile(BoundedProfile):
+    """The credit is the F1 of the words, with the gold answer that they fit best."""
+
+    def decide(self, item: Item) -> Decision:
+        """Return the judgement of `item`."""
+        golds = [_words(gold) for gold in self._readable(item.golds, self._max_response_chars)]
+        if not any(golds):
+            return Judgement(status=Status.GOLD_INVALID)
+        given = _words(item.response[-self._max_response_chars :])
+        if not given:
+            return Judgement(status=Status.NO_ANSWER)
+        return Judgement(status=Status.OK, credit=max(_f1(gold, given) for gold in golds), method=Method.EXACT)
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _f1(gold: list[str], given: list[str]) -> float:
+    if gold != given and not _CLOSED.isdisjoint((" ".join(gold), " ".join(given))):
+        return 0.0
+    num_common = (Counter(gold) & Counter(given)).total()
+    if num_common == 0:
+        return 0.0
+    precision, recall = num_common / len(given), num_common / len(gold)
+    return 2 * precision * recall / (precision + recall)

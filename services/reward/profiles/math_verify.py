@@ -1,0 +1,25 @@
+"""The profile `math_verify`: huggingface/Math-Verify 0.9.0 (Apache-2.0) as it comes, in a worker process.
+
+Both the gold answers and the response go through its own `parse`, so LaTeX in a gold answer wants its dollar signs or
+box.
+"""
+
+from services.reward.isolation.tasks import MathVerifyTask, sendable
+from services.reward.item import Item
+from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
+from services.reward.verdict import Judgement, Status
+
+
+class MathVerifyProfile(BoundedProfile):
+    """Right is what math-verify's own extraction and comparison say is right."""
+
+    def decide(self, item: Item) -> Decision:
+        """Return the question that a worker process must decide."""
+        golds = tuple(sendable(gold) for gold in self._readable(item.golds, self._max_response_chars) if gold)
+        if not golds:
+            return Judgement(status=Status.GOLD_INVALID)
+        if not item.response:
+            return Judgement(status=Status.NO_ANSWER)
+        return Undecided(
+            task=MathVerifyTask(golds=golds, response=sendable(item.response[-self._max_response_chars :]))
+        )

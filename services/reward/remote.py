@@ -1,0 +1,108 @@
+"""Judgement by another service over HTTP, in the format of slime's `remote_rm`.
+
+One request is POST {"prompt", "response", "label"}; the answer is a bare JSON number, or an object with the number as
+`score` or `reward`. The label is the gold answer, or a list where there are several. What fails is a judgement with
+status FAILED and a logged reason, never a silent 0.
+"""
+
+import asyncio
+import json
+import math
+import random
+import time
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+import structlog
+
+from services.reward.config import RemoteConfig
+from services.reward.isolation.tasks import sendable
+from services.reward.item import Item
+from services.reward.verdict import Judgement, Method, Status
+
+log = structlog.get_logger()
+
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+_WORTH_ANOTHER_TRY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
+
+
+class _RemoteError(Exception):
+    """The remote service gave no number; another try would not help."""
+
+
+class RemoteJudge:
+    """A client of the remote service, with connections that are kept. Close it."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        self._config = config
+        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._client = httpx.AsyncClient(
+            timeout=None,  # of httpx's own, which hold for each read by itself
+            limits=httpx.Limits(
+                max_connections=config.max_concurrency, max_keepalive_connections=config.max_concurrency
+            ),
+            trust_env=False,  # the URL is what was configured, whatever proxies the environment names
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def judge(self, item: Item, deadline_s: float) -> tuple[Judgement, float]:
+        """Ask the remote service; return its judgement and the seconds that it took, queueing excluded."""
+        async with self._places:
+            started = time.monotonic()
+            judgement = await self._judge_within(item, deadline_s)
+            return judgement, time.monotonic() - started
+
+    async def _judge_within(self, item: Item, deadline_s: float) -> Judgement:
+        reason = "no attempt was finished"
+        try:
+            async with asyncio.timeout(deadline_s):
+                for attempt in range(self._config.attempts):
+                    if attempt:
+                        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _MAX_BACKOFF_S)
+                        await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+                    try:
+                        async with asyncio.timeout(self._config.timeout_s):
+                            credit = await self._ask(item)
+                        return Judgement(status=Status.OK, credit=credit, method=Method.VERIFIER)
+                    except TimeoutError:
+                        reason = f"an attempt took longer than {self._config.timeout_s:g} s"
+                    except httpx.HTTPError as error:
+                        reason = f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            log.warning("remote.failed", reason=f"the deadline of {deadline_s:g} s passed; {reason}")
+            return Judgement(status=Status.TIMEOUT)
+        except _RemoteError as error:
+            reason = str(error)
+        log.warning("remote.failed", reason=reason)
+        return Judgement(status=Status.FAILED)
+
+    async def _ask(self, item: Item) -> float:
+        golds = [sendable(gold) for gold in item.golds]
+        body = {
+            "prompt": sendable(item.prompt),
+            "response": sendable(item.response),
+            "label": golds[0] if len(golds) == 1 else golds,
+        }
+        answer = await self._client.post(self._config.url, json=body)
+        if answer.is_error and (answer.is_server_error or answer.status_code in _WORTH_ANOTHER_TRY):
+            answer.raise_for_status()
+        if not answer.is_success:
+            raise _RemoteError(f"it answered with HTTP status {answer.status_code}: {answer.text[:200]!r}")
+        return _read_number(answer.content)
+
+
+def _read_number(content: bytes) -> float:
+    try:
+        value: Any = json.loads(content, parse_int=float)
+    except (ValueError, RecursionError):
+        raise _RemoteError(f"it answered what is no JSON: {content[:200]!r}") from None
+    if isinstance(value, dict):
+        value = value.get("score", value.get("reward"))
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise _RemoteError(f"it answered {content[:200]!r}; it must answer a number, or one as score or reward")
+    return value

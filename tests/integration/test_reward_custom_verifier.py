@@ -1,0 +1,141 @@
+"""Custom verifiers: the user's own functions, in worker processes of a real service."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, SetupError
+from penstock.v1 import reward_pb2
+from services.reward.config import RewardConfig
+from services.reward.profiles.custom import find_verifiers
+from services.reward.server import running
+from tests.reward_service import OK, TIMEOUT, reward_service
+
+_FAILED = reward_pb2.VERDICT_STATUS_FAILED
+_VERIFIERS = """
+import asyncio, os, time
+from types import SimpleNamespace
+
+def contains(golds, response, prompt):
+    return any(gold in response for gold in golds)
+
+def half(golds, response, prompt):
+    return {"credit": 0.5, "extracted": f"{prompt}|{golds}|{os.getpid()}"}
+
+def record(golds, response, prompt):
+    return SimpleNamespace(credit=1, extracted="it")
+
+def misbehave(golds, response, prompt):
+    if response == "raise":
+        raise ValueError("no such thing")
+    if response == "exit":
+        raise SystemExit(3)
+    if response == "cancel":
+        raise asyncio.CancelledError
+    if response == "hang":
+        time.sleep(60)
+    return {"nan": float("nan"), "two": 2, "none": None, "text": "1", "bad": {"credit": 1, "extracted": 5}}[response]
+"""
+
+
+@pytest.fixture
+def verifiers(tmp_path: Path) -> dict[str, str]:
+    """Settings of four verifiers in a file."""
+    path = tmp_path / "mine.py"
+    path.write_text(_VERIFIERS)
+    return {name: f"{path}:{name}" for name in ("contains", "half", "record", "misbehave")}
+
+
+def _item(profile: str, response: str, **fields: object) -> reward_pb2.VerifyItem:
+    return reward_pb2.VerifyItem(golds=["a", "b"], response=response, profile=profile, **fields)
+
+
+async def test_verifiers_judge_in_workers(verifiers: dict[str, str]) -> None:
+    """They see gold answers, response and prompt; what they return is a bool, a number, a dict or an object."""
+    async with reward_service(verifiers=verifiers) as (client, pool):
+        right, wrong, half, record = await client.verify_batch(
+            [_item("contains", "xax"), _item("contains", "c"), _item("half", "r", prompt="p"), _item("record", "r")],
+            timeout_s=30.0,
+        )
+        pids = pool.worker_pids
+    assert [verdict.status for verdict in (right, wrong, half, record)] == [OK] * 4
+    assert [verdict.score for verdict in (right, wrong, half, record)] == [1.0, 0.0, 0.5, 1.0]
+    assert {verdict.method for verdict in (right, wrong, half, record)} == {reward_pb2.VERDICT_METHOD_VERIFIER}
+    prompt, golds, pid = half.extracted.split("|")
+    assert (prompt, golds, record.extracted) == ("p", "['a', 'b']", "it")
+    assert int(pid) in pids
+    assert int(pid) != os.getpid()
+    assert not [name for name in sys.modules if name.startswith("penstock_verifier_")]
+
+
+async def test_a_verifier_that_fails_is_a_status_with_a_logged_reason(
+    verifiers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exceptions, exits and values that are no credit are FAILED; what hangs is TIMEOUT; the service goes on."""
+    responses = ["raise", "exit", "cancel", "nan", "two", "none", "text", "bad", "hang"]
+    async with reward_service(verifiers=verifiers, profiles={"misbehave": {"reward_min": -1}}) as (client, _):
+        verdicts = await client.verify_batch(
+            [_item("misbehave", response, deadline_s=0.5) for response in responses], timeout_s=30.0
+        )
+        assert (await client.verify_batch([_item("contains", "a")], timeout_s=30.0))[0].score == 1.0
+    assert [verdict.status for verdict in verdicts] == [_FAILED] * 8 + [TIMEOUT]
+    assert {verdict.score for verdict in verdicts} == {-1.0}
+    logged = capsys.readouterr().out
+    assert "ValueError: no such thing" in logged
+    assert "SystemExit: 3" in logged
+    assert "CancelledError" in logged
+    assert "it returned nan; return a number from 0 to 1" in logged
+    assert "it returned extracted = 5; return text" in logged
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "{folder}/absent.py:verify",
+            r"custom verifier mine = '.*absent.py:verify' cannot be loaded: FileNotFoundError",
+        ),
+        ("{folder}/broken.py:verify", r"custom verifier mine = .* cannot be loaded: RuntimeError: licence expired"),
+        ("{folder}/other.py:verify", r"cannot be loaded: AttributeError: .*verify"),
+        ("{folder}/other.py:few", r"cannot be loaded: TypeError: too many positional arguments"),
+        ("{folder}/other.py:number", r"cannot be loaded: TypeError: number is a int, not a function"),
+        ("{folder}/other.py", r"cannot be loaded: ValueError: it names no function; write path/to/file.py:function"),
+        ("no_such_package.module:verify", r"cannot be loaded: ModuleNotFoundError"),
+    ],
+)
+async def test_a_verifier_that_cannot_be_loaded_stops_the_start(tmp_path: Path, spec: str, message: str) -> None:
+    """The error names the verifier, where it should be, and the cause."""
+    (tmp_path / "broken.py").write_text("raise RuntimeError('licence expired')\n")
+    (tmp_path / "other.py").write_text("number = 1\ndef few(golds, response): ...\n")
+    config = RewardConfig.model_validate({"workers": 1, "verifiers": {"mine": spec.format(folder=tmp_path)}})
+    with pytest.raises(SetupError, match=message):
+        async with running(config):
+            pass
+
+
+async def test_a_verifier_cannot_take_a_built_in_name() -> None:
+    """Nobody judges by another `math` than they think."""
+    config = RewardConfig.model_validate({"verifiers": {"math": "package.module:verify"}})
+    with pytest.raises(ConfigError, match="has the name of a built-in profile"):
+        async with running(config):
+            pass
+
+
+async def test_installed_packages_offer_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point is a profile; one of the same name in the settings is taken instead."""
+    (tmp_path / "offered.py").write_text("def verify(golds, response, prompt):\n    return True\n")
+    info = tmp_path / "offered-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offered\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[penstock.verifiers]\noffered = offered:verify\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    importlib.invalidate_caches()
+    assert find_verifiers({}) == {"offered": "offered:verify"}
+    assert find_verifiers({"offered": "mine.py:verify"}) == {"offered": "mine.py:verify"}
+    async with reward_service() as (client, _):
+        assert (await client.verify_batch([_item("offered", "")], timeout_s=30.0))[0].score == 1.0
+    assert "offered" not in sys.modules

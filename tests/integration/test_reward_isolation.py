@@ -1,0 +1,318 @@
+"""The worker pool: real processes that hang, eat memory, are killed and try to get out, and no item is lost."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.reward.isolation.pool import WorkerPool
+from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, VerifierTask, WorkerReply
+from services.reward.isolation.worker_process import WorkerDiedError
+from services.reward.verdict import Status
+from tests import misbehaving_verifiers
+from tests.reward_service import is_alive, parent_of
+from tests.waiting import until
+
+_EASY = SymbolicTask(
+    golds=(SymbolicGold(text=r"\frac{1}{x+1}", use_text=False, value="", tolerance="0"),),
+    body=r"(1+x)^{-1}",
+    text=r"(1+x)^{-1}",
+)
+_VERIFIERS = {
+    name: f"{misbehaving_verifiers.__file__}:{function}" for name, function in (("bad", "verify"), ("out", "escape"))
+}
+
+
+def _bad(response: str) -> VerifierTask:
+    return VerifierTask(verifier="bad", golds=("1",), response=response, prompt="")
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    *, num_workers: int = 2, memory_limit_mb: int = 256, recycle_after: int = 5000, max_overtime: int = 8
+) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(
+        num_workers=num_workers,
+        memory_limit_bytes=memory_limit_mb * 2**20,
+        recycle_after=recycle_after,
+        max_overtime=max_overtime,
+        sandbox="require",
+        verifiers=_VERIFIERS,
+    )
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+@pytest.fixture(scope="module")
+async def pool() -> AsyncIterator[WorkerPool]:
+    """Two workers that others do not spoil for good."""
+    async with _running() as running:
+        yield running
+
+
+async def _all(pool: WorkerPool, *tasks: SymbolicTask | VerifierTask, deadline_s: float = 20.0) -> list[WorkerReply]:
+    return [reply for reply, _ in await asyncio.gather(*(pool.run(task, deadline_s) for task in tasks))]
+
+
+async def test_items_that_hang_do_not_hold_up_the_others(pool: WorkerPool) -> None:
+    """More of them than there are workers hang, and the others are done long before their deadline."""
+    hanging = [asyncio.create_task(pool.run(_bad(way), 5.0)) for way in ("spin", "sleep", "spin", "sleep")]
+    await until(lambda: pool.num_overtime == 4)
+    replies = await _all(pool, *[_EASY] * 50)
+    assert {reply.credit for reply in replies} == {1.0}
+    assert not any(item.done() for item in hanging)
+    assert pool.num_busy == 4
+    for reply, elapsed_s in await asyncio.gather(*hanging):
+        assert (reply.status, reply.credit) == (Status.TIMEOUT, 0.0)
+        assert 5.0 <= elapsed_s < 7.0
+    await until(lambda: (pool.num_workers, pool.num_busy, pool.num_overtime) == (4, 0, 0))
+
+
+async def test_only_so_many_items_are_in_overtime() -> None:
+    """Then those that hang hold their turn, and the others wait for one of them to end."""
+    async with _running(num_workers=1, max_overtime=2) as pool:
+        killed = pool.num_killed
+        hanging = [asyncio.create_task(pool.run(_bad("sleep"), 2.0)) for _ in range(3)]
+        await until(lambda: pool.num_busy == 3)
+        easy = asyncio.create_task(pool.run(_EASY, 20.0))
+        await asyncio.sleep(0.3)
+        assert (pool.num_overtime, pool.num_waiting, easy.done()) == (2, 1, False)
+        assert (await easy)[0].credit == 1.0
+        await asyncio.gather(*hanging)
+        assert pool.num_killed == killed + 3
+
+
+async def test_a_slow_item_gets_its_verdict(pool: WorkerPool) -> None:
+    """Overtime costs it its turn and its priority, not its verdict."""
+    replies = await _all(pool, _bad("busy 0.5"), _EASY, _bad("busy 0.5"))
+    assert [reply.credit for reply in replies] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("max_overtime", [0, 8])
+async def test_an_item_that_eats_memory_is_stopped(max_overtime: int) -> None:
+    """Its worker is replaced, and the next item is judged."""
+    async with _running(num_workers=1, max_overtime=max_overtime) as pool:
+        before = pool.worker_pids
+        (reply,) = await _all(pool, _bad("eat"))
+        assert (reply.status, reply.credit) == (Status.OUT_OF_MEMORY, 0.0)
+        (reply,) = await _all(pool, _EASY)
+        assert reply.credit == 1.0
+        await until(lambda: len(pool.worker_pids) == len(before))
+        assert pool.worker_pids != before
+
+
+async def test_what_one_item_took_is_not_held_against_the_next() -> None:
+    """An answer that is wrong is wrong, though the one before it, which was right, all but ran out of memory."""
+    wrong = SymbolicTask(golds=_EASY.golds, body=r"(2+x)^{-1}", text=r"(2+x)^{-1}")
+    async with _running(num_workers=1, max_overtime=0) as pool:
+        replies = [(await pool.run(task, 20.0))[0] for task in (_bad("peak"), wrong)]
+    assert [(reply.status, reply.credit) for reply in replies] == [(Status.OK, 1.0), (Status.OK, 0.0)]
+
+
+async def test_items_that_eat_memory_together_are_stopped() -> None:
+    """Each would be allowed what it takes; all of them are not."""
+    async with _running(num_workers=2, memory_limit_mb=2048) as pool:
+        replies = await _all(pool, *[_bad("eat")] * 4)
+        assert {reply.status for reply in replies} == {Status.OUT_OF_MEMORY}
+
+
+async def test_killed_workers_lose_no_item() -> None:
+    """Items whose worker is killed from outside are judged by another."""
+    async with _running() as pool:
+        pending = asyncio.create_task(_all(pool, *[_bad("busy 0.01")] * 100))
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            for pid in pool.worker_pids[:1]:
+                os.kill(pid, signal.SIGKILL)
+        assert [reply.credit for reply in await pending] == [1.0] * 100
+        await until(lambda: len(pool.worker_pids) == 4)
+
+
+async def test_a_verifier_that_kills_its_worker_is_blamed(pool: WorkerPool) -> None:
+    """After some workers, by a status that says so, and the others go on."""
+    replies = await _all(pool, _EASY, _bad("die"), _EASY)
+    assert [reply.credit for reply in replies] == [1.0, 0.0, 1.0]
+    assert replies[1].status is Status.FAILED
+    assert replies[1].detail == "it ended its worker process, 3 times"
+
+
+@pytest.mark.parametrize("way", ["forge", "flood"])
+async def test_a_verifier_that_writes_replies_itself_harms_no_other_item(way: str) -> None:
+    """Its item is blamed; the next one on that worker does not get the reply that is left over."""
+    async with _running(num_workers=1, max_overtime=0) as pool:
+        replies = await _all(pool, _bad(way), _EASY, _EASY)
+    assert [reply.status for reply in replies] == [Status.FAILED, Status.OK, Status.OK]
+    assert [reply.credit for reply in replies] == [0.0, 1.0, 1.0]
+
+
+@contextlib.contextmanager
+def _at_most_open_files(num_files: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_workers_come_back_after_open_files_ran_out() -> None:
+    """While no socket can be opened there are fewer workers; afterwards there are as many as before."""
+    async with _running(num_workers=1, max_overtime=0) as pool:
+        (before,) = pool.worker_pids
+        with _at_most_open_files(4):
+            os.kill(before, signal.SIGKILL)
+            pending = asyncio.create_task(pool.run(_EASY, 20.0))
+            await until(lambda: pool.num_workers == 0)
+            await asyncio.sleep(0.3)
+            assert not pending.done()
+        async with asyncio.timeout(60):
+            assert (await pending)[0].credit == 1.0
+
+
+async def test_a_forkserver_starts_beside_very_many_open_files() -> None:
+    """More than `select` can tell apart, as a server with as many clients has."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1300:
+        pytest.skip("needs 1300 open files")
+    with contextlib.ExitStack() as stack, _at_most_open_files(hard):
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        async with _running(num_workers=1) as pool:
+            assert (await pool.run(_EASY, 20.0))[0].credit == 1.0
+
+
+async def test_a_killed_forkserver_is_started_again() -> None:
+    """Its workers go with it; new ones come, and no item is lost."""
+    async with _running() as pool:
+        os.kill(parent_of(pool.worker_pids[0]), signal.SIGKILL)
+        replies = await _all(pool, *[_EASY] * 20)
+        assert [reply.credit for reply in replies] == [1.0] * 20
+
+
+async def test_workers_are_recycled() -> None:
+    """After so many items a worker makes place for a fresh one."""
+    async with _running(num_workers=1, recycle_after=5, max_overtime=0) as pool:
+        (before,) = pool.worker_pids
+        replies = await _all(pool, *[_EASY] * 12)
+        assert [reply.credit for reply in replies] == [1.0] * 12
+        await until(lambda: len(pool.worker_pids) == 1)
+        assert pool.worker_pids != [before]
+        await until(lambda: not is_alive(before))
+
+
+async def test_many_kills_leave_nothing_behind() -> None:
+    """No process, no zombie, no open file and no task stays after 200 items that hang or are cancelled."""
+
+    def left() -> tuple[int, int, int, int]:
+        children = Path(f"/proc/{forkserver}/task/{forkserver}/children").read_text().split()
+        num_files = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", str(forkserver)))
+        return len(pool.worker_pids), len(children), num_files, len(asyncio.all_tasks())
+
+    async with _running(num_workers=2) as pool:
+        forkserver = parent_of(pool.worker_pids[0])
+        await _all(pool, *[_EASY] * 10)
+        before = None
+        while before != left():  # the other pool may still be at it
+            before = left()
+            await asyncio.sleep(0.5)
+        for _ in range(10):
+            await _all(pool, *[_bad("sleep")] * 10, deadline_s=0.05)
+            items = [asyncio.create_task(pool.run(_bad("spin"), 60.0)) for _ in range(10)]
+            await until(lambda: pool.num_busy == 10)
+            for item in items:
+                item.cancel()
+            await asyncio.gather(*items, return_exceptions=True)
+        assert pool.num_killed == 200
+        await until(lambda: left() == before)
+
+
+async def test_a_cancelled_item_frees_its_worker(pool: WorkerPool) -> None:
+    """Running or waiting, it is gone at once."""
+    items = [asyncio.create_task(pool.run(_bad("spin"), 60.0)) for _ in range(20)]
+    await until(lambda: pool.num_busy == 10)
+    assert pool.num_waiting == 10
+    busy = set(pool.worker_pids)
+    for item in items:
+        item.cancel()
+    await asyncio.gather(*items, return_exceptions=True)
+    assert (pool.num_busy, pool.num_waiting) == (0, 0)
+    (reply,) = await _all(pool, _EASY)
+    assert reply.credit == 1.0
+    await until(lambda: len([pid for pid in busy if is_alive(pid)]) <= 2)
+
+
+@pytest.mark.parametrize("way", misbehaving_verifiers.WAYS_OUT)
+async def test_a_worker_cannot_reach_out(pool: WorkerPool, tmp_path: Path, way: str) -> None:
+    """Not to the network, to other processes or to files; the attempt fails, and the worker goes on."""
+    file = tmp_path / "file"
+    file.write_text("ours")
+    if way == "connect":
+        listener = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        host, port = listener.sockets[0].getsockname()
+        target = f"{host}:{port}"
+    else:
+        listener = None
+        target = str(os.getpid()) if "server" in way else str(file)
+    (reply,) = await _all(pool, VerifierTask(verifier="out", golds=("1",), response=way, prompt=target))
+    assert (reply.status, reply.credit) == (Status.OK, 1.0), reply
+    assert sorted(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "ours"
+    if listener is not None:
+        listener.close()
+        await listener.wait_closed()
+
+
+async def test_what_a_verifier_raises_when_it_is_loaded_is_told(tmp_path: Path) -> None:
+    """The pool does not start, and the message names the verifier and the cause."""
+    (tmp_path / "broken.py").write_text("raise ValueError('no licence')")
+    verifiers = {"mine": f"{tmp_path}/broken.py:verify"}
+    pool = WorkerPool(num_workers=1, memory_limit_bytes=2**28, recycle_after=10, verifiers=verifiers)
+    try:
+        with pytest.raises(WorkerDiedError, match=r"mine.*no licence"):
+            await pool.start()
+    finally:
+        await pool.close()
+
+
+_PROGRAM = """
+import asyncio, sys
+from services.reward.isolation.pool import WorkerPool
+from services.reward.isolation.tasks import VerifierTask
+
+async def main():
+    verifiers = {"bad": sys.argv[1]}
+    pool = WorkerPool(num_workers=2, memory_limit_bytes=2**28, recycle_after=100, verifiers=verifiers)
+    await pool.start()
+    sys.stdout.write(" ".join(map(str, pool.worker_pids)) + "\\n")
+    sys.stdout.flush()
+    await pool.run(VerifierTask(verifier="bad", golds=("1",), response="spin", prompt=""), 60.0)
+
+asyncio.run(main())
+"""
+
+
+async def test_no_worker_outlives_a_killed_server() -> None:
+    """kill -9 of the server ends the forkserver and all workers, the busy one too."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _PROGRAM, _VERIFIERS["bad"]),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        workers = [int(pid) for pid in (await process.stdout.readline()).split()]
+    forkserver = parent_of(workers[0])
+    await asyncio.sleep(0.5)
+    assert all(map(is_alive, [*workers, forkserver]))
+    process.kill()
+    await process.wait()
+    await until(lambda: not any(map(is_alive, [*workers, forkserver])))

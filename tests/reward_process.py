@@ -1,0 +1,41 @@
+"""The reward service as a process of its own, for tests whose clients block."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.parent import dying_with_parent
+
+
+@dataclass(frozen=True)
+class RewardProcess:
+    """Where it listens."""
+
+    address: str
+    """host:port of gRPC."""
+    url: str
+    """http://host:port."""
+
+
+@contextlib.contextmanager
+def reward_process(*settings: str) -> Iterator[RewardProcess]:
+    """`penstock serve reward` with `settings` such as --reward.workers=1, until the context ends."""
+    command = [sys.executable, "-m", "penstock", "serve", "reward", "--log.format=json", *settings]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=dying_with_parent()) as process:
+        try:
+            assert process.stderr is not None
+            addresses: list[str] = []
+            for line in process.stderr:
+                record = json.loads(line) if line.startswith("{") else {}
+                if record.get("event") == "server.started":
+                    addresses.append(record["address"])
+                if len(addresses) == 2:
+                    break
+            assert len(addresses) == 2, "the service did not start"
+            yield RewardProcess(address=addresses[0], url=addresses[1])
+        finally:
+            process.terminate()
+            process.communicate(timeout=20)

@@ -1,0 +1,58 @@
+"""A reward service with real worker processes, and what tests look at and wait for."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from penstock.clients import RewardClient
+from penstock.v1 import reward_pb2
+from services.reward.config import RewardConfig
+from services.reward.isolation.pool import WorkerPool
+from services.reward.server import running
+
+OK = reward_pb2.VERDICT_STATUS_OK
+TIMEOUT = reward_pb2.VERDICT_STATUS_TIMEOUT
+
+# No exact tier decides these; the first takes a worker milliseconds, the second for ever.
+EASY = (r"\frac{1}{x+1}", r"\boxed{(1+x)^{-1}}")
+HANGS = (r"\int \frac{\sin x}{x^5+e^x} dx", r"\boxed{\int \frac{\cos x}{x^5+e^x} dx}")
+
+
+def item_of(
+    gold: str, response: str, *, item_id: str = "", profile: str = "math", deadline_s: float = 0.0
+) -> reward_pb2.VerifyItem:
+    """An item with one gold answer."""
+    return reward_pb2.VerifyItem(
+        item_id=item_id, golds=[gold], response=response, profile=profile, deadline_s=deadline_s
+    )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def parent_of(pid: int) -> int:
+    """The process id of its parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@contextlib.asynccontextmanager
+async def reward_service(**settings: object) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
+    """A service with two workers and the usual settings, and a client of it."""
+    config = RewardConfig.model_validate({"workers": 2, **settings})
+    async with running(config) as (server, pool, _), RewardClient(server.address) as client:
+        yield client, pool
+
+
+def easy_item(item_id: str = "") -> reward_pb2.VerifyItem:
+    """An item that takes a worker milliseconds."""
+    return item_of("5", r"\boxed{5}", item_id=item_id, profile="math_verify")
+
+
+def hanging_item(item_id: str = "", *, deadline_s: float = 30.0) -> reward_pb2.VerifyItem:
+    """An item that takes a worker for ever."""
+    return item_of("5", r"\boxed{10000000!}", item_id=item_id, profile="math_verify", deadline_s=deadline_s)

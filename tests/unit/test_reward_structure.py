@@ -1,0 +1,145 @@
+"""Answers that are more than a number: lists, points, intervals, choices, equations, words."""
+
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.reward.item import Item
+from services.reward.profiles.profile import Decision, Scoring
+from services.reward.profiles.value import ValueProfile
+from services.reward.verdict import Judgement
+
+PROFILES = {
+    name: ValueProfile(
+        name=name,
+        description="",
+        scoring=Scoring(),
+        tolerance=Fraction(tolerance),
+        max_response_chars=65536,
+        max_answer_chars=512,
+        decimal_figures=figures,
+    )
+    for name, tolerance, figures in (("math", "0", 4), ("geo3k", "0.05", 4), ("strict", "0", 0))
+}
+
+
+def judge(golds: list[str], response: str, profile: str = "math") -> Decision:
+    return PROFILES[profile].decide(Item(golds=golds, response=response, profile=profile))
+
+
+def is_right(gold: str, answer: str, profile: str = "math") -> bool:
+    judgement = judge([gold], rf"So \boxed{{{answer}}}.", profile)
+    assert isinstance(judgement, Judgement), "left to a worker"
+    return judgement.credit == 1
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("B", r"\text{B}"), ("B", "(B)"), ("Evelyn", r"\text{evelyn}"),
+        (r"\angle 1 \cong \angle 4", r"\angle 4 \cong \angle 1"), (r"3\sqrt2", r"x = 3\sqrt{2} \approx 4.24"),
+        ("5, 7", "7, 5"), ("5, 7", r"x=5 \text{ or } x=7"), ("5, 7", r"\{5,7\}"), ("5,7", r"7\text{ and }5"),
+        (r"\pm 3", "3, -3"), (r"2\pm\sqrt3", r"2+\sqrt{3}, 2-\sqrt{3}"), (r"\pm 3", r"x = \pm 3"),
+        ("(3,-2)", r"\left(3, -2\right)"), ("(3,-2)", "(3, −2)"), ("(3,-2)", "x=3, y=-2"), ("[1,2)", r"1 \le x < 2"),
+        ("[1,2)", r"1 \leq x < 2"), (r"(3,\infty)", "x>3"), ("x>3", "3<x"), (r"(-\infty,3)", "x<3"),
+        (r"(-\infty,0)\cup(2,\infty)", r"x<0 \text{ or } x>2"), ("(1,2)", "1<x<2"), ("(B)", r"\textbf{(B)}"),
+        ("B", "B."), ("B", "(B) 5"), ("B", "B. 12"), ("3:4", "3 : 4"), ("3:4", "6:8"), ("3:4", r"\frac{3}{4}"),
+        ("yes", "Yes"), (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
+        ("x=1, y=2", "y = 2, x = 1"), ("x=1, y=2", "(1,2)"), ("y=2x+1", "2x-y+1=0"), ("100, 200", "100,200"),
+        ("(100,200)", "(100,200)"), ("5", "5 or 5"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"\{x \mid x>3\}", "x > 3"),
+        ("March 5", "march 5"), ("3:30", "3:30"), (r"x \in [1,2]", "[1,2]"), ("[1,2]", r"x\in[1,2]"),
+        ("(1,2,3)", r"\langle 1,2,3\rangle"), ("x^2+y^2=4", "y^2+x^2-4=0"), (r"\text{no solution}", "No solution"),
+        ("x=5 or x=7", "x=7, x=5"), ("x=5 or x=7", "5, 7"), ("2,3", "x = 2, 3"), (r"\triangle ABC", r"\triangle ABC"),
+        (r"\overline{AB}", r"\overline{BA}"), ("P(2,3)", "(2, 3)"),
+        ("4:15 p.m.", "4:15 PM"), (r"\frac{3}{4}", r"\frac{3}{4} = 0.75"), ("(1,2) and (3,4)", "(3,4), (1,2)"),
+        (r"\{(1,2)\}", "(1,2)"), (r"x \ne 2", r"(-\infty,2)\cup(2,\infty)"), (r"\emptyset", r"\{\}"),
+        (r"AB \parallel CD", r"CD \parallel AB"), ("(x-3)^2+(y+1)^2=4", "x^2-6x+y^2+2y+6=0"), ("SAS", "sas"),
+        (r"\mathbb{R}", r"(-\infty, \infty)"), ("no solution", r"\emptyset"), ("101_2", "101_{2}"),
+        ("all real numbers", "All real numbers."), ("3, 4, 5", "5, 3 and 4"),
+        (r"(-\infty,3)\cup(3,\infty)", r"\mathbb{R}\setminus\{3\}"), ("-2<x<5", "x>-2 and x<5"),
+        (r"(-\infty,2)\cup(3,\infty)", r"\{x : x<2 \text{ or } x>3\}"), (r"y=\frac{2}{x}", "xy=2"),
+        ("x=3, y=4", r"\begin{cases} x=3 \\ y=4 \end{cases}"),
+        (r"AB \parallel CD", r"\overline{AB} \parallel \overline{CD}"),
+        (r"\begin{pmatrix}1&2\end{pmatrix}", r"\left[\begin{array}{cc}1&2\end{array}\right]"),
+        ("isosceles", "It is isosceles"),
+    ],
+)  # fmt: skip
+def test_right_structures(gold: str, answer: str) -> None:
+    """The same structure of the same values is right, however it is written."""
+    assert is_right(gold, answer)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("B", "C"), ("Evelyn", "nylevE"), ("5", "5 or 6"), ("5", "5, 6"), ("5", r"\sum_{k=1}^{5} 1"),
+        ("5", "5 hundred"), ("5", "five"), ("5", "2+3=5"), ("(3,-2)", "(-2,3)"), ("(3,-2)", r"\{3,-2\}"),
+        ("3", r"\pm 3"), (r"\pm 3", "3"), ("x>3", r"x \ge 3"), ("x>3", "x<3"), ("[1,2]", "(1,2)"), ("3:4", "4:3"),
+        ("x>3", "y>3"), ("5", "x>5"), ("3", "(3,3)"), ("5", r"\int_0^5 1 dx"), ("12", r"\det A = 12"),
+        ("5", "5 million"), ("B", "B or C"), ("B", "(B) or (C)"), ("5", "x+5=10"), ("5", r"5 \neq 6"), ("1,2", "1"),
+        (r"3\sqrt2", r"3\sqrt2 \approx 5"), ("5", r"4 \approx 5"), ("5, 7", "5, 8"), ("1000", "1,00"),
+        ("5", "between 4 and 6"), ("5", "5=5"), ("5", "x=5=y"), ("8", "2x=16"), ("(2,3)", "[2,3]"),
+        ("5", r"\frac{5}{0}"), ("5", r"5\%5"), ("7", r"\text{about }7"), ("7", "6<7<8"), ("7", r"7 \pm 0"),
+        ("x=5", "x^2=25"), ("5", "10/2, 5.1"), ("Evelyn", "Evelyn or Bob"), ("x=4", "2x=8"), ("5", "not x = 5"),
+        (r"\triangle ABC", r"\triangle ACB"), ("SAS", "SSA"), ("cat", "act"), ("4:15 p.m.", "4:15 AM"),
+        ("(1,2) and (3,4)", "(2,1), (3,4)"), (r"\{1,2\}", r"\{1,2,3\}"), (r"\emptyset", r"\{0\}"),
+        ("y=2x+1", "y=2x-1"), ("y=2x+1", "x=2y+1"), ("x^2+y^2=4", "x^2+y^2=5"),
+        (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}2&1\end{pmatrix}"), ("3, 4, 5", "3, 4"), ("A, C", "A"),
+        ("[1,2)", "(1,2]"), (r"x \ge 3", r"x \le 3"), ("1:2:3", "1:2"), ("0", "0 = 0"),
+        ("5", r"4.6 \approx 5"), ("5", r"\not=5"), ("5", r"x \text{ is not } 5"), ("5", "x is 5 or 6"),
+        ("12:30", "2:5"), ("10:30", r"\frac{1}{3}"), ("y^x+5", "y^x+٥"), ("204_5", "204_6"), ("204_5", "204"),
+        ("(B) 7", "(B) 8"), ("B", "B. A"), ("B", "B) not"),
+        ("f(2)=5", "f(3)=5"), (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
+        (r"\{1,2\}", "x=1, y=2"), (r"y=\frac{2}{x}", "xy=3"), (r"y=\frac{2}{x}", "x^2y=2x"), ("5", r"x + 1 = \log 5"),
+        ("-2<x<5", "x>-2 and x<4"), (r"(-\infty,3)\cup(3,\infty)", r"\mathbb{R}\setminus\{3,4\}"),
+        (r"5\text{ cm}", "5m"),
+    ],
+)  # fmt: skip
+def test_wrong_structures(gold: str, answer: str) -> None:
+    """Other orders, bounds, signs, members and statements are wrong."""
+    assert not is_right(gold, answer)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "correct"),
+    [
+        ("(8.5, 3)", "(8.46, 3)", True),
+        ("(8.5, 3)", "(8.46, 3.01)", False),
+        (r"(\frac{1}{3}, 2)", "(0.3333, 2)", True),
+        ("8.5, 9.5", "9.54, 8.46", True),
+    ],
+)
+def test_members_follow_the_rules_of_numbers(gold: str, answer: str, correct: bool) -> None:
+    """The tolerance and the rule of decimals hold for each member on its own."""
+    assert is_right(gold, answer, "geo3k") is correct
+
+
+_ITEMS = st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True)
+
+
+@settings(deadline=None)
+@given(_ITEMS, st.randoms())
+def test_sets_are_unordered_and_points_ordered(items: list[int], random: Random) -> None:
+    """Any order of a set is right; a point is right in its own order only."""
+    shuffled = random.sample(items, len(items))
+    one, other = ", ".join(map(str, items)), ", ".join(map(str, shuffled))
+    assert is_right(rf"\{{{one}\}}", rf"\{{{other}\}}")
+    assert is_right(one, " and ".join(f"x = {item}" for item in shuffled))
+    assert is_right(f"({one})", rf"\left({other}\right)") is (items == shuffled)
+
+
+@settings(deadline=None)
+@given(low=st.integers(-50, 50), width=st.integers(1, 50), closed=st.tuples(st.booleans(), st.booleans()))
+def test_an_inequality_is_its_interval(low: int, width: int, closed: tuple[bool, bool]) -> None:
+    """Both directions; the other kind of end is wrong."""
+    high = low + width
+    opening, closing = "[" if closed[0] else "(", "]" if closed[1] else ")"
+    interval = f"{opening}{low}, {high}{closing}"
+    left, right = (r"\le" if each else "<" for each in closed)
+    assert is_right(interval, f"{low} {left} x {right} {high}")
+    assert is_right(f"{low} {left} x {right} {high}", interval)
+    wrong = "<" if closed[0] else r"\le"
+    assert not is_right(interval, f"{low} {wrong} x {right} {high}")
