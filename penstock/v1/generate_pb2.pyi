@@ -96,12 +96,17 @@ class GenerateRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique name of the call, for logs and for aborting it."""
     session_id: _builtins.str
     """Turns of one episode share it: they go to the same replica, whose prefix cache holds the turns before."""
     min_policy_version: _builtins.int
     """The oldest policy version that may answer; 0 takes any."""
+    chunk_tokens: _builtins.int
+    """Streams only: a chunk is sent when it holds so many tokens, or when its first has waited a quarter of a second.
+    0: every token is sent as it comes. Proxies, which have no use for single tokens, ask for more.
+    """
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, and all turns before, as token ids. Exactly one image placeholder id per image; the engine expands it."""
@@ -123,10 +128,11 @@ class GenerateRequest(_message.Message):
         images: _abc.Iterable[_common_pb2.Image] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         min_policy_version: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,3 +217,53 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GenerateChunk(_message.Message):
+    """Some tokens of one turn: those that came since the chunk before. Its fields are those of GenerateResponse."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    finish_reason: Global___FinishReason.ValueType
+    """Why generation ended: set in the last chunk, which holds the last token, and in no other."""
+    replica_id: _builtins.str
+    """The replica that answers."""
+    @_builtins.property
+    def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids produced since the chunk before; at least one."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The logprob of each of these ids, as in GenerateResponse."""
+
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]:
+        """Which policy version produced which of these ids; their num_tokens add up to the length of output_ids."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """What was counted so far; set in the first chunk and in the last."""
+
+    def __init__(
+        self,
+        *,
+        output_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        version_spans: _abc.Iterable[_common_pb2.VersionSpan] | None = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        usage: Global___Usage | None = ...,
+        replica_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "replica_id", b"replica_id", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateChunk: _TypeAlias = GenerateChunk  # noqa: Y015

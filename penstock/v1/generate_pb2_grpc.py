@@ -41,6 +41,11 @@ class GenerateServiceStub:
                 request_serializer=penstock_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateStream = channel.unary_stream(
+                '/penstock.v1.GenerateService/GenerateStream',
+                request_serializer=penstock_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_generate__pb2.GenerateChunk.FromString,
+                _registered_method=True)
 
 
 class GenerateServiceServicer:
@@ -58,6 +63,15 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateStream(self, request, context):
+        """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
+        one after the other are those of the response that Generate would give. A stream that fails half-way has told of
+        what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -65,6 +79,11 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=penstock_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateStream,
+                    request_deserializer=penstock_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_generate__pb2.GenerateChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -96,6 +115,33 @@ class GenerateService:
             '/penstock.v1.GenerateService/Generate',
             penstock_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
             penstock_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.GenerateService/GenerateStream',
+            penstock_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+            penstock_dot_v1_dot_generate__pb2.GenerateChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class GenerateServiceStub:
     counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
     again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
     """
+    GenerateStream: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]
+    """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
+    one after the other are those of the response that Generate would give. A stream that fails half-way has told of
+    what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
+    """
 
 @_typing.type_check_only
 class GenerateServiceAsyncStub(GenerateServiceStub):
@@ -54,6 +59,11 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
     counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
     again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
+    """
+    GenerateStream: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]  # type: ignore[assignment]
+    """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
+    one after the other are those of the response that Generate would give. A stream that fails half-way has told of
+    what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
     """
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -71,6 +81,17 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
         counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
         again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateStream(
+        self,
+        request: _generate_pb2.GenerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateChunk], _abc.AsyncIterator[_generate_pb2.GenerateChunk]]:
+        """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
+        one after the other are those of the response that Generate would give. A stream that fails half-way has told of
+        what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
         """
 
 def add_GenerateServiceServicer_to_server(servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -39,4 +39,4 @@ class RolloutConfig(Config):
     """The longest a push may take, from prepare to resume. Then it is given up; if it had touched weights, the replica
     is BROKEN until the next push."""
     grace_s: float = pydantic.Field(default=10.0, ge=0)
-    """At the end, how long running requests may take to finish."""
+    """At the end, how long running requests may take to finish; then other engines play the rest of them."""

@@ -7,10 +7,10 @@ process drops its lease and ends with an error, so that whoever supervises it st
 import asyncio
 import dataclasses
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -23,6 +23,7 @@ from penstock.ports import require_free_port
 from penstock.rpc.server import RpcServer, service_name
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.drain import Drain
 from services.rollout.engine.servicers import GenerateServicer, ReplicaView, RolloutServicer
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.sglang_weights import SglangWeights
@@ -31,6 +32,8 @@ from services.rollout.engine.weights import WeightReceiver
 log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 1.0
+_LAST_WORDS_S = 2.0
+"""So long answers that are ready have to be sent."""
 
 
 class RolloutRecipe(Protocol):
@@ -60,8 +63,13 @@ class EngineServer:
     engine: SglangEngine
     receiver: WeightReceiver
     view: ReplicaView
+    drain: Drain
     changed: asyncio.Event
     """Set at each change that others should see at once."""
+
+    async def end_service(self, grace_s: float) -> None:
+        """Drain; an engine that died has nothing to wait for."""
+        await self.drain.run(0.0 if self.engine.died.is_set() else grace_s)
 
 
 async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
@@ -79,10 +87,12 @@ async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
         async with connect(recipe.bus, run=recipe.run.name) as bus:
             bucket = await bus.bucket("replicas", ttl_s=recipe.bus.lease_ttl_s)
             lease_of_server = held(bucket, server.view.replica_id, lambda: _lease(server), ttl_s=recipe.bus.lease_ttl_s)
-            async with lease_of_server as lease:
-                await _until_stopped(server, lease, stop)
-                server.view.draining = True
-                await lease.renew()
+            async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
+                keeping = [tasks.create_task(_renew_on_change(server, lease)), tasks.create_task(_follow_load(server))]
+                await _until_any((stop, server.engine.died))
+                await server.end_service(recipe.rollout.grace_s)  # of which the lease tells
+                for task in keeping:
+                    task.cancel()
         if server.engine.died.is_set():
             raise UnavailableError("the engine died: one of SGLang's processes ended; start the engine again")
 
@@ -91,7 +101,8 @@ async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
 async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server for as long as the context lasts, without a lease.
 
-    On leaving it, calls in progress may finish within `grace_s`; then every process of SGLang's is ended.
+    On leaving it, calls in progress may finish within `grace_s`, are handed over after that, and every process of
+    SGLang's is ended.
     """
     engine = await SglangEngine.start(config, model_path)
     changed = asyncio.Event()
@@ -104,6 +115,13 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.
     view = ReplicaView(config, engine, receiver)
     server = RpcServer(host=config.host, port=config.port)
+
+    async def begin_drain() -> None:
+        view.draining = True
+        changed.set()
+        await server.set_serving(False)
+
+    drain = Drain(engine, begin_drain)
     server.add(
         generate_pb2_grpc.add_GenerateServiceServicer_to_server,
         GenerateServicer(config, engine, receiver, view),
@@ -111,7 +129,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     )
     server.add(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-        RolloutServicer(receiver, view),
+        RolloutServicer(receiver, view, drain),
         service_name(rollout_pb2.DESCRIPTOR, "RolloutService"),
     )
     try:
@@ -119,41 +137,37 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
         port = await server.start()
         view.address = f"{_advertised(config)}:{port}"
         log.info("engine.serving", replica_id=view.replica_id, address=view.address)
+        running_server = EngineServer(engine, receiver, view, drain, changed)
         try:
-            yield EngineServer(engine, receiver, view, changed)
+            yield running_server
         finally:
-            view.draining = True
-            await server.drain(0.0 if engine.died.is_set() else config.grace_s)
+            await running_server.end_service(config.grace_s)
+            await server.drain(_LAST_WORDS_S)
     finally:
         await receiver.close()
         await engine.shutdown()
 
 
-async def _until_stopped(server: EngineServer, lease: Lease, stop: asyncio.Event) -> None:
-    """Keep the lease true until `stop` is set or the engine died."""
+async def _renew_on_change(server: EngineServer, lease: Lease) -> None:
+    while True:
+        await server.changed.wait()
+        server.changed.clear()
+        await lease.renew()
 
-    async def renew_on_change() -> None:
-        while True:
-            await server.changed.wait()
-            server.changed.clear()
-            await lease.renew()
 
-    async def follow_load() -> None:
-        while True:
-            await server.view.refresh()
-            await asyncio.sleep(_LOAD_INTERVAL_S)
+async def _follow_load(server: EngineServer) -> None:
+    while not server.engine.died.is_set():
+        await server.view.refresh()
+        await asyncio.sleep(_LOAD_INTERVAL_S)
 
-    helpers = [asyncio.create_task(renew_on_change()), asyncio.create_task(follow_load())]
-    ends: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (stop, server.engine.died)]
+
+async def _until_any(events: Iterable[asyncio.Event]) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait([*ends, *helpers], return_when=asyncio.FIRST_COMPLETED)
-        for task in helpers:
-            if task.done():
-                task.result()  # neither ever returns: this raises why one failed
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (*helpers, *ends):
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*helpers, *ends, return_exceptions=True)
 
 
 def _lease(server: EngineServer) -> bytes:

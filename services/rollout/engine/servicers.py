@@ -1,21 +1,32 @@
 """The engine's two gRPC services: generation, and its control side."""
 
 import asyncio
+import math
 import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
 
-from penstock.errors import NotReadyError, OverloadedError, UnavailableError
+from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, UnavailableError
 from penstock.rpc.server import deadline_s
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.drain import Drain
+from services.rollout.engine.generation import Generation
 from services.rollout.engine.prompt import Turn
-from services.rollout.engine.sglang_engine import Generation, Load, SglangEngine
+from services.rollout.engine.sglang_engine import Load, SglangEngine
 from services.rollout.engine.weights import WeightReceiver
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_FINISH_REASONS = {
+    True: generate_pb2.FINISH_REASON_STOP,
+    False: generate_pb2.FINISH_REASON_LENGTH,
+    None: generate_pb2.FINISH_REASON_UNSPECIFIED,
+}
 
 
 class ReplicaView:
@@ -70,13 +81,37 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:  # noqa: N802 - the contract's name
         """Play one turn."""
+        with self._admitted(request):
+            async with asyncio.timeout(deadline_s(context, default=self._config.request_deadline_s)):
+                turn = await self._check(request)
+                return self._respond(await self._engine.generate(turn))
+
+    async def GenerateStream(  # noqa: N802 - the contract's name
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Play one turn and tell of its tokens as they come."""
+        if request.chunk_tokens < 0:
+            raise InvalidRequestError(f"chunk_tokens = {request.chunk_tokens} must be 0 (every token) or greater")
+        remaining_s = deadline_s(context, default=self._config.request_deadline_s)
+        deadline = asyncio.get_running_loop().time() + remaining_s
+        with self._admitted(request):
+            async with asyncio.timeout_at(deadline):
+                turn = await self._check(request)
+            async with aclosing(self._engine.stream(turn, chunk_tokens=request.chunk_tokens)) as parts:
+                while True:
+                    # Not around the loop: a deadline that passes while a chunk is written must not end the writer.
+                    async with asyncio.timeout_at(deadline):
+                        part = await anext(parts, None)
+                    if part is None:
+                        return
+                    yield self._chunk(part)
+
+    @contextmanager
+    def _admitted(self, request: generate_pb2.GenerateRequest) -> Iterator[None]:
         self._admit(request)
         self._num_calls += 1
         try:
-            async with asyncio.timeout(deadline_s(context, default=self._config.request_deadline_s)):
-                turn = await self._check(request)
-                self._require_serving()  # again: a push may have failed while images were decoded
-                return self._respond(await self._engine.generate(turn))
+            yield
         finally:
             self._num_calls -= 1
 
@@ -100,35 +135,58 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             raise UnavailableError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
 
     async def _check(self, request: generate_pb2.GenerateRequest) -> Turn:
-        if request.images:  # decoding takes milliseconds that the event loop does not have
-            return await asyncio.to_thread(self._engine.checker.check, request)
-        return self._engine.checker.check(request)
+        if not request.images:
+            return self._engine.checker.check(request)
+        # Decoding takes milliseconds that the event loop does not have.
+        turn = await asyncio.to_thread(self._engine.checker.check, request)
+        self._require_serving()  # again: much may have happened meanwhile
+        return turn
 
     def _respond(self, generation: Generation) -> generate_pb2.GenerateResponse:
         return generate_pb2.GenerateResponse(
             output_ids=generation.output_ids,
             logprobs=generation.logprobs,
-            version_spans=[
-                common_pb2.VersionSpan(num_tokens=length, policy_version=version)
-                for length, version in generation.version_spans
-            ],
-            finish_reason=generate_pb2.FINISH_REASON_STOP if generation.stopped else generate_pb2.FINISH_REASON_LENGTH,
-            usage=generate_pb2.Usage(
-                num_prompt_tokens=generation.num_prompt_tokens,
-                num_cached_tokens=generation.num_cached_tokens,
-                num_output_tokens=len(generation.output_ids),
-            ),
+            version_spans=_spans(generation),
+            finish_reason=_FINISH_REASONS[generation.stopped],
+            usage=_usage(generation),
+            replica_id=self._view.replica_id,
+        )
+
+    def _chunk(self, part: Generation) -> generate_pb2.GenerateChunk:
+        is_first, is_last = part.num_tokens_so_far == len(part.output_ids), part.stopped is not None
+        return generate_pb2.GenerateChunk(
+            output_ids=part.output_ids,
+            logprobs=part.logprobs,
+            version_spans=_spans(part),
+            finish_reason=_FINISH_REASONS[part.stopped],
+            usage=_usage(part) if is_first or is_last else None,
             replica_id=self._view.replica_id,
         )
 
 
-class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Takes pushes."""
+def _spans(generation: Generation) -> list[common_pb2.VersionSpan]:
+    return [
+        common_pb2.VersionSpan(num_tokens=length, policy_version=version)
+        for length, version in generation.version_spans
+    ]
 
-    def __init__(self, receiver: WeightReceiver, view: ReplicaView) -> None:
-        """Hand pushes to `receiver`; `view` answers for the replica."""
+
+def _usage(generation: Generation) -> generate_pb2.Usage:
+    return generate_pb2.Usage(
+        num_prompt_tokens=generation.num_prompt_tokens,
+        num_cached_tokens=generation.num_cached_tokens,
+        num_output_tokens=generation.num_tokens_so_far,
+    )
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Takes pushes, and the order to drain."""
+
+    def __init__(self, receiver: WeightReceiver, view: ReplicaView, drain: Drain) -> None:
+        """Hand pushes to `receiver`; `view` answers for the replica, `drain` ends its service."""
         self._receiver = receiver
         self._view = view
+        self._drain = drain
 
     async def GetReplica(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.GetReplicaRequest, context: Context
@@ -140,16 +198,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PrepareWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.PrepareWeightsRequest, context: Context
     ) -> rollout_pb2.PrepareWeightsResponse:
-        """Announce a push and join its group."""
+        """Announce a push, and join its group or look at its snapshot."""
+        if request.HasField("group") == request.HasField("snapshot"):
+            raise InvalidRequestError("a push comes over a group or from a snapshot; give one of the two")
         manifest = Manifest.from_proto(request.manifest)
-        await self._receiver.prepare(request.push_id, request.policy_version, request.group, manifest)
+        transport = request.group if request.HasField("group") else request.snapshot
+        await self._receiver.prepare(request.push_id, request.policy_version, transport, manifest)
         return rollout_pb2.PrepareWeightsResponse()
 
     async def PauseGeneration(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.PauseGenerationRequest, context: Context
     ) -> rollout_pb2.PauseGenerationResponse:
         """Stop generation."""
-        await self._receiver.pause(request.push_id)
+        await self._receiver.pause(request.push_id, request.mode, request.drain_s)
         return rollout_pb2.PauseGenerationResponse()
 
     async def ReceiveWeights(  # noqa: N802 - the contract's name
@@ -184,3 +245,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.AbortWeightsResponse:
         """End a push that cannot be completed."""
         return rollout_pb2.AbortWeightsResponse(state=await self._receiver.abort(request.push_id, request.reason))
+
+    async def DrainReplica(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.DrainReplicaRequest, context: Context
+    ) -> rollout_pb2.DrainReplicaResponse:
+        """Take nothing new, and return when nothing runs."""
+        if not (math.isfinite(request.grace_s) and request.grace_s >= 0):
+            raise InvalidRequestError(f"grace_s = {request.grace_s} must be 0 (hand over at once) or greater")
+        drained = await self._drain.run(request.grace_s)
+        return rollout_pb2.DrainReplicaResponse(
+            num_finished=drained.num_finished, num_handed_over=drained.num_handed_over
+        )

@@ -12,37 +12,32 @@ import signal
 import time
 import uuid
 import warnings
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
+from fastapi import HTTPException
 
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 from penstock.tokens import forbidden_token_ids
 from services.rollout.engine import settings
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.generation import Generation, read_generation, require_sound
 from services.rollout.engine.prompt import PromptChecker, Turn
+from services.rollout.engine.token_stream import TokenStream
 
 log = structlog.get_logger()
+
+ResultT = TypeVar("ResultT")
 
 FORBIDDEN_BIAS = -1e4
 """Added to the logits of ids that may never be sampled: their probability is exactly 0 in float32."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """What one turn produced."""
-
-    output_ids: list[int]
-    logprobs: list[float]
-    """Of the tempered distribution without the forbidden ids, before top-k and top-p."""
-    version_spans: list[tuple[int, int]]
-    """(number of tokens, policy version); they add up to the output."""
-    stopped: bool
-    """True: the last id is a stop token. False: the length ran out."""
-    num_prompt_tokens: int
-    num_cached_tokens: int
+MAX_STREAM_INTERVAL = 4
+"""To tell of a token costs the event loop a tenth of a millisecond. SGLang keeps fewer than so many to itself where a
+caller wants many at a time anyway; they are lost with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,7 @@ class Load:
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    task: asyncio.Task[dict[str, Any]]
+    task: asyncio.Task[Any]
     failure: str = ""
 
 
@@ -70,6 +65,8 @@ class SglangEngine:
         self._tokenizer_manager = engine.tokenizer_manager
         self._logit_bias = {str(token): FORBIDDEN_BIAS for token in forbidden_token_ids(model_path)}
         self._running: dict[str, _Running] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.died = asyncio.Event()
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         context = settings.context_length(config, model_path)
@@ -122,8 +119,12 @@ class SglangEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """Calls of `generate` that have not returned."""
+        """Calls of `generate` and `stream` that have not ended."""
         return len(self._running)
+
+    async def idle(self) -> None:
+        """Wait until no call is in flight."""
+        await self._idle.wait()
 
     async def generate(self, turn: Turn) -> Generation:
         """Play one turn.
@@ -132,39 +133,24 @@ class SglangEngine:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; its tokens are lost.
         """
-        from sglang.srt.managers.io_struct import GenerateReqInput
+        request = self._request(turn)
+        with self._in_flight(request.rid, self._collect(request)) as task:
+            return await task
 
-        # SGLang aborts by prefix of the id, so callers' own ids would not do.
-        request_id = uuid.uuid4().hex
-        request = GenerateReqInput(
-            rid=request_id,
-            input_ids=turn.input_ids,
-            image_data=list(turn.images) or None,
-            sampling_params={
-                "temperature": turn.temperature,
-                "top_p": turn.top_p,
-                "top_k": turn.top_k or -1,
-                "max_new_tokens": turn.max_new_tokens,
-                "stop_token_ids": turn.stop_token_ids,
-                "logit_bias": self._logit_bias or None,
-            },
-            return_logprob=True,
-            stream=False,
-        )
-        running = _Running(asyncio.create_task(self._collect(request)))
-        self._running[request_id] = running
-        try:
-            return _generation(await running.task)
-        except asyncio.CancelledError:
-            if running.failure:
-                raise UnavailableError(running.failure) from None
-            raise
-        except ValueError as error:
-            raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
-        finally:
-            del self._running[request_id]
-            running.task.cancel()
-            self._tokenizer_manager.abort_request(rid=request_id)
+    async def stream(self, turn: Turn, *, chunk_tokens: int) -> AsyncGenerator[Generation, None]:
+        """Play one turn and yield its tokens, each once, in parts of at least `chunk_tokens` (see `TokenStream`).
+
+        Raises:
+            InvalidRequestError: SGLang refuses the request.
+            UnavailableError: the engine became unusable while it ran; all tokens that SGLang told of were yielded.
+        """
+        request = self._request(turn, stream_interval=max(1, min(MAX_STREAM_INTERVAL, chunk_tokens // 4)))
+        tokens = TokenStream(min_tokens=chunk_tokens)
+        with self._in_flight(request.rid, self._pump(request, tokens)) as task:
+            task.add_done_callback(lambda _: tokens.close())  # also of one that was cancelled before its first step
+            while (part := await tokens.take()) is not None:
+                yield part
+            await task
 
     def fail_running(self, reason: str) -> None:
         """End all running calls with an UnavailableError that says `reason`."""
@@ -228,37 +214,66 @@ class SglangEngine:
         self._tokenizer_manager.signal_handler_class = Signals
         self._tokenizer_manager.auto_create_handle_loop()
 
-    async def _collect(self, request: Any) -> dict[str, Any]:
+    def _request(self, turn: Turn, *, stream_interval: int = 0) -> Any:
+        """`stream_interval`: SGLang tells of every so many tokens; 0: only of all of them, at the end."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        return GenerateReqInput(
+            rid=uuid.uuid4().hex,  # SGLang aborts by prefix of the id, so callers' own ids would not do
+            input_ids=turn.input_ids,
+            image_data=list(turn.images) or None,
+            sampling_params={
+                "temperature": turn.temperature,
+                "top_p": turn.top_p,
+                "top_k": turn.top_k or -1,
+                "max_new_tokens": turn.max_new_tokens,
+                "stop_token_ids": turn.stop_token_ids,
+                "logit_bias": self._logit_bias or None,
+                "stream_interval": stream_interval or None,
+            },
+            return_logprob=True,
+            stream=stream_interval > 0,
+        )
+
+    @contextmanager
+    def _in_flight(self, request_id: str, work: Coroutine[Any, Any, ResultT]) -> "Iterator[asyncio.Task[ResultT]]":
+        """Run `work` as a task that `fail_running` ends; on leaving, whatever is left of the request is aborted."""
+        running = _Running(asyncio.create_task(work))
+        running.task.add_done_callback(_retrieve)
+        self._running[request_id] = running
+        self._idle.clear()
+        try:
+            yield running.task
+        except asyncio.CancelledError:
+            if running.failure:
+                raise UnavailableError(running.failure) from None
+            raise
+        except ValueError as error:
+            raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
+        except HTTPException as error:  # so SGLang says of a unary request that the fault is its own
+            raise UnavailableError(f"SGLang ended the request: {error.detail}") from None
+        finally:
+            del self._running[request_id]
+            if not self._running:
+                self._idle.set()
+            running.task.cancel()
+            self._tokenizer_manager.abort_request(rid=request_id)
+
+    async def _collect(self, request: Any) -> Generation:
         last: dict[str, Any] = {}
         async with aclosing(self._tokenizer_manager.generate_request(request, None)) as responses:
             async for response in responses:
                 last = response
-        return last
+        require_sound(last)
+        return read_generation(last)
+
+    async def _pump(self, request: Any, tokens: TokenStream) -> None:
+        async with aclosing(self._tokenizer_manager.generate_request(request, None)) as responses:
+            async for response in responses:
+                tokens.put(response)
 
 
-def _generation(response: dict[str, Any]) -> Generation:
-    """Read SGLang's answer, and insist that its parts agree."""
-    meta = response["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length"):
-        raise UnavailableError(f"SGLang ended the request: {meta['finish_reason'].get('message', reason)}")
-    output_ids = list(response["output_ids"])
-    logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
-    spans = [
-        (span["end"] - span["start"], int(span["version"]))
-        for span in meta["weight_versions"]
-        if span["end"] > span["start"]
-    ]
-    scored_ids = [entry[1] for entry in meta["output_token_logprobs"]]
-    if scored_ids != output_ids or sum(length for length, _ in spans) != len(output_ids):
-        raise RuntimeError(
-            f"SGLang's answer contradicts itself: {len(output_ids)} ids, {len(logprobs)} logprobs, spans {spans}"
-        )
-    return Generation(
-        output_ids=output_ids,
-        logprobs=logprobs,
-        version_spans=spans,
-        stopped=reason == "stop",
-        num_prompt_tokens=meta["prompt_tokens"],
-        num_cached_tokens=meta["cached_tokens"],
-    )
+def _retrieve(task: "asyncio.Task[Any]") -> None:
+    """Look at the task's error, which nobody may be waiting for any more."""
+    if not task.cancelled():
+        task.exception()

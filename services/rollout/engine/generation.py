@@ -1,0 +1,78 @@
+"""What SGLang says of a request, in our words, and only if its parts agree."""
+
+import dataclasses
+from typing import Any
+
+from penstock.errors import InvalidRequestError, UnavailableError
+
+_BAD_REQUEST = 400
+_FINISHED_BY = {"stop": True, "length": False}
+"""The ends that are ends of a turn, and whether a stop token made them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Tokens of one turn: all of it, or a part that a stream delivers."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """Of the tempered distribution without the forbidden ids, before top-k and top-p."""
+    version_spans: list[tuple[int, int]]
+    """(number of tokens, policy version); they add up to the output."""
+    stopped: bool | None
+    """True: the last id is a stop token. False: the length ran out. None: more will come."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens_so_far: int
+    """Tokens of the turn, those of earlier parts included."""
+
+
+def require_sound(response: dict[str, Any]) -> None:
+    """Refuse the answer of a request that SGLang gave up.
+
+    Raises:
+        InvalidRequestError: SGLang refuses the request itself.
+        UnavailableError: it ended it for a reason of its own.
+    """
+    reason = response["meta_info"]["finish_reason"]
+    if reason is None or reason["type"] in _FINISHED_BY:
+        return
+    message = reason.get("message", reason["type"])
+    if reason.get("status_code") == _BAD_REQUEST:
+        raise InvalidRequestError(f"SGLang refuses the request: {message}")
+    raise UnavailableError(f"SGLang ended the request: {message}")
+
+
+def num_tokens_of(response: dict[str, Any]) -> int:
+    """Tokens that the response accounts for. Its lists may have grown since: SGLang's streams share them."""
+    return int(response["meta_info"]["completion_tokens"])
+
+
+def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
+    """The tokens of a sound response, which is cumulative, from number `first` on.
+
+    Raises:
+        RuntimeError: the response contradicts itself.
+    """
+    meta, end = response["meta_info"], num_tokens_of(response)
+    output_ids = list(response["output_ids"][first:end])
+    scored = meta["output_token_logprobs"][first:end]
+    spans = [
+        (num_tokens, int(span["version"]))
+        for span in meta["weight_versions"]
+        if (num_tokens := min(end, span["end"]) - max(first, span["start"])) > 0
+    ]
+    scored_ids = [entry[1] for entry in scored]
+    if scored_ids != output_ids or sum(length for length, _ in spans) != len(output_ids):
+        raise RuntimeError(
+            f"SGLang's answer contradicts itself: {len(output_ids)} ids, {len(scored)} logprobs, spans {spans}"
+        )
+    return Generation(
+        output_ids=output_ids,
+        logprobs=[float(entry[0]) for entry in scored],
+        version_spans=spans,
+        stopped=_FINISHED_BY[meta["finish_reason"]["type"]] if meta["finish_reason"] else None,
+        num_prompt_tokens=meta["prompt_tokens"],
+        num_cached_tokens=meta["cached_tokens"],
+        num_tokens_so_far=end,
+    )

@@ -1,0 +1,59 @@
+"""From SGLang's stream, which repeats all tokens with each new one, to parts that hold each token once.
+
+Invariant: whatever was put in before `close` comes out, in order and once, however the stream ends.
+"""
+
+import asyncio
+from typing import Any
+
+from services.rollout.engine.generation import Generation, num_tokens_of, read_generation, require_sound
+
+MAX_WAIT_S = 0.25
+"""So long a token may wait for others to be delivered with."""
+
+
+class TokenStream:
+    """One producer `put`s SGLang's responses, one consumer `take`s parts."""
+
+    def __init__(self, *, min_tokens: int) -> None:
+        """A part has `min_tokens`, or fewer when its first token has waited `MAX_WAIT_S` or it is the last."""
+        self._min_tokens = max(1, min_tokens)
+        self._last: dict[str, Any] | None = None
+        self._num_put = 0
+        self._num_taken = 0
+        self._closed = False
+        self._due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, response: dict[str, Any]) -> None:
+        """Take note of all tokens so far.
+
+        Raises:
+            InvalidRequestError: SGLang refuses the request.
+            UnavailableError: it ended it for a reason of its own.
+        """
+        require_sound(response)
+        self._last, self._num_put = response, num_tokens_of(response)
+        if self._num_put - self._num_taken >= self._min_tokens:
+            self._due.set()
+        elif self._num_put > self._num_taken and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._due.set)
+
+    def close(self) -> None:
+        """No more will come."""
+        self._closed = True
+        self._due.set()
+
+    async def take(self) -> Generation | None:
+        """The next part when it is due; None when all was taken and no more will come."""
+        await self._due.wait()
+        if not self._closed:
+            self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._last is None or self._num_put == self._num_taken:
+            return None
+        part = read_generation(self._last, first=self._num_taken)
+        self._num_taken = part.num_tokens_so_far
+        return part

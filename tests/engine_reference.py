@@ -1,0 +1,162 @@
+"""What engines are measured against: the same tiny Qwen3-VL in transformers, and the prompts and pictures for both."""
+
+import asyncio
+import copy
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+
+from penstock.images import decode_image
+from penstock.tokens import forbidden_token_ids, image_token_id
+from penstock.v1 import common_pb2, generate_pb2
+from tests.engine_process import EngineProcess
+
+TOLERANCE = 1e-4
+START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367
+"""Vision tokens of the tiny model."""
+
+
+class Reference:
+    """The same model in transformers."""
+
+    def __init__(self, model_path: Path) -> None:
+        from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+
+        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.processor: Any = AutoImageProcessor.from_pretrained(model_path)
+        self.image_id = image_token_id(model_path)
+        self.forbidden = list(forbidden_token_ids(model_path))
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a trainer pushes."""
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def perturbed(self, seed: int) -> "Reference":
+        """A policy that another optimizer step might have made, vision tower and all."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        return other
+
+    @torch.no_grad()
+    def logprobs(
+        self, input_ids: Sequence[int], images: Sequence[bytes], output_ids: Sequence[int], *, temperature: float
+    ) -> tuple[torch.Tensor, int]:
+        """Of each output id, and the length of the expanded prompt."""
+        ids, inputs, prompt_length = self._inputs(input_ids, images, output_ids)
+        logits = self.model(input_ids=ids, **inputs).logits[0, prompt_length - 1 : -1]
+        return self._scores(logits, output_ids, temperature), prompt_length
+
+    @torch.no_grad()
+    def logprobs_over_change(
+        self,
+        newer: "Reference",
+        input_ids: Sequence[int],
+        images: Sequence[bytes],
+        output_ids: Sequence[int],
+        num_old: int,
+    ) -> torch.Tensor:
+        """Of each output id, when this policy makes the first `num_old` and `newer` goes on from its KV."""
+        ids, inputs, prompt_length = self._inputs(input_ids, images, output_ids[: num_old - 1])
+        old = self.model(input_ids=ids, use_cache=True, **inputs)
+        newer.model.model.rope_deltas = self.model.model.rope_deltas
+        rest = torch.tensor([list(output_ids[num_old - 1 : -1])], dtype=torch.long)
+        logits = [old.logits[0, prompt_length - 1 :]]
+        if rest.numel():
+            positions = ids.shape[1] + torch.arange(rest.shape[1])
+            if images:
+                positions = positions + self.model.model.rope_deltas[0]
+            new = newer.model(
+                input_ids=rest, past_key_values=old.past_key_values, position_ids=positions.expand(3, 1, -1)
+            )
+            logits.append(new.logits[0])
+        return self._scores(torch.cat(logits), output_ids, 1.0)
+
+    def _inputs(
+        self, input_ids: Sequence[int], images: Sequence[bytes], output_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[str, Any], int]:
+        """Ids with images expanded, what goes beside them, and the length of the prompt."""
+        inputs: dict[str, Any] = {}
+        counts: list[int] = []
+        if images:
+            inputs = dict(self.processor(images=[decode_image(image) for image in images], return_tensors="pt"))
+            counts = (inputs["image_grid_thw"].prod(dim=1) // 4).tolist()
+        expanded: list[int] = []
+        remaining = iter(counts)
+        for token in input_ids:
+            expanded += [token] * (next(remaining) if token == self.image_id else 1)
+        ids = torch.tensor([[*expanded, *output_ids]])
+        if images:
+            inputs["mm_token_type_ids"] = (ids == self.image_id).int()
+        return ids, inputs, len(expanded)
+
+    def _scores(self, logits: torch.Tensor, output_ids: Sequence[int], temperature: float) -> torch.Tensor:
+        logits = logits.float()
+        logits[:, self.forbidden] = -torch.inf
+        scores = (logits / temperature).log_softmax(dim=-1)
+        return scores[torch.arange(len(output_ids)), torch.tensor(output_ids)]
+
+
+def request(
+    input_ids: Sequence[int], images: Sequence[bytes] = (), *, max_new_tokens: int = 24, temperature: float = 1.0
+) -> generate_pb2.GenerateRequest:
+    """A turn."""
+    return generate_pb2.GenerateRequest(
+        request_id="test",
+        input_ids=input_ids,
+        images=[common_pb2.Image(data=image) for image in images],
+        sampling=generate_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_new_tokens=max_new_tokens),
+    )
+
+
+def picture(width: int, height: int, *, mode: str = "RGB", format: str = "PNG", seed: int = 0) -> bytes:
+    """A drawing in any size and mode."""
+    draw_seed = random.Random(seed)
+    image = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(image)
+    for _ in range(8):
+        corners = [(draw_seed.randrange(width), draw_seed.randrange(height)) for _ in range(2)]
+        draw.line(corners, fill=tuple(draw_seed.randrange(256) for _ in range(3)), width=3)
+    if mode in ("RGBA", "LA"):
+        image = image.convert(mode)
+        image.putalpha(Image.linear_gradient("L").resize((width, height)))
+    elif mode == "P-transparent":
+        image = image.quantize(16)
+        image.info["transparency"] = bytes(range(0, 256, 16))
+    elif mode != "RGB":
+        image = image.convert(mode)
+    file = io.BytesIO()
+    image.save(file, format)
+    return file.getvalue()
+
+
+def prompt(rng: random.Random, *, num_images: int, image_id: int | None, length: int = 20) -> list[int]:
+    """Random text with placeholders in random places, each between its vision tokens."""
+    places = sorted(rng.randrange(length) for _ in range(num_images))
+    ids: list[int] = []
+    for index in range(length):
+        ids += [START_ID, image_id or 0, END_ID] * places.count(index)
+        ids.append(rng.randrange(300))
+    return ids
+
+
+def long_request() -> generate_pb2.GenerateRequest:
+    """One that runs for a second or more, unless it happens to stop."""
+    return request([3, 4, 5], max_new_tokens=900)
+
+
+async def until_replica(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
+    """The replica as soon as it is as `wanted`."""
+    async with asyncio.timeout(timeout_s):
+        while not wanted(replica := await engine.replica()):
+            await asyncio.sleep(0.02)
+    return replica

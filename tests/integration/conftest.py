@@ -1,0 +1,49 @@
+"""One real engine for all tests that can share it, and the policies that it is given.
+
+torch is imported only where one of them is used.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine_process import EngineProcess
+    from tests.engine_reference import Reference
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model_path: Path) -> Reference:
+    """The policy of version 0."""
+    from tests.engine_reference import Reference
+
+    return Reference(tiny_model_path)
+
+
+@pytest.fixture(scope="session")
+async def engine(
+    tiny_model_path: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EngineProcess]:
+    """One engine for all tests; each leaves it READY."""
+    from tests.engine_process import engine_process
+
+    folder = tmp_path_factory.mktemp("engine")
+    async with engine_process(
+        tiny_model_path, nats_url, folder, max_running=32, max_queued=32, context_length=1024, grace_s=2.0
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+async def current(engine: EngineProcess, reference: Reference) -> Reference:
+    """A policy that the engine holds now: tests come in any order, so each one that looks at values pushes its own."""
+    from tests.engine_process import Push
+
+    policy = reference.perturbed(seed=random.randrange(1 << 30))
+    await Push(engine, policy.weights, (await engine.replica()).policy_version + 1).complete()
+    return policy

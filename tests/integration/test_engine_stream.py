@@ -1,0 +1,234 @@
+"""Streams of the rollout engine: the same tokens as a unary call, whatever interrupts them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+import pytest
+import torch
+
+from penstock.clients import GenerateClient
+from penstock.continuation import Continuation
+from penstock.errors import DeadlineError, InvalidRequestError, UnavailableError
+from penstock.v1 import common_pb2, generate_pb2
+from tests.engine_process import EngineProcess, Push
+from tests.engine_reference import TOLERANCE, Reference, long_request, picture, prompt, request, until_replica
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
+
+
+@pytest.fixture
+async def client(engine: EngineProcess) -> AsyncIterator[GenerateClient]:
+    """A caller of the engine."""
+    async with GenerateClient((await engine.replica()).address) as client:
+        yield client
+
+
+def turn(
+    reference: Reference,
+    kind: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    chunk_tokens: int = 0,
+    seed: int = 0,
+) -> generate_pb2.GenerateRequest:
+    """A turn with the pictures of `kind`."""
+    rng = random.Random(f"{kind} {seed}")
+    ids = prompt(rng, num_images=len(PICTURES[kind]), image_id=reference.image_id)
+    made = request(ids, PICTURES[kind], max_new_tokens=max_new_tokens, temperature=temperature)
+    made.chunk_tokens = chunk_tokens
+    return made
+
+
+async def unbroken_turn(
+    client: GenerateClient, reference: Reference, kind: str
+) -> tuple[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse]:
+    """A greedy turn that does not stop at once, and its unary answer."""
+    for seed in range(30):
+        made = turn(reference, kind, max_new_tokens=40, seed=seed)
+        response = await client.generate(made, timeout_s=60)
+        if len(response.output_ids) >= 20:
+            return made, response
+    raise AssertionError("this policy always stops at once")
+
+
+async def play(client: GenerateClient, continuation: Continuation, *, leave_after: int = 10**6) -> list[int]:
+    """Play a leg, at most until `leave_after` tokens have come; the sizes of its chunks."""
+    sizes: list[int] = []
+    async with aclosing(client.stream(continuation.remaining(), timeout_s=120)) as chunks:
+        async for chunk in chunks:
+            continuation.add(chunk)
+            sizes.append(len(chunk.output_ids))
+            if sum(sizes) >= leave_after:
+                break
+    return sizes
+
+
+def require_logprobs(
+    policies: dict[int, Reference], made: generate_pb2.GenerateRequest, response: generate_pb2.GenerateResponse
+) -> None:
+    """Each token has the logprob that the policy of its version gives it."""
+    images = [image.data for image in made.images]
+    temperature = made.sampling.temperature or 1.0
+    assert sum(span.num_tokens for span in response.version_spans) == len(response.output_ids)
+    first = 0
+    for span in response.version_spans:
+        expected, _ = policies[span.policy_version].logprobs(
+            made.input_ids, images, response.output_ids, temperature=temperature
+        )
+        end = first + span.num_tokens
+        got = torch.tensor(list(response.logprobs)[first:end])
+        assert (got - expected[first:end]).abs().max() < TOLERANCE
+        first = end
+
+
+def require_same(one: generate_pb2.GenerateResponse, other: generate_pb2.GenerateResponse) -> None:
+    """The same but for what a prefix cache changes."""
+    assert one.output_ids == other.output_ids
+    assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() < TOLERANCE
+    assert one.version_spans == other.version_spans
+    assert one.finish_reason == other.finish_reason
+    assert one.usage.num_prompt_tokens == other.usage.num_prompt_tokens
+    assert one.usage.num_output_tokens == other.usage.num_output_tokens
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+async def test_a_stream_holds_the_tokens_of_the_unary_answer(
+    engine: EngineProcess, client: GenerateClient, current: Reference, kind: str
+) -> None:
+    """Greedy, token by token and in chunks: ids, logprobs, spans, usage and the reason of the end."""
+    version = (await engine.replica()).policy_version
+    made, unary = await unbroken_turn(client, current, kind)
+    num_chunks = []
+    for chunk_tokens in (0, 7):
+        made.chunk_tokens = chunk_tokens
+        continuation = Continuation(made)
+        num_chunks.append(len(await play(client, continuation)))
+        require_same(continuation.response(), unary)
+        require_logprobs({version: current}, made, continuation.response())
+    assert num_chunks[0] > num_chunks[1] > 1, "tokens came before the end"
+
+
+async def test_usage_comes_with_the_first_chunk_and_the_last(client: GenerateClient, current: Reference) -> None:
+    """Prompt tokens, images expanded, are known at once; a finish reason comes only with the last token."""
+    made, unary = await unbroken_turn(client, current, "image")
+    chunks = [chunk async for chunk in client.stream(made, timeout_s=60)]
+    assert [chunk.HasField("usage") for chunk in chunks] == [True] + [False] * (len(chunks) - 2) + [True]
+    assert chunks[0].usage.num_prompt_tokens == unary.usage.num_prompt_tokens > len(made.input_ids)
+    assert chunks[0].usage.num_output_tokens == len(chunks[0].output_ids)
+    assert chunks[-1].usage.num_output_tokens == len(unary.output_ids)
+    assert {chunk.finish_reason for chunk in chunks[:-1]} == {generate_pb2.FINISH_REASON_UNSPECIFIED}
+    assert chunks[-1].finish_reason == unary.finish_reason
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+async def test_a_turn_in_legs_is_the_unbroken_turn(client: GenerateClient, current: Reference, kind: str) -> None:
+    """Left twice and gone on with the tokens so far: the ids of unbroken greedy generation, and its logprobs."""
+    made, unbroken = await unbroken_turn(client, current, kind)
+    continuation = Continuation(made)
+    await play(client, continuation, leave_after=5)
+    await play(client, continuation, leave_after=6)
+    assert not continuation.is_finished
+    await play(client, continuation)
+    require_same(continuation.response(), unbroken)
+
+
+async def test_a_push_during_a_stream_shows_where_it_came(
+    engine: EngineProcess, client: GenerateClient, current: Reference
+) -> None:
+    """Spans come with the tokens, chunk by chunk, and each token has its version's logprob; text and images."""
+    old_version = (await engine.replica()).policy_version
+    turns = [
+        Continuation(turn(current, kind, max_new_tokens=300, temperature=1.0, chunk_tokens=chunk_tokens))
+        for kind in PICTURES
+        for chunk_tokens in (0, 5, 64)
+        for _ in range(3)
+    ]
+    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
+    await until_replica(engine, lambda replica: replica.num_running >= 20)
+    await asyncio.sleep(0.5)
+    newer = current.perturbed(seed=3)
+    await Push(engine, newer.weights, old_version + 2).complete()
+    await asyncio.gather(*plays)
+    versions = [[span.policy_version for span in each.response().version_spans] for each in turns]
+    assert versions.count([old_version, old_version + 2]) >= 4
+    for index, continuation in enumerate(turns):
+        made = turn(current, list(PICTURES)[index // 9], max_new_tokens=300, temperature=1.0)
+        require_logprobs({old_version: current, old_version + 2: newer}, made, continuation.response())
+
+
+async def test_a_caller_that_leaves_frees_the_engine(engine: EngineProcess, client: GenerateClient) -> None:
+    """After its first tokens, and when its deadline passes."""
+    for timeout_s, leave_after in ((60.0, 2), (0.5, 10**6)):
+
+        async def leave(timeout_s: float = timeout_s, leave_after: int = leave_after) -> None:
+            num_tokens = 0
+            async with aclosing(client.stream(long_request(), timeout_s=timeout_s)) as chunks:
+                async for chunk in chunks:
+                    num_tokens += len(chunk.output_ids)
+                    if num_tokens >= leave_after:
+                        return
+
+        results = await asyncio.gather(*(leave() for _ in range(24)), return_exceptions=True)
+        if leave_after > 2:
+            assert DeadlineError in {type(result) for result in results}
+        await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+
+
+async def test_a_cancelled_caller_aborts_in_the_engine(engine: EngineProcess, client: GenerateClient) -> None:
+    """Not only between chunks: one that waits for its first has nothing in hand to notice it by."""
+    made = long_request()
+    made.chunk_tokens = 900
+    plays = [asyncio.create_task(play(client, Continuation(made))) for _ in range(24)]
+    await until_replica(engine, lambda replica: replica.num_running >= 12)
+    for each in plays:
+        each.cancel()
+    await asyncio.gather(*plays, return_exceptions=True)
+    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+
+
+async def test_what_a_broken_push_interrupts_goes_on_where_it_was(
+    engine: EngineProcess, client: GenerateClient, current: Reference
+) -> None:
+    """Streams deliver all they have, then UNAVAILABLE; with the tokens so far the next push's policy plays the rest."""
+    version = (await engine.replica()).policy_version
+    made = turn(current, "image", max_new_tokens=400, temperature=1.0, chunk_tokens=400)
+    turns = [Continuation(made) for _ in range(12)]
+    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
+    await until_replica(engine, lambda replica: replica.num_running >= 6)
+    push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
+    await push.prepare()
+    await push.pause()
+    push.manifest = type(push.manifest)(push.manifest.buckets[:1])
+    with pytest.raises(grpc.aio.AioRpcError):
+        await asyncio.gather(push.transfer(), _close_soon(push))
+    results = await asyncio.gather(*plays, return_exceptions=True)
+    interrupted = [each for each, result in zip(turns, results, strict=True) if isinstance(result, Exception)]
+    assert {type(result) for result in results if isinstance(result, Exception)} == {UnavailableError}
+    assert all(each.num_tokens > 0 and not each.is_finished for each in interrupted)
+    newer = current.perturbed(7)
+    await Push(engine, newer.weights, version + 1).complete()
+    assert (await engine.replica()).state == common_pb2.REPLICA_STATE_READY
+    await asyncio.gather(*(play(client, each) for each in interrupted))
+    for each in interrupted:
+        assert [span.policy_version for span in each.response().version_spans] == [version, version + 1]
+        require_logprobs({version: current, version + 1: newer}, made, each.response())
+
+
+async def _close_soon(push: Push) -> None:
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(push.group.close)
+
+
+async def test_a_bad_stream_is_refused_as_a_call_is(client: GenerateClient) -> None:
+    """Before its first chunk, with what is wrong."""
+    wrong = request([1, 2])
+    wrong.chunk_tokens = -1
+    for bad, message in ((wrong, "chunk_tokens = -1 must be 0"), (request([1, 10**6]), r"input_ids\[1\] = 1000000")):
+        with pytest.raises(InvalidRequestError, match=message):
+            [_ async for _ in client.stream(bad, timeout_s=10)]

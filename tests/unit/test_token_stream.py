@@ -1,0 +1,144 @@
+"""SGLang's cumulative responses come out as parts, each token once."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from penstock.errors import InvalidRequestError, UnavailableError
+from services.rollout.engine.generation import Generation
+from services.rollout.engine.token_stream import MAX_WAIT_S, TokenStream
+
+
+class Sglang:
+    """One request inside SGLang: its responses share lists that go on growing, as SGLang's do."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[tuple[float, int, None]] = []
+        self.versions: list[dict[str, Any]] = []
+
+    def make(self, count: int, *, version: int = 1, end: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The response after `count` more tokens."""
+        start = len(self.ids)
+        self.ids += range(start, start + count)
+        self.logprobs += [(-token / 8, token, None) for token in range(start, start + count)]
+        if self.versions and self.versions[-1]["version"] == str(version):
+            self.versions = [*self.versions[:-1], {**self.versions[-1], "end": len(self.ids)}]
+        else:
+            self.versions = [*self.versions, {"version": str(version), "start": start, "end": len(self.ids)}]
+        return {
+            "output_ids": self.ids,
+            "meta_info": {
+                "finish_reason": end,
+                "completion_tokens": len(self.ids),
+                "prompt_tokens": 9,
+                "cached_tokens": 4,
+                "output_token_logprobs": self.logprobs,
+                "weight_versions": self.versions,
+            },
+        }
+
+
+async def drained(stream: TokenStream) -> list[Generation]:
+    """All parts to the end."""
+    parts = []
+    while (part := await stream.take()) is not None:
+        parts.append(part)
+    return parts
+
+
+async def test_parts_follow_each_other_without_gap_or_overlap() -> None:
+    """Ids, logprobs and spans of each part are those since the part before; only the last says how it ended."""
+    sglang, stream, parts = Sglang(), TokenStream(min_tokens=3), []
+    for count, version in ((1, 1), (2, 1), (1, 1), (4, 2), (5, 4)):
+        stream.put(sglang.make(count, version=version))
+        if count != 1:
+            parts.append(await stream.take())
+    stream.put(sglang.make(1, version=4, end={"type": "stop"}))
+    stream.close()
+    parts += await drained(stream)
+    assert [len(part.output_ids) for part in parts] == [3, 5, 5, 1]
+    assert [token for part in parts for token in part.output_ids] == list(range(14))
+    assert [logprob for part in parts for logprob in part.logprobs] == [-token / 8 for token in range(14)]
+    assert [part.version_spans for part in parts] == [[(3, 1)], [(1, 1), (4, 2)], [(5, 4)], [(1, 4)]]
+    assert [part.stopped for part in parts] == [None, None, None, True]
+    assert [part.num_tokens_so_far for part in parts] == [3, 8, 13, 14]
+
+
+async def test_a_response_holds_what_it_accounts_for_though_its_lists_have_grown() -> None:
+    """SGLang has appended a token of which no response told yet."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=1)
+    stream.put(sglang.make(2))
+    sglang.make(1)
+    part = await stream.take()
+    assert part is not None
+    assert part.output_ids == [0, 1]
+
+
+async def test_a_slow_consumer_gets_more_at_once() -> None:
+    """Tokens that came meanwhile are one part."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=0)
+    for _ in range(5):
+        stream.put(sglang.make(1))
+    part = await stream.take()
+    assert part is not None
+    assert len(part.output_ids) == 5
+    stream.close()
+    assert await stream.take() is None
+
+
+async def test_a_token_waits_for_others_no_longer_than_it_may() -> None:
+    """Fewer than asked for, when nothing more comes."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=100)
+    started = time.monotonic()
+    for count in (1, 2):
+        stream.put(sglang.make(count))
+        part = await stream.take()
+        assert part is not None
+        assert len(part.output_ids) == count
+    assert time.monotonic() - started >= 2 * MAX_WAIT_S * 0.9
+
+
+async def test_what_was_put_comes_out_though_the_stream_breaks() -> None:
+    """A consumer that waits is woken at once, gets the rest, and then the end, however often it asks."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=100)
+    taking = asyncio.create_task(stream.take())
+    await asyncio.sleep(0)
+    stream.put(sglang.make(4))
+    stream.close()
+    part = await asyncio.wait_for(taking, MAX_WAIT_S / 2)
+    assert part is not None
+    assert (part.output_ids, part.stopped) == ([0, 1, 2, 3], None)
+    assert await stream.take() is None
+    assert await stream.take() is None
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ({"type": "abort", "status_code": 400, "message": "too long"}, InvalidRequestError),
+        ({"type": "abort", "status_code": 503, "message": "too long"}, UnavailableError),
+        ({"type": "abort", "message": "too long"}, UnavailableError),
+    ],
+)
+async def test_an_aborted_request_is_an_error_after_its_tokens(end: dict[str, Any], kind: type[Exception]) -> None:
+    """The tokens before stay good; those of the abort itself are left out."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=100)
+    stream.put(sglang.make(2))
+    with pytest.raises(kind, match="too long"):
+        stream.put(sglang.make(1, end=end))
+    stream.close()
+    assert [part.output_ids for part in await drained(stream)] == [[0, 1]]
+
+
+async def test_a_response_that_contradicts_itself_is_not_passed_on() -> None:
+    """Ids without logprobs, or without a version."""
+    for field in ("output_token_logprobs", "weight_versions"):
+        sglang, stream = Sglang(), TokenStream(min_tokens=1)
+        response = sglang.make(2)
+        response["meta_info"][field] = []
+        stream.put(response)
+        with pytest.raises(RuntimeError, match="contradicts itself"):
+            await stream.take()
