@@ -7,13 +7,16 @@ Cancelling the task that waits for a call cancels the call at the server.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Self, TypeVar, cast
 
+import grpc.aio
 import structlog
 
 from penstock.errors import NotReadyError, OverloadedError, PenstockError, UnavailableError
-from penstock.rpc.channel import call, connect
+from penstock.rpc.channel import call, connect, stream
+from penstock.rpc.status import error_of
 from penstock.v1 import (
     generate_pb2,
     generate_pb2_grpc,
@@ -121,6 +124,35 @@ class GenerateClient(Client):
 
         return await self._retried(attempt, timeout_s=timeout_s, retry_until=retry_until)
 
+    async def stream(
+        self, request: generate_pb2.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
+        """Play one turn and yield its tokens as they come; the last chunk has a finish reason.
+
+        Nothing is tried again: chunks that were yielded stay good, and `penstock.continuation` plays what is left.
+        Leaving the iteration early cancels the call: use `contextlib.aclosing` where that should not wait for the
+        garbage collector.
+
+        Args:
+            request: The turn.
+            timeout_s: Deadline of the whole stream.
+
+        Raises:
+            InvalidRequestError: the request can never succeed.
+            UnavailableError: nobody could take it, or whoever did could not bring it to its end.
+            NotReadyError: the engine is older than the request's min_policy_version.
+            OverloadedError: the queue is full.
+            DeadlineError: the stream ran into its deadline.
+        """
+        peer = f"generate at {self.address}"
+        is_finished = False
+        async with aclosing(stream(self._stub.GenerateStream(request, timeout=timeout_s), peer=peer)) as chunks:
+            async for chunk in chunks:
+                is_finished = chunk.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
+                yield chunk
+        if not is_finished:
+            raise PenstockError(f"{peer}: the stream of request {request.request_id!r} ended without a finish reason")
+
 
 class RewardClient(Client):
     """The reward service."""
@@ -129,6 +161,73 @@ class RewardClient(Client):
         """Prepare a channel to the reward service at `address` (host:port)."""
         super().__init__(address)
         self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def verify(
+        self, item: reward_pb2.VerifyItem, *, timeout_s: float, retry_until: float | None = None
+    ) -> reward_pb2.Verdict:
+        """Judge one response.
+
+        Args:
+            item: The response to judge.
+            timeout_s: Deadline of one attempt.
+            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
+
+        Raises:
+            InvalidRequestError: there is no such profile.
+            OverloadedError: the service's queue is full.
+            UnavailableError: nobody answers.
+        """
+        request = reward_pb2.VerifyRequest(item=item)
+
+        async def attempt(number: int, remaining_s: float) -> reward_pb2.VerifyResponse:
+            return await call(self._stub.Verify(request, timeout=remaining_s), peer=f"reward at {self.address}")
+
+        return (await self._retried(attempt, timeout_s=timeout_s, retry_until=retry_until)).verdict
+
+    async def verify_stream(
+        self, items: AsyncIterable[reward_pb2.VerifyItem], *, timeout_s: float | None = None
+    ) -> AsyncGenerator[reward_pb2.VerifyStreamResponse, None]:
+        """Judge items as they come; answers come as they are reached, in any order, each with its item's id.
+
+        An item that cannot be taken (its profile is unknown) is answered with an error and the stream goes on. `items`
+        is read only as fast as the service takes them. Leaving the iteration early cancels what still runs: use
+        `contextlib.aclosing` where that should not wait for the garbage collector.
+
+        Args:
+            items: The responses to judge, with different item ids.
+            timeout_s: Deadline of the whole stream; none if None.
+
+        Raises:
+            UnavailableError: nobody answers, or the service is stopping: items without an answer were not judged.
+            DeadlineError: the stream ran into its deadline.
+        """
+        calling: Any = cast(Any, self._stub.VerifyStream)(timeout=timeout_s)  # the stubs want an iterator of requests
+
+        async def send() -> None:
+            try:
+                async for item in items:
+                    await calling.write(reward_pb2.VerifyStreamRequest(item=item))
+                await calling.done_writing()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # the stream has ended, and whoever reads it hears why
+            except BaseException:
+                calling.cancel()
+                raise
+
+        sending = asyncio.create_task(send())
+        try:
+            while (response := await calling.read()) != grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+                yield response
+        except grpc.aio.AioRpcError as failure:
+            raise error_of(failure, peer=f"reward at {self.address}") from None
+        except asyncio.CancelledError:
+            if sending.done() and not sending.cancelled():
+                sending.result()  # raises what `items` raised
+            raise
+        finally:
+            calling.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
@@ -163,7 +262,7 @@ class RewardClient(Client):
 
 
 class RouterClient(Client):
-    """The router's own side: which replicas there are."""
+    """The router's own side: which replicas there are, places with them, and draining."""
 
     def __init__(self, address: str) -> None:
         """Prepare a channel to the router at `address` (host:port)."""
@@ -173,6 +272,24 @@ class RouterClient(Client):
     async def list_replicas(self, *, timeout_s: float = 5.0) -> router_pb2.ListReplicasResponse:
         """The pool, and the versions that bound it."""
         pending = self._stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=timeout_s)
+        return await call(pending, peer=f"router at {self.address}")
+
+    async def drain_replica(
+        self, replica_id: str, *, grace_s: float, timeout_s: float
+    ) -> router_pb2.RouterServiceDrainReplicaResponse:
+        """Let the replica take nothing new, and wait until nothing runs there any more.
+
+        Args:
+            replica_id: The replica.
+            grace_s: How long running requests may take to finish before others take them over.
+            timeout_s: Deadline of the call; more than `grace_s`.
+
+        Raises:
+            InvalidRequestError: no such replica holds a lease.
+            UnavailableError: the router or the replica does not answer.
+        """
+        request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=replica_id, grace_s=grace_s)
+        pending = self._stub.DrainReplica(request, timeout=timeout_s)
         return await call(pending, peer=f"router at {self.address}")
 
 

@@ -122,7 +122,7 @@ class Watch:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
         except TimeoutError:
-            return False
+            return event.is_set()  # both in one moment
         return True
 
     async def _follow(self, ready: asyncio.Event) -> None:

@@ -5,6 +5,7 @@ A mistake is answered by one line, `error: ...`, and exit code 2; there is no tr
 """
 
 import enum
+import functools
 import importlib
 import sys
 from collections.abc import Iterable
@@ -17,14 +18,19 @@ from typer.exceptions import TyperException
 
 from penstock import config as configuration
 from penstock import log, process
+from penstock.cli import replicas
+from penstock.config import LogConfig
 from penstock.errors import ConfigError, PenstockError, SetupError, UserError
 from services.recipe import Recipe, ServiceRecipe
+from services.reward.config import RewardConfig
 
 app = typer.Typer(
     help="Fully asynchronous GRPO post-training on verifiable rewards.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(replicas.app, name="replicas")
 
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 _EXIT_INTERRUPTED = 130
@@ -83,20 +89,59 @@ def serve(
 
         become_server(recipe.bus, (recipe.run.folder or recipe.run.dir / recipe.run.name) / "nats")
     log.configure(recipe.log, service=name or service.value)
-    module = _import_service(service)
+    module = _import_service(service, f"penstock serve {service}")
     return process.run(lambda stop: module.serve(recipe, stop))
 
 
-def _import_service(service: Service) -> Any:
+def _import_service(service: Service, command: str) -> Any:
     try:
         return importlib.import_module(_MODULES[service])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("penstock", "services"):
             raise
         raise SetupError(
-            f"`penstock serve {service}` needs the Python package {error.name!r}, which is not installed; "
+            f"`{command}` needs the Python package {error.name!r}, which is not installed; "
             f"`pip install 'penstock[{service}]'`"
         ) from None
+
+
+@app.command(context_settings=_OVERRIDES)
+def score(
+    context: typer.Context,
+    source: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="Lines to judge; - or none: standard input.")
+    ] = None,
+    profile: Annotated[str, typer.Option("--profile", help="Profile of the lines that name none.")] = "math",
+    output: Annotated[Path | None, typer.Option("--output", help="File to write; default: standard output.")] = None,
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="A service that runs; default: a private one.")
+    ] = "",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Recipe (TOML) of the private service; default: all defaults.")
+    ] = None,
+) -> int:
+    """Judge lines {"id", "gold", "response"} of a file, and write lines {"id", "score", "status", ...} in their order.
+
+    "gold" is a string or a list of them. Optional: "golds", "prompt", "profile", "deadline_s". A bad line gets the
+    status INVALID and the exit code 1. Any --reward.key=value overrides the recipe of the private service.
+    """
+    from penstock.cli import score as scoring
+
+    sources, overrides = _sort_arguments(source, context.args)
+    if len(sources) > 1:
+        raise ConfigError(f"give one file, or none for standard input; given: {', '.join(map(str, sources))}")
+    source = None if sources in ([], [Path("-")]) else sources[0]
+    if address:
+        if config is not None or overrides:
+            raise ConfigError(f"--address {address} names a service with settings of its own; leave out these here")
+        log.configure(LogConfig(level="warning"), service="score")
+        service, max_queue = functools.partial(scoring.running_at, address), RewardConfig().max_queue
+    else:
+        recipe = configuration.load(ServiceRecipe, config, ["--log.level=warning", *overrides])
+        log.configure(recipe.log, service="score")
+        _import_service(Service.REWARD, "penstock score")
+        service, max_queue = functools.partial(scoring.private_service, recipe.reward), recipe.reward.max_queue
+    return scoring.score(source=source, output=output, profile=profile, service=service, max_queue=max_queue)
 
 
 @app.command(context_settings=_OVERRIDES)
@@ -156,8 +201,8 @@ def version() -> int:
 def _sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path], list[str]]:
     """Paths and overrides apart, in whatever order they were typed."""
     arguments = [*([] if first is None else [str(first)]), *rest]
-    overrides = [argument for argument in arguments if argument.startswith("-")]
-    return [Path(argument) for argument in arguments if not argument.startswith("-")], overrides
+    overrides = [argument for argument in arguments if argument.startswith("-") and argument != "-"]
+    return [Path(argument) for argument in arguments if argument not in overrides], overrides
 
 
 def _only(recipes: list[Path]) -> Path:

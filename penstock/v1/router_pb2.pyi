@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,66 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _BreakerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BreakerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
+    """Not set: never valid."""
+    BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
+    """It answers, and is given calls."""
+    BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
+    """It failed, and is given none for a while."""
+    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
+    """It failed, and has one call as a probe."""
+
+class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
+    """Where the circuit breaker of a replica stands."""
+
+BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
+"""Not set: never valid."""
+BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
+"""It answers, and is given calls."""
+BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
+"""It failed, and is given none for a while."""
+BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
+"""It failed, and has one call as a probe."""
+Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
+
+class _RouteOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RouteOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RouteOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROUTE_OUTCOME_UNSPECIFIED: _RouteOutcome.ValueType  # 0
+    """The client does not say."""
+    ROUTE_OUTCOME_SUCCEEDED: _RouteOutcome.ValueType  # 1
+    """The replica did what it was asked to."""
+    ROUTE_OUTCOME_FAILED: _RouteOutcome.ValueType  # 2
+    """The replica broke the call off, or did not answer."""
+    ROUTE_OUTCOME_UNREACHABLE: _RouteOutcome.ValueType  # 3
+    """The replica could not be reached."""
+    ROUTE_OUTCOME_REFUSED: _RouteOutcome.ValueType  # 4
+    """The replica turned the call away, being full or too old."""
+
+class RouteOutcome(_RouteOutcome, metaclass=_RouteOutcomeEnumTypeWrapper):
+    """Why a place is given back."""
+
+ROUTE_OUTCOME_UNSPECIFIED: RouteOutcome.ValueType  # 0
+"""The client does not say."""
+ROUTE_OUTCOME_SUCCEEDED: RouteOutcome.ValueType  # 1
+"""The replica did what it was asked to."""
+ROUTE_OUTCOME_FAILED: RouteOutcome.ValueType  # 2
+"""The replica broke the call off, or did not answer."""
+ROUTE_OUTCOME_UNREACHABLE: RouteOutcome.ValueType  # 3
+"""The replica could not be reached."""
+ROUTE_OUTCOME_REFUSED: RouteOutcome.ValueType  # 4
+"""The replica turned the call away, being full or too old."""
+Global___RouteOutcome: _TypeAlias = RouteOutcome  # noqa: Y015
 
 @_typing.final
 class ListReplicasRequest(_message.Message):
@@ -46,12 +107,21 @@ class RoutedReplica(_message.Message):
     ROUTABLE_FIELD_NUMBER: _builtins.int
     UNROUTABLE_REASON_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
     routable: _builtins.bool
-    """Whether it may be given requests now."""
+    """Whether it may be given calls now."""
     unroutable_reason: _builtins.str
     """If not, why not."""
     num_in_flight: _builtins.int
-    """Requests that this router has with it now."""
+    """Calls that this router has with it now, and places that it gave out."""
+    limit: _builtins.int
+    """The most calls that this router gives it at once, as of now."""
+    load: _builtins.float
+    """Calls per place: those of this router, and what the replica reports beyond them, by its max_running."""
+    breaker: Global___BreakerState.ValueType
+    """Where its circuit breaker stands."""
     @_builtins.property
     def replica(self) -> _common_pb2.Replica:
         """The replica, as in its lease."""
@@ -63,10 +133,13 @@ class RoutedReplica(_message.Message):
         routable: _builtins.bool = ...,
         unroutable_reason: _builtins.str = ...,
         num_in_flight: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        load: _builtins.float = ...,
+        breaker: Global___BreakerState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "replica", b"replica", "routable", b"routable", "unroutable_reason", b"unroutable_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "limit", b"limit", "load", b"load", "num_in_flight", b"num_in_flight", "replica", b"replica", "routable", b"routable", "unroutable_reason", b"unroutable_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,10 +154,13 @@ class ListReplicasResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
     published_version: _builtins.int
     """The policy version that the trainer published last; 0 when none was."""
     min_policy_version: _builtins.int
     """The oldest policy version inside the staleness bound."""
+    num_waiting: _builtins.int
+    """Calls that wait in this router for a place."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutedReplica]:
         """The replicas, by id."""
@@ -95,11 +171,188 @@ class ListReplicasResponse(_message.Message):
         replicas: _abc.Iterable[Global___RoutedReplica] | None = ...,
         published_version: _builtins.int = ...,
         min_policy_version: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_policy_version", b"min_policy_version", "published_version", b"published_version", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_policy_version", b"min_policy_version", "num_waiting", b"num_waiting", "published_version", b"published_version", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class RouteRequest(_message.Message):
+    """What the client wants to play."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PREFIX_IDS_FIELD_NUMBER: _builtins.int
+    EXCLUDED_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Turns of one episode share it: they go to the same replica."""
+    min_policy_version: _builtins.int
+    """The oldest policy version that may answer; 0 takes any."""
+    ttl_s: _builtins.float
+    """How long the place may be kept, in seconds; 0, or more than router.route_ttl_s: so long."""
+    @_builtins.property
+    def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's first ids, as many as the client cares to send; they count only where router.policy = "prefix"."""
+
+    @_builtins.property
+    def excluded_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas that failed this very call; they are the last to be chosen."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        min_policy_version: _builtins.int = ...,
+        prefix_ids: _abc.Iterable[_builtins.int] | None = ...,
+        excluded_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_replica_ids", b"excluded_replica_ids", "min_policy_version", b"min_policy_version", "prefix_ids", b"prefix_ids", "session_id", b"session_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
+
+@_typing.final
+class RouteResponse(_message.Message):
+    """A place with a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTE_ID_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    route_id: _builtins.str
+    """Names the place, for ReleaseRoute."""
+    replica_id: _builtins.str
+    """The replica."""
+    address: _builtins.str
+    """host:port of its GenerateService."""
+    ttl_s: _builtins.float
+    """After so many seconds the router counts the place as given back."""
+    def __init__(
+        self,
+        *,
+        route_id: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "replica_id", b"replica_id", "route_id", b"route_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseRouteRequest(_message.Message):
+    """Gives a place back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTE_ID_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    route_id: _builtins.str
+    """The place."""
+    outcome: Global___RouteOutcome.ValueType
+    """What came of the call: it moves the replica's circuit breaker."""
+    def __init__(
+        self,
+        *,
+        route_id: _builtins.str = ...,
+        outcome: Global___RouteOutcome.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "route_id", b"route_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRouteRequest: _TypeAlias = ReleaseRouteRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseRouteResponse(_message.Message):
+    """The place was given back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_KEPT_FIELD_NUMBER: _builtins.int
+    was_kept: _builtins.bool
+    """Whether it was still kept; false if its time had passed."""
+    def __init__(
+        self,
+        *,
+        was_kept: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_kept", b"was_kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRouteResponse: _TypeAlias = ReleaseRouteResponse  # noqa: Y015
+
+@_typing.final
+class RouterServiceDrainReplicaRequest(_message.Message):
+    """Drains a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """The replica."""
+    grace_s: _builtins.float
+    """How long running requests may take to finish, in seconds; 0 hands them over at once."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        grace_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterServiceDrainReplicaRequest: _TypeAlias = RouterServiceDrainReplicaRequest  # noqa: Y015
+
+@_typing.final
+class RouterServiceDrainReplicaResponse(_message.Message):
+    """The replica is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_HANDED_OVER_FIELD_NUMBER: _builtins.int
+    num_finished: _builtins.int
+    """Requests that finished by themselves."""
+    num_handed_over: _builtins.int
+    """Requests that were handed over."""
+    def __init__(
+        self,
+        *,
+        num_finished: _builtins.int = ...,
+        num_handed_over: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_finished", b"num_finished", "num_handed_over", b"num_handed_over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterServiceDrainReplicaResponse: _TypeAlias = RouterServiceDrainReplicaResponse  # noqa: Y015

@@ -40,6 +40,21 @@ class RouterServiceStub:
                 request_serializer=penstock_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.Route = channel.unary_unary(
+                '/penstock.v1.RouterService/Route',
+                request_serializer=penstock_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_router__pb2.RouteResponse.FromString,
+                _registered_method=True)
+        self.ReleaseRoute = channel.unary_unary(
+                '/penstock.v1.RouterService/ReleaseRoute',
+                request_serializer=penstock_dot_v1_dot_router__pb2.ReleaseRouteRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_router__pb2.ReleaseRouteResponse.FromString,
+                _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/penstock.v1.RouterService/DrainReplica',
+                request_serializer=penstock_dot_v1_dot_router__pb2.RouterServiceDrainReplicaRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_router__pb2.RouterServiceDrainReplicaResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -47,7 +62,31 @@ class RouterServiceServicer:
     """
 
     def ListReplicas(self, request, context):
-        """ListReplicas tells which replicas live, and which of them may be given requests now.
+        """ListReplicas tells which replicas live, and which of them may be given calls now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Route(self, request, context):
+        """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
+        itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+        the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseRoute(self, request, context):
+        """ReleaseRoute gives the place back. One that has ended already is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainReplica(self, request, context):
+        """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+        other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +99,21 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListReplicas,
                     request_deserializer=penstock_dot_v1_dot_router__pb2.ListReplicasRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_router__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'Route': grpc.unary_unary_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=penstock_dot_v1_dot_router__pb2.RouteRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_router__pb2.RouteResponse.SerializeToString,
+            ),
+            'ReleaseRoute': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseRoute,
+                    request_deserializer=penstock_dot_v1_dot_router__pb2.ReleaseRouteRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_router__pb2.ReleaseRouteResponse.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=penstock_dot_v1_dot_router__pb2.RouterServiceDrainReplicaRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_router__pb2.RouterServiceDrainReplicaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +144,87 @@ class RouterService:
             '/penstock.v1.RouterService/ListReplicas',
             penstock_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
             penstock_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RouterService/Route',
+            penstock_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
+            penstock_dot_v1_dot_router__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseRoute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RouterService/ReleaseRoute',
+            penstock_dot_v1_dot_router__pb2.ReleaseRouteRequest.SerializeToString,
+            penstock_dot_v1_dot_router__pb2.ReleaseRouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RouterService/DrainReplica',
+            penstock_dot_v1_dot_router__pb2.RouterServiceDrainReplicaRequest.SerializeToString,
+            penstock_dot_v1_dot_router__pb2.RouterServiceDrainReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,18 @@ class RouterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
-    """ListReplicas tells which replicas live, and which of them may be given requests now."""
+    """ListReplicas tells which replicas live, and which of them may be given calls now."""
+    Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
+    """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
+    itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+    the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+    """
+    ReleaseRoute: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]
+    """ReleaseRoute gives the place back. One that has ended already is no error."""
+    DrainReplica: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouterServiceDrainReplicaRequest, _router_pb2.RouterServiceDrainReplicaResponse]
+    """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+    other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -42,7 +53,18 @@ class RouterServiceAsyncStub(RouterServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """ListReplicas tells which replicas live, and which of them may be given requests now."""
+    """ListReplicas tells which replicas live, and which of them may be given calls now."""
+    Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
+    """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
+    itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+    the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+    """
+    ReleaseRoute: _aio.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]  # type: ignore[assignment]
+    """ReleaseRoute gives the place back. One that has ended already is no error."""
+    DrainReplica: _aio.UnaryUnaryMultiCallable[_router_pb2.RouterServiceDrainReplicaRequest, _router_pb2.RouterServiceDrainReplicaResponse]  # type: ignore[assignment]
+    """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+    other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
+    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """RouterService is the router's own side; generation itself goes through GenerateService, which it serves too."""
@@ -53,6 +75,35 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListReplicasResponse, _abc.Awaitable[_router_pb2.ListReplicasResponse]]:
-        """ListReplicas tells which replicas live, and which of them may be given requests now."""
+        """ListReplicas tells which replicas live, and which of them may be given calls now."""
+
+    @_abc_1.abstractmethod
+    def Route(
+        self,
+        request: _router_pb2.RouteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
+        """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
+        itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+        the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseRoute(
+        self,
+        request: _router_pb2.ReleaseRouteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ReleaseRouteResponse, _abc.Awaitable[_router_pb2.ReleaseRouteResponse]]:
+        """ReleaseRoute gives the place back. One that has ended already is no error."""
+
+    @_abc_1.abstractmethod
+    def DrainReplica(
+        self,
+        request: _router_pb2.RouterServiceDrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.RouterServiceDrainReplicaResponse, _abc.Awaitable[_router_pb2.RouterServiceDrainReplicaResponse]]:
+        """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+        other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
+        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,11 +5,9 @@ it has ended.
 """
 
 import asyncio
-import dataclasses
 import json
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import grpc.aio
 import structlog
@@ -17,119 +15,74 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.bus.replica_lease import read_replica
-from penstock.rpc.channel import connect
+from penstock.rpc.channel import connect, connected
 from penstock.v1 import common_pb2
+from services.router.breaker import Breaker
+from services.router.config import RouterConfig
+from services.router.limits import Limit
 from services.router.policy import Candidate
 
 log = structlog.get_logger()
 
-GENERATE = "/penstock.v1.GenerateService/Generate"
+GENERATE_STREAM = "/penstock.v1.GenerateService/GenerateStream"
 
-_SET_ASIDE_S = 1.0
-_LOOK_AGAIN_S = 0.2  # leases end without an event
-
-
-@dataclasses.dataclass(slots=True)
-class _Member:
-    """A replica with its channel."""
-
-    replica: common_pb2.Replica
-    lease: bytes
-    channel: grpc.aio.Channel
-    num_in_flight: int = 0
-    set_aside_until: float = 0.0
-    gone: bool = False
+_LOOK_AGAIN_S = 0.2  # leases end, and breakers open, without an event
 
 
 class Member:
-    """A replica while a request is with it."""
+    """A replica with its channel."""
 
-    def __init__(self, member: _Member) -> None:
-        """Use `Pool.engaged`."""
-        self._member = member
-        self._generate = member.channel.unary_unary(GENERATE, None, None)  # bytes to bytes: answers are not read
+    def __init__(self, candidate: Candidate, lease: bytes) -> None:
+        """Prepare the channel; it connects when first used."""
+        self.candidate = candidate
+        self.lease = lease
+        self.is_gone = False
+        self.channel = connect(candidate.replica.address)
+        self._stream = self.channel.unary_stream(GENERATE_STREAM, None, None)  # bytes to bytes
 
     @property
     def name(self) -> str:
         """What it is called in messages."""
-        return f"replica {self._member.replica.replica_id} at {self._member.replica.address}"
+        return f"replica {self.candidate.replica_id} at {self.candidate.replica.address}"
 
     async def connected(self, timeout_s: float) -> bool:
-        """Connect if need be; false when it cannot be reached. After this a failure means that it had the request."""
-        channel = self._member.channel
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    state = channel.get_state(try_to_connect=True)
-                    if state == grpc.ChannelConnectivity.READY:
-                        return True
-                    if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                        return False
-                    await channel.wait_for_state_change(state)
-        return False
+        """Connect if need be; false when it cannot be reached. After this a failure means that it had the call."""
+        return await connected(self.channel, timeout_s)
 
-    def generate(self, request: bytes, *, timeout_s: float) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
+    def generate_stream(self, request: bytes, *, timeout_s: float) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
         """Start the call; cancelling it aborts the request in the engine."""
-        return self._generate(request, timeout=timeout_s)
-
-    def set_aside(self) -> None:
-        """Give it no requests for a moment."""
-        self._member.set_aside_until = time.monotonic() + _SET_ASIDE_S
+        return self._stream(request, timeout=timeout_s)
 
 
 class Pool:
     """What the router knows; it follows the run's buckets `replicas` and `policy`."""
 
-    def __init__(self, replicas: Watch, policy: Watch) -> None:
+    def __init__(self, config: RouterConfig, replicas: Watch, policy: Watch) -> None:
         """Use `open_pool`."""
+        self.candidates: dict[str, Candidate] = {}
+        """The replicas that hold their lease, by id: one dict, kept up to date."""
+        self.published_version = 0
+        """The policy version published last; 0 when none was."""
+        self.min_version = 0
+        """The oldest policy version inside the staleness bound."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when anything may be different, and every so often."""
+        self._config = config
         self._replicas = replicas
         self._policy = policy
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
 
-    def candidates(self) -> list[Candidate]:
-        """The replicas that hold their lease, by id."""
-        self._refresh()
-        now = time.monotonic()
-        return [
-            Candidate(
-                replica=member.replica,
-                num_in_flight=member.num_in_flight,
-                reachable=member.set_aside_until <= now,
-            )
-            for _, member in sorted(self._members.items())
-        ]
+    def member(self, replica_id: str) -> Member:
+        """The replica of one of `candidates`."""
+        return self._members[replica_id]
 
-    def published(self) -> tuple[int, int]:
-        """The policy version published last and the oldest one inside the staleness bound; zeros when none was."""
-        value = self._policy.values.get("current")
-        if value is None:
-            return 0, 0
-        try:
-            current = json.loads(value)
-            return int(current["version"]), int(current["min_version"])
-        except (ValueError, KeyError, TypeError) as error:
-            log.error("policy.unreadable", value=value[:200], error=repr(error))
-            return 0, 0
-
-    async def changed(self, timeout_s: float) -> None:
-        """Wait until something is different, or for `timeout_s`."""
-        event = self._changed
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-
-    @contextmanager
-    def engaged(self, replica_id: str) -> Iterator[Member]:
-        """Count a request with the replica during the context. The id is one that `candidates` gave just now."""
-        member = self._members[replica_id]
-        member.num_in_flight += 1
-        try:
-            yield Member(member)
-        finally:
-            member.num_in_flight -= 1
-            self._close_if_unused(member)
+    def close_if_unused(self, member: Member) -> None:
+        """Close the channel of a replica that has left, unless a call is still on it."""
+        if member.is_gone and member.candidate.num_in_flight == 0:
+            task = asyncio.create_task(member.channel.close(None))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _refresh(self) -> None:
         """Bring the members in line with the leases."""
@@ -143,33 +96,57 @@ class Pool:
             replica = read_replica(replica_id, lease)
             if replica is None:
                 self._remove(replica_id)
-            elif member is None or member.replica.address != replica.address:
+            elif member is None or member.candidate.replica.address != replica.address:
                 self._remove(replica_id)
-                self._members[replica_id] = _Member(replica, lease, connect(replica.address))
-                log.info("replica.joined", replica=replica_id, address=replica.address)
+                self._add(replica, lease)
             else:
-                member.replica, member.lease = replica, lease
+                member.lease = lease
+                member.candidate.update(replica)
+        self.on_change()
+
+    def _add(self, replica: common_pb2.Replica, lease: bytes) -> None:
+        limit = Limit(self._config.limit, replica.max_running)
+        candidate = Candidate(replica, limit=limit, breaker=Breaker(self._config.breaker))
+        self._members[replica.replica_id] = Member(candidate, lease)
+        self.candidates[replica.replica_id] = candidate
+        log.info("replica.joined", replica=replica.replica_id, address=replica.address)
 
     def _remove(self, replica_id: str) -> None:
         member = self._members.pop(replica_id, None)
         if member is None:
             return
-        member.gone = True
-        log.info("replica.left", replica=replica_id, num_in_flight=member.num_in_flight)
-        self._close_if_unused(member)
+        del self.candidates[replica_id]
+        member.is_gone = True
+        log.info("replica.left", replica=replica_id, num_in_flight=member.candidate.num_in_flight)
+        self.close_if_unused(member)
 
-    def _close_if_unused(self, member: _Member) -> None:
-        if member.gone and member.num_in_flight == 0:
-            task = asyncio.create_task(member.channel.close(None))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+    def _read_policy(self) -> None:
+        value = self._policy.values.get("current")
+        if value is None:
+            return
+        try:
+            current = json.loads(value)
+            self.published_version, self.min_version = int(current["version"]), int(current["min_version"])
+        except (ValueError, KeyError, TypeError) as error:
+            log.error("policy.unreadable", value=value[:200], error=repr(error))
 
-    async def _follow(self, watch: Watch) -> None:
+    async def _follow_replicas(self) -> None:
         while True:
-            if await watch.changed(_LOOK_AGAIN_S):
-                self._changed.set()
-                self._changed = asyncio.Event()
+            await self._replicas.changed(_LOOK_AGAIN_S)
             self._refresh()
+
+    async def _follow_policy(self) -> None:
+        while True:
+            if await self._policy.changed(_LOOK_AGAIN_S):
+                self._read_policy()
+                self.on_change()
+
+    async def _adapt_limits(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            for candidate in self.candidates.values():
+                candidate.adapt_limit()
+            self.on_change()
 
     async def _close(self) -> None:
         for replica_id in list(self._members):
@@ -178,7 +155,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
+async def open_pool(config: RouterConfig, bus: Bus) -> AsyncIterator[Pool]:
     """Follow the run's replicas during the context; on entry all of now are known."""
     ttl_s = bus.config.lease_ttl_s
     replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket("policy")
@@ -186,8 +163,14 @@ async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
         watched(replicas, ttl_s=ttl_s) as replica_watch,
         watched(policy, keys="current") as policy_watch,  # beside it the bucket keeps every version's origin
     ):
-        pool = Pool(replica_watch, policy_watch)
-        followers = [asyncio.create_task(pool._follow(watch)) for watch in (replica_watch, policy_watch)]
+        pool = Pool(config, replica_watch, policy_watch)
+        pool._read_policy()
+        pool._refresh()
+        followers = [
+            asyncio.create_task(pool._follow_replicas()),
+            asyncio.create_task(pool._follow_policy()),
+            asyncio.create_task(pool._adapt_limits(ttl_s / 3)),  # leases are renewed as often
+        ]
         try:
             yield pool
         finally:

@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
 import time
 import types
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -16,78 +15,17 @@ from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, SetupError, UnavailableError
 from penstock.rpc.channel import connect as connect_channel
-from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
+from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing, serve
+from tests.engine_processes import engine_process
+from tests.routers import Caller, pool, router
 from tests.simulated_engine import SimulatedEngine
 from tests.waiting import until
 
 DRAINING = common_pb2.REPLICA_STATE_DRAINING
 UPDATING = common_pb2.REPLICA_STATE_UPDATING
-
-
-class Caller:
-    """What a worker is to the router."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._generate = generate_pb2_grpc.GenerateServiceStub(channel)
-        self._router = router_pb2_grpc.RouterServiceStub(channel)
-
-    def generate(self, session: str = "", *, version: int = 0, timeout_s: float = 10.0, **fields):
-        request = generate_pb2.GenerateRequest(session_id=session, min_policy_version=version, **fields)
-        return self._generate.Generate(request, timeout=timeout_s)
-
-    async def replicas(self) -> router_pb2.ListReplicasResponse:
-        return await self._router.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
-
-    async def until(self, condition: Callable[[router_pb2.ListReplicasResponse], bool], within_s: float = 5.0) -> float:
-        """Wait until the router sees the pool so; return how long it took."""
-        started = time.monotonic()
-        while not condition(pool := await self.replicas()):
-            assert time.monotonic() - started < within_s, pool
-            await asyncio.sleep(0.02)
-        return time.monotonic() - started
-
-    async def until_routable(self, count: int) -> None:
-        await self.until(lambda pool: sum(each.routable for each in pool.replicas) == count)
-
-
-@contextlib.asynccontextmanager
-async def router(bus: Bus, **settings) -> AsyncIterator[Caller]:
-    config = RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings))
-    async with routing(config, bus) as server, connect_channel(server.address) as channel:
-        yield Caller(channel)
-
-
-@contextlib.asynccontextmanager
-async def pool(bus: Bus, count: int, **settings) -> AsyncIterator[tuple[Caller, list[SimulatedEngine]]]:
-    """A router and `count` engines that it knows."""
-    async with contextlib.AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{index}").running())
-            for index in range(count)
-        ]
-        caller = await stack.enter_async_context(router(bus, **settings))
-        await caller.until_routable(count)
-        yield caller, engines
-
-
-@contextlib.asynccontextmanager
-async def engine_process(bus: Bus, run: str, replica_id: str, *, delay_s: float = 0.0):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "tests.simulated_engine", f"--url={bus.config.url}", f"--run={run}", f"--replica-id={replica_id}"),
-        f"--delay-s={delay_s}",
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        assert await asyncio.wait_for(process.stdout.readline(), 30.0)
-        yield process
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
-        await process.wait()
+OPEN = router_pb2.BREAKER_STATE_OPEN
 
 
 async def publish(bus: Bus, version: int, min_version: int) -> None:
@@ -111,7 +49,7 @@ async def test_a_call_passes_through_unchanged(bus: Bus) -> None:
             images=[common_pb2.Image(data=b"\x89PNG" * 500_000)],
             sampling=generate_pb2.SamplingParams(max_new_tokens=3, temperature=0.5),
         )
-        assert list(answer.output_ids) == [1, 2, 3]
+        assert list(answer.output_ids) == [1000, 1001, 1002]
         assert answer.replica_id == "r0"
         [request] = engine.requests
         assert list(request.input_ids) == [5, 6, 7]
@@ -260,6 +198,18 @@ async def test_bytes_that_are_no_request_are_invalid(bus: Bus) -> None:
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_request_for_no_tokens_is_invalid(bus: Bus) -> None:
+    """Refused by the router itself, in the engine's words; streams too."""
+    async with pool(bus, 1) as (caller, [engine]):
+        for sampling in (None, generate_pb2.SamplingParams(), generate_pb2.SamplingParams(max_new_tokens=-1)):
+            for call in (caller.generate, caller.stream):
+                pending = call(sampling=sampling)
+                error = await failure(pending if call == caller.generate else pending.read())
+                assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+                assert "sampling.max_new_tokens = " in (error.details() or "")
+        assert engine.num_calls == 0
+
+
 async def test_a_request_that_breaks_replicas_is_given_up(bus: Bus) -> None:
     """A call that max_tries replicas took and failed does not go on to break the rest of the pool."""
     async with pool(bus, 4, max_tries=2) as (caller, engines):
@@ -278,8 +228,9 @@ async def test_replicas_that_cannot_be_reached_are_passed_over_however_many(bus:
             await engine.stop_serving()
         for _ in range(5):
             assert (await caller.generate()).replica_id == "r4"
-        unreachable = [each for each in (await caller.replicas()).replicas if each.unroutable_reason == "not reachable"]
-        assert unreachable
+        open_breakers = [each for each in (await caller.replicas()).replicas if each.breaker == OPEN]
+        assert open_breakers
+        assert {each.unroutable_reason for each in open_breakers} == {"failing or not reachable"}
 
 
 async def test_cancelling_the_call_cancels_it_in_the_engine(bus: Bus) -> None:

@@ -1,0 +1,366 @@
+"""What the router adds: latency, CPU and memory, proxied and by Route, beside direct calls and sglang-router.
+
+    python bench/bench_router.py [--sglang-router /path/to/python]
+
+Engines are simulated (bench/simulated_engine_process.py): each request takes a given time and costs next to nothing.
+A given number of calls is kept in flight. The time that each takes is chosen so that about `--rate` calls are made per
+second, whatever that number, for what a router costs goes by calls. The table's latencies are what a call takes beyond
+that time; "added" is by how much they exceed those of direct calls over the same protocol. `--sglang-router` names a
+Python that has the wheel sglang-router 0.3.2; without it that part is left out.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from penstock import log
+from penstock.bus.local_server import local_server
+from penstock.clients import GenerateClient, RouterClient
+from penstock.config import LogConfig
+from penstock.errors import PenstockError
+from penstock.launch.launcher import free_ports
+from penstock.routed import RoutedGenerateClient
+from penstock.v1 import generate_pb2
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = "bench"
+TIMEOUT_S = 120.0
+
+Call = Callable[[str, float], Awaitable[None]]
+"""Plays one turn of the session that takes so many seconds in the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A way to call the engines."""
+
+    name: str
+    call: Call
+    baseline: str
+    """The subject whose latencies are subtracted from its own."""
+    router: psutil.Process | None = None
+    """The process that stands between, if one does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What calls at one number in flight came to."""
+
+    over_ms: list[float]
+    """Of each call, sorted: what it took beyond the engine's time."""
+    num_failed: int
+    elapsed_s: float
+    cpu_s: float
+    """CPU seconds of the router process."""
+    pss_mib: float
+    """Its memory while all calls were in flight, proportional set size."""
+
+    def at(self, share: float) -> float:
+        """A quantile of `over_ms`."""
+        return self.over_ms[min(len(self.over_ms) - 1, int(share * len(self.over_ms)))]
+
+
+async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, duration_s: float) -> Result:
+    """Keep so many calls in flight for a while, after a second of warming up."""
+    over_ms: list[float] = []
+    num_failed = 0
+    counting_from = time.monotonic() + 1.0
+    until = counting_from + duration_s
+
+    async def play(number: int) -> None:
+        nonlocal num_failed
+        await asyncio.sleep(latency_s * number / num_in_flight)  # arrivals are even, not in bursts
+        for turn in itertools.count():
+            started = time.monotonic()
+            if turn > 0 and started >= until:
+                return
+            try:
+                await subject.call(f"session-{number}-{turn % 16}", latency_s)
+            except (PenstockError, aiohttp.ClientError, TimeoutError) as error:
+                num_failed += 1
+                sys.stderr.write(f"{subject.name}: {error}\n")
+            else:
+                if started >= counting_from:
+                    over_ms.append((time.monotonic() - started - latency_s) * 1e3)
+
+    calls = [asyncio.create_task(play(number)) for number in range(num_in_flight)]
+    await asyncio.sleep(max(1.0, min(latency_s, duration_s)))
+    cpu_before, started = cpu_s(subject.router), time.monotonic()
+    await asyncio.sleep(duration_s / 2)
+    pss = pss_mib(subject.router)
+    await asyncio.sleep(duration_s / 2)
+    cpu, elapsed_s = cpu_s(subject.router) - cpu_before, time.monotonic() - started
+    await asyncio.gather(*calls)
+    return Result(over_ms=sorted(over_ms), num_failed=num_failed, elapsed_s=elapsed_s, cpu_s=cpu, pss_mib=pss)
+
+
+async def hold(subject: Subject, *, num_in_flight: int, latency_s: float) -> tuple[int, float]:
+    """Have so many calls in flight at once, each once; how many were lost, and the router's memory meanwhile."""
+    tasks = [asyncio.ensure_future(subject.call(f"held-{number}", latency_s)) for number in range(num_in_flight)]
+    await asyncio.sleep(latency_s)
+    pss = pss_mib(subject.router)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    for failure in failures[:3]:
+        sys.stderr.write(f"{subject.name}: {failure!r}\n")
+    return len(failures), pss
+
+
+def processes(router: psutil.Process | None) -> Iterator[psutil.Process]:
+    if router is not None:
+        yield from (router, *router.children(recursive=True))
+
+
+def cpu_s(router: psutil.Process | None) -> float:
+    """User and system time."""
+    return sum(each.cpu_times().user + each.cpu_times().system for each in processes(router))
+
+
+def pss_mib(router: psutil.Process | None) -> float:
+    """Proportional set size."""
+    return sum(each.memory_full_info().pss for each in processes(router)) / 2**20
+
+
+def request_of(session: str, latency_s: float, num_tokens: int, prompt: list[int]) -> generate_pb2.GenerateRequest:
+    return generate_pb2.GenerateRequest(
+        request_id=session,
+        session_id=session,
+        input_ids=prompt,
+        sampling=generate_pb2.SamplingParams(temperature=latency_s, max_new_tokens=num_tokens),
+        chunk_tokens=16,
+    )
+
+
+@contextlib.asynccontextmanager
+async def process(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    started = await asyncio.create_subprocess_exec(*map(str, command), stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.terminate()
+        await started.wait()
+
+
+@contextlib.asynccontextmanager
+async def engines(url: str, options: argparse.Namespace) -> AsyncIterator[list[tuple[str, str]]]:
+    """gRPC and HTTP address of each simulated engine."""
+    async with contextlib.AsyncExitStack() as stack:
+        script = ROOT / "bench" / "simulated_engine_process.py"
+        started = [
+            await stack.enter_async_context(
+                process(sys.executable, script, f"--url={url}", f"--run={RUN}", f"--replica-id=engine-{number}",
+                        f"--tokens={options.tokens}")
+            )
+            for number in range(options.engines)
+        ]  # fmt: skip
+        addresses = []
+        for engine in started:
+            assert engine.stdout is not None
+            grpc_address, http_address = (await engine.stdout.readline()).decode().split()
+            addresses.append((grpc_address, http_address))
+        yield addresses
+
+
+@contextlib.asynccontextmanager
+async def penstock_router(url: str, num_engines: int) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """Address and process of a router that sees all engines."""
+    [port] = free_ports(1)
+    overrides = (f"--bus.url={url}", f"--run.name={RUN}", f"--router.port={port}", "--log.level=warning")
+    async with process(sys.executable, "-P", "-m", "penstock", "serve", "router", *overrides) as started:
+        address = f"127.0.0.1:{port}"
+        async with RouterClient(address) as client, asyncio.timeout(30.0):
+            while True:
+                with contextlib.suppress(PenstockError):
+                    if len((await client.list_replicas()).replicas) == num_engines:
+                        break
+                await asyncio.sleep(0.1)
+        yield address, psutil.Process(started.pid)
+
+
+@contextlib.asynccontextmanager
+async def sglang_router(
+    python: Path, workers: list[str], session: aiohttp.ClientSession
+) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """Address and process of an sglang-router whose workers are the engines' HTTP sides."""
+    port, metrics_port = free_ports(2)
+    async with process(
+        *(python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", port),
+        *("--prometheus-port", metrics_port, "--policy", "round_robin", "--log-level", "error"),
+        *("--max-concurrent-requests", "8192", "--worker-urls", *(f"http://{worker}" for worker in workers)),
+    ) as started:
+        address = f"http://127.0.0.1:{port}"
+        async with asyncio.timeout(60.0):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.post(f"{address}/generate", json=http_request(0.0, 1, [1])) as response:
+                        if response.status == 200:
+                            break
+                await asyncio.sleep(0.2)
+        yield address, psutil.Process(started.pid)
+
+
+def http_request(latency_s: float, num_tokens: int, prompt: list[int]) -> dict[str, object]:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": latency_s, "max_new_tokens": num_tokens},
+        "return_logprob": True,
+        "stream": False,
+    }
+
+
+@contextlib.asynccontextmanager
+async def subjects(options: argparse.Namespace) -> AsyncIterator[list[Subject]]:
+    """All that is compared."""
+    prompt, num_tokens = list(range(1, options.prompt + 1)), options.tokens
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        url = await stack.enter_async_context(local_server(folder))
+        addresses = await stack.enter_async_context(engines(url, options))
+        address, router = await stack.enter_async_context(penstock_router(url, len(addresses)))
+        direct = [await stack.enter_async_context(GenerateClient(each)) for each, _ in addresses]
+        proxied = await stack.enter_async_context(GenerateClient(address))
+        routed = await stack.enter_async_context(RoutedGenerateClient(address))
+        turns = itertools.count()
+
+        async def call_directly(session: str, latency_s: float) -> None:
+            client = direct[next(turns) % len(direct)]
+            await client.generate(request_of(session, latency_s, num_tokens, prompt), timeout_s=TIMEOUT_S)
+
+        async def stream_directly(session: str, latency_s: float) -> None:
+            client = direct[next(turns) % len(direct)]
+            request = request_of(session, latency_s, num_tokens, prompt)
+            async with contextlib.aclosing(client.stream(request, timeout_s=TIMEOUT_S)) as chunks:
+                async for _ in chunks:
+                    pass
+
+        async def call_proxied(session: str, latency_s: float) -> None:
+            await proxied.generate(request_of(session, latency_s, num_tokens, prompt), timeout_s=TIMEOUT_S)
+
+        async def call_routed(session: str, latency_s: float) -> None:
+            await routed.generate(request_of(session, latency_s, num_tokens, prompt), timeout_s=TIMEOUT_S)
+
+        compared = [
+            Subject(name="direct", call=call_directly, baseline="direct"),
+            Subject(name="direct, streamed", call=stream_directly, baseline="direct, streamed"),
+            Subject(name="penstock, proxied", call=call_proxied, baseline="direct", router=router),
+            Subject(name="penstock, Route", call=call_routed, baseline="direct, streamed", router=router),
+        ]
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+            )
+        )
+
+        async def post(base: str, latency_s: float) -> None:
+            async with http.post(f"{base}/generate", json=http_request(latency_s, num_tokens, prompt)) as response:
+                response.raise_for_status()
+                assert len((await response.json())["output_ids"]) == num_tokens
+
+        async def post_directly(session: str, latency_s: float) -> None:
+            await post(f"http://{addresses[next(turns) % len(addresses)][1]}", latency_s)
+
+        if options.sglang_router is None:
+            sys.stderr.write("sglang-router is left out; name a Python that has it with --sglang-router\n")
+        else:
+            workers = [http_address for _, http_address in addresses]
+            sglang, sglang_process = await stack.enter_async_context(
+                sglang_router(options.sglang_router, workers, http)
+            )
+
+            async def post_proxied(session: str, latency_s: float) -> None:
+                await post(sglang, latency_s)
+
+            compared.append(Subject(name="direct, HTTP", call=post_directly, baseline="direct, HTTP"))
+            compared.append(
+                Subject(name="sglang-router", call=post_proxied, baseline="direct, HTTP", router=sglang_process)
+            )
+        yield compared
+
+
+async def main() -> int:
+    """Return 0 if no call was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sglang-router", type=Path, help="a Python with the wheel sglang-router")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--held", type=int, default=4096, help="calls in flight at once, none of which may be lost")
+    parser.add_argument("--rate", type=float, default=128.0, help="calls per second, about")
+    parser.add_argument("--duration-s", type=float, default=20.0)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    options = parser.parse_args()
+    log.configure(LogConfig(level="error"), service="bench")
+    headings = (
+        "in flight", "engine s", "", "calls/s", "p50 ms", "p99 ms", "p50 added", "p99 added", "CPU ms/call",
+        "calls/s per core", "PSS MiB", "failed",
+    )  # fmt: skip
+    sys.stdout.write(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}\n")
+    num_lost, records = 0, []
+    gc.freeze()
+    async with subjects(options) as compared:
+        for num_in_flight in options.in_flight:
+            latency_s = max(0.02, num_in_flight / options.rate)
+            baselines: dict[str, Result] = {}
+            for subject in compared:
+                result = await measure(
+                    subject, num_in_flight=num_in_flight, latency_s=latency_s, duration_s=options.duration_s
+                )
+                if subject.baseline == subject.name:
+                    baselines[subject.name] = result
+                num_lost += result.num_failed
+                records.append(record(subject, num_in_flight, latency_s, result, baselines[subject.baseline]))
+                sys.stdout.write(f"| {' | '.join(map(str, records[-1].values()))} |\n")
+                sys.stdout.flush()
+        if options.held:
+            sys.stdout.write(f"\n| {options.held} in flight at once | lost | PSS MiB |\n|---|---|---|\n")
+        for subject in compared if options.held else []:
+            lost, pss = await hold(subject, num_in_flight=options.held, latency_s=options.held / options.rate)
+            num_lost += lost
+            sys.stdout.write(f"| {subject.name} | {lost} | {f'{pss:.0f}' if pss else ''} |\n")
+            sys.stdout.flush()
+    if options.json is not None:
+        options.json.write_text(json.dumps(records, indent=2))
+    return 1 if num_lost else 0
+
+
+def record(
+    subject: Subject, num_in_flight: int, latency_s: float, result: Result, baseline: Result
+) -> dict[str, object]:
+    """One row."""
+    rate = num_in_flight / (latency_s + statistics.mean(result.over_ms) / 1e3)
+    cpu_ms = result.cpu_s / result.elapsed_s / rate * 1e3
+    between = subject.router is not None
+    return {
+        "in_flight": num_in_flight,
+        "engine_s": round(latency_s, 3),
+        "subject": subject.name,
+        "rate": round(rate, 1),
+        "p50_ms": round(result.at(0.5), 2),
+        "p99_ms": round(result.at(0.99), 2),
+        "p50_added_ms": round(result.at(0.5) - baseline.at(0.5), 2) if between else "",
+        "p99_added_ms": round(result.at(0.99) - baseline.at(0.99), 2) if between else "",
+        "cpu_ms": round(cpu_ms, 3) if between else "",
+        "rate_per_core": round(1e3 / cpu_ms) if between and cpu_ms else "",
+        "pss_mib": round(result.pss_mib, 1) if between else "",
+        "failed": result.num_failed,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

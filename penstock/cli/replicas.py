@@ -1,0 +1,76 @@
+"""`penstock replicas`: what the router sees of its pool, and draining one replica of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import config as configuration
+from penstock.errors import ConfigError
+from services.recipe import ServiceRecipe
+
+app = typer.Typer(help="List the replicas that the router sees, or drain one.", invoke_without_command=True)
+
+Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML) whose router section has host and port.")]
+Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The router; default: by the recipe.")]
+
+
+@app.callback()
+def list_replicas(
+    context: typer.Context,
+    config: Config = None,
+    address: Address = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """List the replicas that the router sees: role, state, version, load, KV use, calls in flight of the limit."""
+    if context.invoked_subcommand is not None:
+        if config is not None or address or as_json:
+            raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
+        return 0
+    router_address = _router_address(config, address)
+    from penstock.cli import replica_table  # gRPC: not before the arguments are known to be sound
+
+    pool = replica_table.fetch_pool(router_address)
+    if as_json:
+        sys.stdout.write(json.dumps(replica_table.describe_pool(pool), indent=2) + "\n")
+    else:
+        replica_table.print_pool(pool)
+    return 0
+
+
+@app.command()
+def drain(
+    replica_id: Annotated[str, typer.Argument(metavar="ID", help="The replica, as `penstock replicas` names it.")],
+    config: Config = None,
+    address: Address = "",
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", min=0, help="How long requests may take to finish before others go on.")
+    ] = 30.0,
+) -> int:
+    """Let a replica take nothing new, and wait until nothing runs there any more."""
+    router_address = _router_address(config, address)
+    from penstock.cli import replica_table
+
+    drained = replica_table.drain(router_address, replica_id, grace_s=grace_s)
+    sys.stdout.write(
+        f"replica {replica_id} is empty: {drained.num_finished} requests finished, "
+        f"{drained.num_handed_over} handed over; it takes no more until it is started again\n"
+    )
+    return 0
+
+
+def _router_address(config: Path | None, address: str) -> str:
+    if address:
+        if config is not None:
+            raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
+        return address
+    router = configuration.load(ServiceRecipe, config).router
+    if router.port == 0:
+        source = f"recipe {config}" if config is not None else "without a recipe it"
+        raise ConfigError(
+            f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or with --config the live.toml "
+            "in the folder of a run"
+        )
+    return f"{'127.0.0.1' if router.host == '0.0.0.0' else router.host}:{router.port}"

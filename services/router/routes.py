@@ -1,0 +1,65 @@
+"""Places that clients keep for themselves, to talk to a replica without the router between.
+
+Invariant: each ends exactly once, by being given back or by its time.
+"""
+
+import asyncio
+import uuid
+
+import structlog
+
+from penstock.errors import NotReadyError, PenstockError, UnavailableError
+from penstock.v1 import router_pb2
+from services.router.places import Place, UnreachableError
+
+log = structlog.get_logger()
+
+_ERROR_OF_OUTCOME: dict[int, type[PenstockError]] = {
+    router_pb2.ROUTE_OUTCOME_FAILED: UnavailableError,
+    router_pb2.ROUTE_OUTCOME_UNREACHABLE: UnreachableError,
+    router_pb2.ROUTE_OUTCOME_REFUSED: NotReadyError,
+}
+
+
+class Routes:
+    """The places given out."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._places: dict[str, tuple[Place, asyncio.TimerHandle]] = {}
+
+    def open(self, place: Place, *, ttl_s: float) -> str:
+        """Keep the place for `ttl_s`; returns its name."""
+        route_id = uuid.uuid4().hex
+        ending = asyncio.get_running_loop().call_later(ttl_s, self._expire, route_id)
+        self._places[route_id] = place, ending
+        return route_id
+
+    def release(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> bool:
+        """Give the place back; false if that has happened already.
+
+        Args:
+            route_id: Its name.
+            outcome: What came of the call.
+        """
+        kept = self._places.pop(route_id, None)
+        if kept is None:
+            return False
+        place, ending = kept
+        ending.cancel()
+        if outcome == router_pb2.ROUTE_OUTCOME_SUCCEEDED:
+            place.settle(None)
+        elif outcome in _ERROR_OF_OUTCOME:
+            place.settle(_ERROR_OF_OUTCOME[outcome]())
+        place.give_back()
+        return True
+
+    def close(self) -> None:
+        """Give all back."""
+        for route_id in list(self._places):
+            self.release(route_id, router_pb2.ROUTE_OUTCOME_UNSPECIFIED)
+
+    def _expire(self, route_id: str) -> None:
+        place, _ = self._places[route_id]
+        log.warning("route.expired", route=route_id, replica=place.member.candidate.replica_id)
+        self.release(route_id, router_pb2.ROUTE_OUTCOME_UNSPECIFIED)

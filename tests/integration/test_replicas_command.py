@@ -1,0 +1,97 @@
+"""`penstock replicas`, run as a person would, at a real router."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from penstock.bus.connection import Bus
+from services.router.config import RouterConfig
+from services.router.server import routing
+from tests.simulated_engine import SimulatedEngine
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+
+
+async def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(
+        subprocess.run, [PENSTOCK, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+async def test_lists_and_drains_replicas(bus: Bus, tmp_path: Path) -> None:
+    """A table, the same as JSON, by address or recipe; a drained replica is listed as draining."""
+    async with (
+        SimulatedEngine(bus, replica_id="one", policy_version=3, max_running=4).running(),
+        SimulatedEngine(bus, replica_id="two", policy_version=3).running() as two,
+        routing(RouterConfig(), bus) as server,
+    ):
+        await two.update(num_running=2, kv_use=0.25)
+        await asyncio.sleep(0.3)
+        listed = await penstock("replicas", "--address", server.address, "--json")
+        assert listed.returncode == 0, listed.stderr
+        pool = json.loads(listed.stdout)
+        assert (pool["published_version"], pool["num_waiting"]) == (0, 0)
+        first, second = pool["replicas"]
+        assert first == {
+            "replica_id": "one",
+            "address": first["address"],
+            "role": "unified",
+            "state": "ready",
+            "policy_version": 3,
+            "load": 0.0,
+            "kv_use": 0.0,
+            "num_running": 0,
+            "num_queued": 0,
+            "max_running": 4,
+            "num_in_flight": 0,
+            "limit": 4,
+            "breaker": "closed",
+            "routable": True,
+            "reason": "",
+        }
+        assert (second["kv_use"], second["load"]) == (0.25, 0.25)
+
+        host, _, port = server.address.rpartition(":")
+        recipe = tmp_path / "recipe.toml"
+        recipe.write_text(f'[router]\nhost = "{host}"\nport = {port}\n')
+        drained = await penstock("replicas", "drain", "one", "--config", recipe, "--grace-s", "1")
+        assert drained.returncode == 0, drained.stderr
+        assert drained.stdout.startswith("replica one is empty: 0 requests finished, 0 handed over")
+        table = await penstock("replicas", "--config", recipe)
+        assert table.returncode == 0, table.stderr
+        row = next(line for line in table.stdout.splitlines() if line.startswith("one "))
+        assert "no: draining" in row
+        row = next(line for line in table.stdout.splitlines() if line.startswith("two "))
+        assert "25%" in row
+        assert "yes" in row
+
+
+async def test_says_which_replicas_there_are(bus: Bus) -> None:
+    """A mistyped id is one line with those that exist."""
+    async with SimulatedEngine(bus, replica_id="one").running(), routing(RouterConfig(), bus) as server:
+        failed = await penstock("replicas", "drain", "oen", "--address", server.address)
+        assert failed.returncode != 0
+        [line] = failed.stderr.splitlines()
+        assert "'oen' is no replica that holds a lease; there are: one" in line
+
+
+async def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    """No address, two of them, options before the command's name, nobody there."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[router]\nport = 5\n")
+    for arguments, words in (
+        ((), "--address"),
+        (("--address", "127.0.0.1:1", "--config", str(recipe)), "leave out one"),
+        (("--json", "drain", "x"), "come after its name"),
+        (("drain",), "ID"),
+    ):
+        failed = await penstock("replicas", *arguments)
+        assert failed.returncode == 2, failed
+        [line] = failed.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert words in line
+    failed = await penstock("replicas", "--address", "127.0.0.1:1")
+    assert failed.returncode == 1
+    assert "router at 127.0.0.1:1" in failed.stderr

@@ -1,0 +1,294 @@
+"""Clients that are given a replica by the router and then talk to it themselves."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.clients import RouterClient
+from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, UnavailableError
+from penstock.routed import RoutedGenerateClient
+from penstock.rpc.channel import connect as connect_channel
+from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
+from services.router.config import RouterConfig
+from services.router.server import routing
+from tests.engine_processes import engine_process
+from tests.simulated_engine import FIRST_ID, SimulatedEngine
+from tests.waiting import until
+
+OPEN = router_pb2.BREAKER_STATE_OPEN
+
+
+@contextlib.asynccontextmanager
+async def routed(bus: Bus, **settings) -> AsyncIterator[tuple[RoutedGenerateClient, RouterClient]]:
+    """A client at a router, and another that tells what the router sees."""
+    config = RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings))
+    async with (
+        routing(config, bus) as server,
+        RouterClient(server.address) as router,
+        RoutedGenerateClient(server.address) as client,
+    ):
+        yield client, router
+
+
+def request(num_tokens: int = 8, *, session: str = "s", **fields) -> generate_pb2.GenerateRequest:
+    sampling = generate_pb2.SamplingParams(max_new_tokens=num_tokens)
+    return generate_pb2.GenerateRequest(
+        request_id="r", session_id=session, input_ids=[5, 6], sampling=sampling, **fields
+    )
+
+
+async def num_in_flight(router: RouterClient) -> int:
+    return sum(each.num_in_flight for each in (await router.list_replicas()).replicas)
+
+
+async def until_idle(router: RouterClient) -> None:
+    async with asyncio.timeout(5.0):
+        while await num_in_flight(router):
+            await asyncio.sleep(0.02)
+
+
+async def until_routable(router: RouterClient, count: int) -> None:
+    async with asyncio.timeout(5.0):
+        while sum(each.routable for each in (await router.list_replicas()).replicas) != count:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -> None:
+    """As through the router: sessions stay, spread, and count as in flight until the place is given back."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{n}", token_s=0.02).running())
+            for n in range(2)
+        ]
+        client, router = await stack.enter_async_context(routed(bus))
+        await until_routable(router, 2)
+        playing = [asyncio.create_task(client.generate(request(session=f"s{n}"), timeout_s=10.0)) for n in range(6)]
+        await until(lambda: sum(engine.num_running for engine in engines) == 6, timeout_s=5.0)
+        assert [each.num_in_flight for each in (await router.list_replicas()).replicas] == [3, 3]
+        first = [answer.replica_id for answer in await asyncio.gather(*playing)]
+        await until_idle(router)
+        again = [(await client.generate(request(session=f"s{n}"), timeout_s=10.0)).replica_id for n in range(6)]
+        assert again == first
+        assert [engine.num_streams for engine in engines] == [6, 6]
+
+
+async def test_a_stream_gives_each_token_as_it_comes(bus: Bus) -> None:
+    """One chunk per token, and what is left early is given back and cancelled in the engine."""
+    async with SimulatedEngine(bus, token_s=0.01).running() as engine, routed(bus) as (client, router):
+        chunks = [chunk async for chunk in client.stream(request(4), timeout_s=5.0)]
+        assert [list(chunk.output_ids) for chunk in chunks] == [[FIRST_ID + n] for n in range(4)]
+        assert chunks[-1].finish_reason == generate_pb2.FINISH_REASON_LENGTH
+        async with contextlib.aclosing(client.stream(request(1000), timeout_s=60.0)) as leaving:
+            await anext(leaving)
+        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until_idle(router)
+
+
+async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(bus: Bus, run_name: str) -> None:
+    """kill -9 in mid-stream: the caller gets the answer of an unbroken turn, and no token was produced twice."""
+    async with (
+        engine_process(bus, run_name, "a-victim", token_s=0.02) as victim,
+        routed(bus) as (client, router),
+    ):
+        await until_routable(router, 1)
+        parts: list[generate_pb2.GenerateChunk] = []
+
+        async def play() -> None:
+            async for chunk in client.stream(request(60), timeout_s=30.0):
+                parts.append(chunk)
+
+        playing = asyncio.create_task(play())
+        await until(lambda: len(parts) >= 5, timeout_s=10.0)
+        async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
+            await until_routable(router, 2)
+            victim.send_signal(signal.SIGKILL)
+            await asyncio.wait_for(playing, 15.0)
+            assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 60))
+            assert parts[-1].usage == generate_pb2.Usage(num_prompt_tokens=2, num_output_tokens=60)
+            assert {part.replica_id for part in parts} == {"a-victim", "b-heir"}
+            [rest] = heir.requests
+            assert 5 <= len(rest.input_ids) - 2 < 60
+            assert rest.request_id == "r#1"
+            await until_idle(router)
+
+
+async def test_the_router_hears_what_became_of_a_place(bus: Bus) -> None:
+    """Failures open the breaker, though the router saw none of them."""
+    async with (
+        SimulatedEngine(bus, replica_id="a-bad", error=UnavailableError("crashed")).running(),
+        SimulatedEngine(bus, replica_id="b-good", delay_s=0.05).running() as good,
+        routed(bus, policy="round_robin") as (client, router),
+    ):
+        await until_routable(router, 2)
+        for n in range(6):
+            assert (await client.generate(request(session=f"s{n}"), timeout_s=10.0)).replica_id == "b-good"
+        assert (await router.list_replicas()).replicas[0].breaker == OPEN
+        assert good.num_answered == 6
+
+
+async def test_replicas_that_cannot_be_reached_cost_no_try(bus: Bus) -> None:
+    """Leases of dead engines, more of them than tries."""
+    async with contextlib.AsyncExitStack() as stack:
+        for n in range(5):
+            dead = await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"a{n}").running())
+            await dead.stop_serving()
+        await stack.enter_async_context(SimulatedEngine(bus, replica_id="b").running())
+        client, router = await stack.enter_async_context(routed(bus, policy="round_robin"))
+        await until_routable(router, 6)
+        assert (await client.generate(request(), timeout_s=20.0)).replica_id == "b"
+
+
+async def test_a_full_replica_is_left_alone_for_a_moment(bus: Bus) -> None:
+    """RESOURCE_EXHAUSTED sends the turn to another; with no other it is tried again until there is a place."""
+    async with SimulatedEngine(bus, error=OverloadedError("full")).running() as engine, routed(bus) as (client, router):
+        playing = asyncio.create_task(client.generate(request(), timeout_s=10.0))
+        await until(lambda: engine.num_calls >= 2, timeout_s=5.0)
+        engine.error = None
+        assert (await playing).replica_id == engine.replica_id
+        assert engine.num_calls < 20
+        await until_idle(router)
+
+
+async def test_what_can_never_succeed_is_not_tried_again(bus: Bus) -> None:
+    """INVALID_ARGUMENT is the caller's, and says nothing against the replica."""
+    error = InvalidRequestError("id 9 is too large")
+    async with SimulatedEngine(bus, error=error).running() as engine, routed(bus) as (client, router):
+        for _ in range(4):
+            with pytest.raises(InvalidRequestError, match="id 9 is too large"):
+                await client.generate(request(), timeout_s=5.0)
+        assert engine.num_calls == 4
+        await until_idle(router)
+        assert (await router.list_replicas()).replicas[0].routable
+
+
+async def test_a_turn_that_breaks_replicas_is_given_up(bus: Bus) -> None:
+    """After three in a row that delivered nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(
+                SimulatedEngine(bus, replica_id=f"r{n}", error=UnavailableError("crashed")).running()
+            )
+            for n in range(5)
+        ]
+        client, router = await stack.enter_async_context(routed(bus))
+        await until_routable(router, 5)
+        with pytest.raises(UnavailableError, match="given up after 3 replicas failed"):
+            await client.generate(request(), timeout_s=5.0)
+        assert sum(engine.num_calls for engine in engines) == 3
+
+
+async def test_a_retry_goes_on_from_what_was_delivered(bus: Bus) -> None:
+    """With retry_until, also when nobody was there for a while."""
+    async with routed(bus, wait_for_replica_s=0.2) as (client, router):
+        async with SimulatedEngine(bus, replica_id="first", fail_after=3).running() as first:
+            await until_routable(router, 1)
+            playing = asyncio.create_task(
+                client.generate(request(10), timeout_s=20.0, retry_until=time.monotonic() + 20.0)
+            )
+            await until(lambda: first.num_calls >= 1, timeout_s=5.0)
+        async with SimulatedEngine(bus, replica_id="second").running():
+            answer = await playing
+    assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 10))
+    assert answer.usage.num_output_tokens == 10
+
+
+async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(bus: Bus) -> None:
+    """RESOURCE_EXHAUSTED after tokens: the next replica goes on from them."""
+    error = OverloadedError("calm down")
+    async with SimulatedEngine(bus, fail_after=3, fail_with=error).running(), routed(bus) as (client, router):
+        chunks = [chunk async for chunk in client.stream(request(5), timeout_s=10.0)]
+        assert [token for chunk in chunks for token in chunk.output_ids] == list(range(FIRST_ID, FIRST_ID + 5))
+        await until_idle(router)
+
+
+async def test_a_replica_that_delivered_tokens_is_well(bus: Bus) -> None:
+    """A probe whose caller leaves with the last chunk, or before, closes the breaker."""
+    async with (
+        SimulatedEngine(bus, error=UnavailableError("crashed")).running() as engine,
+        routed(bus, breaker={"failures": 1, "open_s": 0.1}) as (client, router),
+    ):
+        await until_routable(router, 1)
+        for leave_at in (1, 4):
+            engine.error = UnavailableError("crashed")
+            with pytest.raises(UnavailableError):
+                await client.generate(request(), timeout_s=5.0)
+            assert (await router.list_replicas()).replicas[0].breaker == OPEN
+            engine.error = None
+            async with contextlib.aclosing(client.stream(request(4), timeout_s=5.0)) as chunks:
+                for _ in range(leave_at):
+                    await anext(chunks)
+            await until_idle(router)
+            assert (await router.list_replicas()).replicas[0].breaker == router_pb2.BREAKER_STATE_CLOSED
+
+
+async def test_a_turn_that_is_cancelled_leaves_no_place_behind(bus: Bus) -> None:
+    """Whenever that is: while it asks for a place, as the answer comes, and later."""
+    async with SimulatedEngine(bus, max_running=1000).running(), routed(bus) as (client, router):
+        await until_routable(router, 1)
+        await client.generate(request(), timeout_s=5.0)
+        for number in range(200):
+            playing = asyncio.create_task(client.generate(request(), timeout_s=60.0))
+            await asyncio.sleep(0.00002 * number)
+            playing.cancel()
+        await until_idle(router)
+
+
+async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
+    """Asking, playing and going on elsewhere share one deadline, and the place is given back."""
+    async with SimulatedEngine(bus, delay_s=30.0).running() as engine, routed(bus) as (client, router):
+        with pytest.raises(DeadlineError):
+            await client.generate(request(), timeout_s=0.7)
+        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until_idle(router)
+
+
+async def test_a_place_that_is_never_given_back_ends_by_its_time(bus: Bus) -> None:
+    """A client that died does not hold a place for ever; a late release is told so. Longer than allowed is cut."""
+    async with (
+        SimulatedEngine(bus, max_running=1).running(),
+        routing(RouterConfig(route_ttl_s=1.5), bus) as server,
+        connect_channel(server.address) as channel,
+        RouterClient(server.address) as router,
+    ):
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        await until_routable(router, 1)
+        route = await stub.Route(router_pb2.RouteRequest(ttl_s=0.5), timeout=5.0)
+        assert route.ttl_s == 0.5
+        assert await num_in_flight(router) == 1
+        started = time.monotonic()
+        second = await stub.Route(router_pb2.RouteRequest(ttl_s=1e6), timeout=5.0)
+        assert time.monotonic() - started >= 0.3
+        assert second.ttl_s == 1.5
+        late = await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=5.0)
+        assert not late.was_kept
+        assert await num_in_flight(router) == 1
+        kept = await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=second.route_id), timeout=5.0)
+        assert kept.was_kept
+        assert await num_in_flight(router) == 0
+
+
+async def test_a_drained_replicas_sessions_go_on_elsewhere(bus: Bus) -> None:
+    """Drained through the router, with no grace: turns that run go on with the other from their tokens."""
+    async with contextlib.AsyncExitStack() as stack:
+        leaving = await stack.enter_async_context(SimulatedEngine(bus, replica_id="leaving", token_s=0.02).running())
+        client, router = await stack.enter_async_context(routed(bus))
+        await until_routable(router, 1)
+        playing = [asyncio.create_task(client.generate(request(50, session=f"s{n}"), timeout_s=30.0)) for n in range(4)]
+        await until(lambda: leaving.num_running == 4, timeout_s=5.0)
+        staying = await stack.enter_async_context(SimulatedEngine(bus, replica_id="staying").running())
+        await until_routable(router, 2)
+        drained = await router.drain_replica("leaving", grace_s=0.3, timeout_s=10.0)
+        assert drained == router_pb2.RouterServiceDrainReplicaResponse(num_handed_over=4)
+        for answer in await asyncio.gather(*playing):
+            assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 50))
+            assert answer.replica_id == "staying"
+        assert all(len(rest.input_ids) > 2 for rest in staying.requests)
+        states = {each.replica.replica_id: each.replica.state for each in (await router.list_replicas()).replicas}
+        assert states["leaving"] == common_pb2.REPLICA_STATE_DRAINING
+        with pytest.raises(InvalidRequestError, match=r"'nobody' is no replica.* leaving, staying"):
+            await router.drain_replica("nobody", grace_s=0.0, timeout_s=5.0)

@@ -1,0 +1,75 @@
+"""A router over simulated engines, and what a worker is to it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from penstock.bus.connection import Bus
+from penstock.rpc.channel import connect
+from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
+from services.router.config import RouterConfig
+from services.router.server import routing
+from tests.simulated_engine import SimulatedEngine
+
+
+class Caller:
+    """Calls a router."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._generate = generate_pb2_grpc.GenerateServiceStub(channel)
+        self.router = router_pb2_grpc.RouterServiceStub(channel)
+
+    def generate(self, session: str = "", *, num_tokens: int = 4, version: int = 0, timeout_s: float = 10.0, **fields):
+        """A unary call."""
+        return self._generate.Generate(_request(session, num_tokens, version, fields), timeout=timeout_s)
+
+    def stream(self, session: str = "", *, num_tokens: int = 4, version: int = 0, timeout_s: float = 10.0, **fields):
+        """A streaming one."""
+        return self._generate.GenerateStream(_request(session, num_tokens, version, fields), timeout=timeout_s)
+
+    async def replicas(self) -> router_pb2.ListReplicasResponse:
+        """The pool as the router sees it."""
+        return await self.router.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+
+    async def until(self, condition: Callable[[router_pb2.ListReplicasResponse], bool], within_s: float = 5.0) -> float:
+        """Wait until the router sees the pool so; return how long it took."""
+        started = time.monotonic()
+        while not condition(pool := await self.replicas()):
+            assert time.monotonic() - started < within_s, pool
+            await asyncio.sleep(0.02)
+        return time.monotonic() - started
+
+    async def until_routable(self, count: int) -> None:
+        """Wait until so many replicas may be given calls."""
+        await self.until(lambda pool: sum(each.routable for each in pool.replicas) == count)
+
+
+def _request(session: str, num_tokens: int, version: int, fields: dict) -> generate_pb2.GenerateRequest:
+    fields = {"sampling": generate_pb2.SamplingParams(max_new_tokens=num_tokens)} | fields
+    return generate_pb2.GenerateRequest(session_id=session, min_policy_version=version, **fields)
+
+
+@contextlib.asynccontextmanager
+async def router(bus: Bus, **settings) -> AsyncIterator[Caller]:
+    """A router that waits a second at most, unless told otherwise."""
+    config = RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings))
+    async with routing(config, bus) as server, connect(server.address) as channel:
+        yield Caller(channel)
+
+
+@contextlib.asynccontextmanager
+async def pool(
+    bus: Bus, count: int, *, engine: dict | None = None, **settings
+) -> AsyncIterator[tuple[Caller, list[SimulatedEngine]]]:
+    """A router and `count` engines r0, r1, ... that it knows."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{index}", **(engine or {})).running())
+            for index in range(count)
+        ]
+        caller = await stack.enter_async_context(router(bus, **settings))
+        await caller.until_routable(count)
+        yield caller, engines
