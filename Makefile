@@ -19,10 +19,10 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check test check demo bench lock clean
+.PHONY: help setup fmt lint type proto proto-check test check demo bench bench-push bench-reward bench-reward-soak lock clean
 
 help: ## Show the targets.
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
 
 setup: $(INSTALLED) $(COMPILED) ## Make .venv with all that the services, the tests and the tools need.
 
@@ -67,6 +67,18 @@ demo: setup ## Train a tiny vision-language model from start to end, in about te
 
 bench: setup ## Run the benchmarks.
 	@shopt -s nullglob; for script in bench/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+bench-reward: setup ## Measure the reward service beside other verifiers; ARGS="--only accuracy" picks.
+	@$(BIN)/python bench/bench_reward.py $(ARGS)
+
+bench-reward-soak: setup ## Send the reward service a day's worth of items, in about half an hour on two cores.
+	@$(BIN)/python bench/bench_reward.py --soak $(ARGS)
+
+bench-push: setup ## Measure weight pushes beside a raw broadcast of the same bytes; ARGS="--gb 2" picks.
+	@$(BIN)/python -W ignore bench/bench_push.py $(ARGS)
+
+bench-router: setup ## Measure what the router adds; ARGS="--sglang-router /path/to/python" compares.
+	@$(BIN)/python bench/bench_router.py $(ARGS)
 
 lock: .uv/bin/uv ## Resolve the dependencies anew.
 	$(UV) pip compile --quiet --all-extras --no-emit-index-url --no-header --annotation-style line \

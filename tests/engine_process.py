@@ -87,11 +87,19 @@ class Push:
     """The trainer's side of one push, stage by stage."""
 
     def __init__(
-        self, engine: EngineProcess, weights: Mapping[str, torch.Tensor], version: int, *, bucket_bytes: int = 1 << 20
+        self,
+        engine: EngineProcess,
+        weights: Mapping[str, torch.Tensor],
+        version: int,
+        *,
+        bucket_bytes: int = 1 << 20,
+        mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_RETRACT,
+        drain_s: float = 0.0,
     ) -> None:
         self.engine = engine
         self.weights = weights
         self.version = version
+        self.mode, self.drain_s = mode, drain_s
         self.push_id = f"push-{version}-{os.urandom(4).hex()}"
         self.manifest = Manifest.plan(weights.items(), max_bucket_bytes=bucket_bytes)
 
@@ -137,7 +145,8 @@ class Push:
 
     async def pause(self) -> None:
         """Stop generation."""
-        await self.engine.control.PauseGeneration(rollout_pb2.PauseGenerationRequest(push_id=self.push_id), timeout=60)
+        request = rollout_pb2.PauseGenerationRequest(push_id=self.push_id, mode=self.mode, drain_s=self.drain_s)
+        await self.engine.control.PauseGeneration(request, timeout=60 + self.drain_s)
 
     async def transfer(self) -> None:
         """Send all buckets."""
@@ -183,5 +192,4 @@ class Push:
         return WeightGroup.listen(host="127.0.0.1", name=f"group-{self.push_id}", world_size=2, backend="gloo")
 
     def _broadcast(self) -> None:
-        for bucket in self.manifest.buckets:
-            self.group.broadcast(pack(bucket, self.weights), timeout_s=30)
+        self.group.broadcast((pack(bucket, self.weights) for bucket in self.manifest.buckets), timeout_s=30)

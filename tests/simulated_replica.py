@@ -10,11 +10,12 @@ import multiprocessing
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,11 +30,13 @@ from penstock.config import BusConfig, LogConfig
 from penstock.errors import NotReadyError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
-from penstock.weights.digest import tensor_digest
-from penstock.weights.manifest import TensorSpec, unpack
+from penstock.weights.delta import apply_deltas
+from penstock.weights.digest import tensor_digests
+from penstock.weights.manifest import Manifest
 from services.rollout.engine.servicers import RolloutServicer
 from services.rollout.engine.sglang_variables import HeldParameter
-from services.rollout.engine.weights import WeightReceiver
+from services.rollout.engine.weight_reception import read_into, receive_into
+from services.rollout.engine.weights import Source, WeightReceiver
 
 Action = Literal["refuse", "die", "hang", "corrupt"]
 """refuse: answer with an error. die: kill -9. hang: never answer. corrupt: change one value, and go on."""
@@ -72,6 +75,8 @@ class Report:
     """Groups joined so far."""
     num_paused: int
     num_resumed: int
+    loads: list[str]
+    """Where each push that was received came from: group, snapshot or delta."""
     serving_digests: list[dict[str, int]]
     """What it held each time it began to serve again."""
 
@@ -89,6 +94,8 @@ class _Options:
     group_timeout_s: float
     reported_id: str
     port: int
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    audits: bool
 
 
 @dataclass(slots=True)
@@ -119,13 +126,15 @@ class _Faults:
 class MemorySink:
     """Implements `weights.WeightSink` with tensors in memory."""
 
-    def __init__(self, faults: _Faults, group_timeout_s: float) -> None:
-        self.tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in SHAPES.items()}
+    def __init__(self, options: _Options, faults: _Faults) -> None:
+        self.tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in options.shapes.items()}
         self.groups: list[str] = []
+        self.loads: list[str] = []
         self.num_paused = 0
         self.serving_digests: list[dict[str, int]] = []
         self._faults = faults
-        self._timeout = datetime.timedelta(seconds=group_timeout_s)
+        self._timeout = datetime.timedelta(seconds=options.group_timeout_s)
+        self._audits = options.audits
         self._thread = ThreadPoolExecutor(1)
         self._group: Any = None
 
@@ -155,11 +164,11 @@ class MemorySink:
                 dist.destroy_process_group(self._group)
             self._group = None
 
-    async def pause(self) -> None:
+    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
         self.num_paused += 1
 
     async def resume(self) -> None:
-        self.serving_digests.append(self.digests())
+        self.serving_digests.append(self.digests() if self._audits else {})
 
     async def begin(self) -> None: ...
     async def end(self) -> None: ...
@@ -167,22 +176,25 @@ class MemorySink:
     async def set_version(self, version: int) -> None: ...
     def fail_running(self, reason: str) -> None: ...
 
-    async def take_bucket(self, bucket: Sequence[TensorSpec], *, group_name: str) -> None:
-        await self._run(lambda: self._receive(bucket))
-        await self._faults.strike("bucket")
-
-    def _receive(self, bucket: Sequence[TensorSpec]) -> None:
-        data = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self._group)
-        for name, tensor in unpack(bucket, data).items():
-            self.tensors[name].copy_(tensor)
+    async def take(self, manifest: Manifest, source: Source) -> None:
+        self.loads.append("delta" if source.is_delta else "snapshot" if source.folder else "group")
+        if source.is_delta:
+            await self._run(lambda: apply_deltas(self.tensors, Path(source.folder)))
+            return
+        if source.folder:
+            await self._run(lambda: read_into(self.tensors, Path(source.folder)))
+            return
+        # In two parts, so that something can happen between them.
+        for buckets in (manifest.buckets[:1], manifest.buckets[1:]):
+            await self._run(lambda: receive_into(self.tensors, buckets, self._group, device=torch.device("cpu")))  # noqa: B023
+            await self._faults.strike("bucket")
 
     def corrupt(self) -> None:
         """Change the last bit of one value."""
         self.tensors["norm.weight"].view(torch.int16)[3] ^= 1
 
     async def parameters(self) -> dict[str, HeldParameter]:
-        digests = self.digests()
+        digests = await asyncio.get_running_loop().run_in_executor(self._thread, self.digests)
         return {
             name: HeldParameter(digest=digests[name], dtype=str(tensor.dtype).removeprefix("torch."),
                 shape=tuple(tensor.shape))
@@ -191,7 +203,7 @@ class MemorySink:
 
     def digests(self) -> dict[str, int]:
         """Name to digest, now."""
-        return {name: tensor_digest(tensor) for name, tensor in self.tensors.items()}
+        return tensor_digests(self.tensors.items())
 
     async def _run(self, work: Callable[[], None]) -> None:
         if message := await asyncio.get_running_loop().run_in_executor(self._thread, _message_of, work):
@@ -202,7 +214,7 @@ def _message_of(work: Callable[[], None]) -> str:
     """What went wrong, as SGLang answers it: as text, so that no traceback keeps a group alive."""
     try:
         work()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
     return ""
 
@@ -254,14 +266,14 @@ for _name in ("GetReplica", "PrepareWeights", "PauseGeneration", "ReceiveWeights
 async def _main(options: _Options, control: Connection) -> None:
     log.configure(LogConfig(level="error"), service=options.replica_id)
     faults = _Faults(dict(options.faults))
-    sink = MemorySink(faults, options.group_timeout_s)
+    sink = MemorySink(options, faults)
     changed = asyncio.Event()
     receiver = WeightReceiver(
         sink, prepare_deadline_s=options.group_timeout_s, push_deadline_s=60.0, on_change=changed.set
     )
     await receiver.open()
     view = _View(options, receiver)
-    servicer = _FaultyServicer(receiver, view)  # type: ignore[arg-type]
+    servicer = _FaultyServicer(receiver, view, None)  # type: ignore[arg-type]  # it has no calls to drain
     servicer.calls, servicer.faults, servicer.sink = [], faults, sink  # type: ignore[attr-defined]
     server = RpcServer(host="127.0.0.1", port=options.port)
     server.add(
@@ -289,6 +301,7 @@ async def _main(options: _Options, control: Connection) -> None:
                 digests=sink.digests(),
                 calls=list(servicer.calls),
                 groups=list(sink.groups),
+                loads=list(sink.loads),
                 num_paused=sink.num_paused,
                 num_resumed=len(sink.serving_digests),
                 serving_digests=list(sink.serving_digests),
@@ -358,16 +371,21 @@ async def simulated_replica(
     group_timeout_s: float = 20.0,
     reported_id: str = "",
     port: int = 0,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = SHAPES,
+    audits: bool = True,
     **faults: Fault,
 ) -> AsyncIterator[SimulatedReplica]:
-    """Run a replica during the context; `state` is what it claims to be in, `reported_id` what it calls itself."""
+    """Run a replica during the context; `state` is what it claims to be in, `reported_id` what it calls itself.
+
+    With `audits` it notes the digests of what it holds whenever it begins to serve, which reads every byte.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once for all
     mine, its = context.Pipe()
     options = _Options(
         url=bus.config.url, run=bus.prompts.name.removesuffix("_PROMPTS"), lease_ttl_s=bus.config.lease_ttl_s,
         replica_id=replica_id or f"engine-{uuid.uuid4().hex[:8]}", state=state, faults=dict(faults),
-        group_timeout_s=group_timeout_s, reported_id=reported_id, port=port,
+        group_timeout_s=group_timeout_s, reported_id=reported_id, port=port, shapes=shapes, audits=audits,
     )  # fmt: skip
     process = context.Process(target=_process, args=(options, its), daemon=True)
     process.start()

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,40 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PauseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """The same as PAUSE_MODE_RETRACT."""
+    PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 1
+    """They wait; what was computed of them is forgotten and computed anew with the new weights."""
+    PAUSE_MODE_IN_PLACE: _PauseMode.ValueType  # 2
+    """They wait, keep what was computed of them, and go on from there with the new weights. A prompt that is half computed
+    is computed anew.
+    """
+    PAUSE_MODE_DRAIN: _PauseMode.ValueType  # 3
+    """They finish first, while new ones wait. Those that have not finished after drain_s are retracted."""
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
+    """What becomes of requests that run when weights change. Whatever was computed from older weights is never used for a
+    request that begins under newer ones.
+    """
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""The same as PAUSE_MODE_RETRACT."""
+PAUSE_MODE_RETRACT: PauseMode.ValueType  # 1
+"""They wait; what was computed of them is forgotten and computed anew with the new weights."""
+PAUSE_MODE_IN_PLACE: PauseMode.ValueType  # 2
+"""They wait, keep what was computed of them, and go on from there with the new weights. A prompt that is half computed
+is computed anew.
+"""
+PAUSE_MODE_DRAIN: PauseMode.ValueType  # 3
+"""They finish first, while new ones wait. Those that have not finished after drain_s are retracted."""
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
 class GetReplicaRequest(_message.Message):
@@ -183,6 +218,32 @@ class WeightManifest(_message.Message):
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
+class WeightSnapshot(_message.Message):
+    """The weights of one version as files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """Folder with the file model.safetensors; the replica must see it under this path."""
+    base_version: _builtins.int
+    """The version that the replica holds and against which the folder's delta.safetensors is to be taken; 0: take all."""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+        base_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "folder", b"folder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightSnapshot: _TypeAlias = WeightSnapshot  # noqa: Y015
+
+@_typing.final
 class PrepareWeightsRequest(_message.Message):
     """Announces a push."""
 
@@ -192,17 +253,22 @@ class PrepareWeightsRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Unique name of the push."""
     policy_version: _builtins.int
     """The policy version that it publishes."""
     @_builtins.property
     def group(self) -> Global___WeightGroup:
-        """The group over which the buckets come."""
+        """The group over which the buckets come; absent when they come from a snapshot."""
 
     @_builtins.property
     def manifest(self) -> Global___WeightManifest:
         """What will come."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___WeightSnapshot:
+        """The snapshot from which the buckets come; absent when they come over a group."""
 
     def __init__(
         self,
@@ -211,10 +277,11 @@ class PrepareWeightsRequest(_message.Message):
         policy_version: _builtins.int = ...,
         group: Global___WeightGroup | None = ...,
         manifest: Global___WeightManifest | None = ...,
+        snapshot: Global___WeightSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,7 +289,7 @@ Global___PrepareWeightsRequest: _TypeAlias = PrepareWeightsRequest  # noqa: Y015
 
 @_typing.final
 class PrepareWeightsResponse(_message.Message):
-    """The group has formed."""
+    """The replica is ready to receive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -244,16 +311,24 @@ class PauseGenerationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """The push that it is for."""
+    mode: Global___PauseMode.ValueType
+    """What becomes of running requests."""
+    drain_s: _builtins.float
+    """With PAUSE_MODE_DRAIN, how long they may take to finish, in seconds. It does not count for the push's deadline."""
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        drain_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_s", b"drain_s", "mode", b"mode", "push_id", b"push_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,3 +590,51 @@ class AbortWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortWeightsResponse: _TypeAlias = AbortWeightsResponse  # noqa: Y015
+
+@_typing.final
+class DrainReplicaRequest(_message.Message):
+    """Drains the replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    grace_s: _builtins.float
+    """How long running requests may take to finish, in seconds; 0 hands them over at once."""
+    def __init__(
+        self,
+        *,
+        grace_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReplicaRequest: _TypeAlias = DrainReplicaRequest  # noqa: Y015
+
+@_typing.final
+class DrainReplicaResponse(_message.Message):
+    """The replica is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_HANDED_OVER_FIELD_NUMBER: _builtins.int
+    num_finished: _builtins.int
+    """Requests that finished by themselves."""
+    num_handed_over: _builtins.int
+    """Requests that were handed over."""
+    def __init__(
+        self,
+        *,
+        num_finished: _builtins.int = ...,
+        num_handed_over: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_finished", b"num_finished", "num_handed_over", b"num_handed_over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReplicaResponse: _TypeAlias = DrainReplicaResponse  # noqa: Y015

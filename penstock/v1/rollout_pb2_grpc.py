@@ -77,6 +77,11 @@ class RolloutServiceStub:
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.AbortWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_rollout__pb2.AbortWeightsResponse.FromString,
                 _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/penstock.v1.RolloutService/DrainReplica',
+                request_serializer=penstock_dot_v1_dot_rollout__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_rollout__pb2.DrainReplicaResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -93,22 +98,23 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareWeights(self, request, context):
-        """PrepareWeights announces a push and joins its torch.distributed group (kept from push to push of one epoch). It
-        returns when the group has formed. Generation goes on.
+        """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
+        joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
+        the engine cannot read it. Generation goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseGeneration(self, request, context):
-        """PauseGeneration stops generation at a token boundary; running requests wait inside the engine.
+        """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """ReceiveWeights takes every bucket of the manifest from the group's rank 0, loads it, and flushes all caches.
+        """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +144,15 @@ class RolloutServiceServicer:
     def AbortWeights(self, request, context):
         """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
         running requests fail with UNAVAILABLE so that others can play them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainReplica(self, request, context):
+        """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
+        is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
+        stays until it is told to stop. Of several calls the shortest grace counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +200,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AbortWeights,
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.AbortWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_rollout__pb2.AbortWeightsResponse.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=penstock_dot_v1_dot_rollout__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_rollout__pb2.DrainReplicaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,6 +426,33 @@ class RolloutService:
             '/penstock.v1.RolloutService/AbortWeights',
             penstock_dot_v1_dot_rollout__pb2.AbortWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_rollout__pb2.AbortWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RolloutService/DrainReplica',
+            penstock_dot_v1_dot_rollout__pb2.DrainReplicaRequest.SerializeToString,
+            penstock_dot_v1_dot_rollout__pb2.DrainReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,13 +39,14 @@ class RolloutServiceStub:
     GetReplica: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetReplicaRequest, _rollout_pb2.GetReplicaResponse]
     """GetReplica tells what the engine's lease tells."""
     PrepareWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]
-    """PrepareWeights announces a push and joins its torch.distributed group (kept from push to push of one epoch). It
-    returns when the group has formed. Generation goes on.
+    """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
+    joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
+    the engine cannot read it. Generation goes on.
     """
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
-    """PauseGeneration stops generation at a token boundary; running requests wait inside the engine."""
+    """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
-    """ReceiveWeights takes every bucket of the manifest from the group's rank 0, loads it, and flushes all caches."""
+    """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it."""
     VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
@@ -55,6 +56,11 @@ class RolloutServiceStub:
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]
     """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
     running requests fail with UNAVAILABLE so that others can play them.
+    """
+    DrainReplica: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainReplicaRequest, _rollout_pb2.DrainReplicaResponse]
+    """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
+    is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
+    stays until it is told to stop. Of several calls the shortest grace counts.
     """
 
 @_typing.type_check_only
@@ -68,13 +74,14 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     GetReplica: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetReplicaRequest, _rollout_pb2.GetReplicaResponse]  # type: ignore[assignment]
     """GetReplica tells what the engine's lease tells."""
     PrepareWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
-    """PrepareWeights announces a push and joins its torch.distributed group (kept from push to push of one epoch). It
-    returns when the group has formed. Generation goes on.
+    """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
+    joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
+    the engine cannot read it. Generation goes on.
     """
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
-    """PauseGeneration stops generation at a token boundary; running requests wait inside the engine."""
+    """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
-    """ReceiveWeights takes every bucket of the manifest from the group's rank 0, loads it, and flushes all caches."""
+    """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it."""
     VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
@@ -84,6 +91,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     AbortWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
     running requests fail with UNAVAILABLE so that others can play them.
+    """
+    DrainReplica: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainReplicaRequest, _rollout_pb2.DrainReplicaResponse]  # type: ignore[assignment]
+    """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
+    is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
+    stays until it is told to stop. Of several calls the shortest grace counts.
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -106,8 +118,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.PrepareWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.PrepareWeightsResponse, _abc.Awaitable[_rollout_pb2.PrepareWeightsResponse]]:
-        """PrepareWeights announces a push and joins its torch.distributed group (kept from push to push of one epoch). It
-        returns when the group has formed. Generation goes on.
+        """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
+        joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
+        the engine cannot read it. Generation goes on.
         """
 
     @_abc_1.abstractmethod
@@ -116,7 +129,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.PauseGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.PauseGenerationResponse, _abc.Awaitable[_rollout_pb2.PauseGenerationResponse]]:
-        """PauseGeneration stops generation at a token boundary; running requests wait inside the engine."""
+        """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -124,7 +137,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ReceiveWeightsResponse, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]]:
-        """ReceiveWeights takes every bucket of the manifest from the group's rank 0, loads it, and flushes all caches."""
+        """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it."""
 
     @_abc_1.abstractmethod
     def VerifyWeights(
@@ -158,6 +171,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_pb2.AbortWeightsResponse, _abc.Awaitable[_rollout_pb2.AbortWeightsResponse]]:
         """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
         running requests fail with UNAVAILABLE so that others can play them.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainReplica(
+        self,
+        request: _rollout_pb2.DrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.DrainReplicaResponse, _abc.Awaitable[_rollout_pb2.DrainReplicaResponse]]:
+        """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
+        is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
+        stays until it is told to stop. Of several calls the shortest grace counts.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

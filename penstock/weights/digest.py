@@ -1,7 +1,7 @@
 """A 64-bit digest of a tensor's bytes that is the same on every device, for "does the engine hold what was trained?".
 
 It depends on every bit and its position, so a swap of two values or a flipped sign shows. It guards against mistakes,
-not against an adversary. Memory-bound: several GB/s on one core.
+not against an adversary. Several GB/s on one core; it lets other threads run.
 
 The bytes are read as 32-bit words w, cut into blocks of `BLOCK_WORDS`. A block's sum is Σ w·m mod 2^64 with fixed
 pseudo-random odd 64-bit multipliers m (multilinear hashing: two words that differ cannot cancel except with probability
@@ -9,6 +9,9 @@ pseudo-random odd 64-bit multipliers m (multilinear hashing: two words that diff
 """
 
 import functools
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,6 +21,9 @@ BLOCK_WORDS = 1 << 15
 
 _BLOCKS_AT_ONCE = 256
 """Bounds the memory that a digest needs beside the tensor: 64 MiB."""
+
+_MAX_THREADS = 8
+"""More cores than this wait for memory."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -33,14 +39,37 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     if num_bytes % 4 or data.storage_offset() % 4:
         data = torch.nn.functional.pad(data, (0, -num_bytes % 4))
     words_N = data.view(torch.int32)
-    multipliers_N = _multipliers(str(words_N.device))
+    sums = _block_sums_cpu(words_N) if words_N.device.type == "cpu" else _block_sums_device(words_N)
     total = _mix(num_bytes)
-    step = BLOCK_WORDS if words_N.device.type == "cpu" else BLOCK_WORDS * _BLOCKS_AT_ONCE
+    for number, block_sum in enumerate(sums, start=1):
+        total += _mix(block_sum + number * _GOLDEN)
+    return total & _MASK
+
+
+def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """The digest of each tensor by its name, on as many of this process's cores as are of use."""
+    named = dict(tensors)
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return dict(zip(named, pool.map(tensor_digest, named.values()), strict=True))
+
+
+def _block_sums_cpu(words_N: torch.Tensor) -> Iterable[int]:
+    """numpy multiplies integers twice as fast as torch, here in place, in memory that stays in the cache."""
+    words, multipliers = words_N.numpy(), _multipliers("cpu").numpy()
+    product = np.empty(min(BLOCK_WORDS, len(words)), dtype=np.int64)
+    for first in range(0, len(words), BLOCK_WORDS):
+        block = words[first : first + BLOCK_WORDS]
+        part = product[: len(block)]
+        np.copyto(part, block)
+        np.multiply(part, multipliers[: len(block)], out=part)
+        yield int(np.add.reduce(part))
+
+
+def _block_sums_device(words_N: torch.Tensor) -> Iterable[int]:
+    multipliers_N = _multipliers(str(words_N.device))
+    step = BLOCK_WORDS * _BLOCKS_AT_ONCE
     for first in range(0, words_N.numel(), step):
-        part_N = words_N[first : first + step]
-        for number, block_sum in enumerate(_block_sums(part_N, multipliers_N), first // BLOCK_WORDS):
-            total = (total + _mix(block_sum + (number + 1) * _GOLDEN)) & _MASK
-    return total
+        yield from _block_sums(words_N[first : first + step], multipliers_N)
 
 
 def _block_sums(words_N: torch.Tensor, multipliers_N: torch.Tensor) -> list[int]:

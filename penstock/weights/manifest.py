@@ -13,6 +13,9 @@ import torch
 from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
 
+ALONE_BYTES = 1 << 20
+"""A tensor of this size or more is a bucket of its own: it needs no packing, and goes straight to where it belongs."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -38,24 +41,27 @@ class Manifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int) -> "Manifest":
-        """Fill buckets in order; a tensor above the limit, or one that would lie unaligned, starts a bucket of its own.
+        """Fill buckets in order. A tensor of `ALONE_BYTES` or above the limit travels alone, and one that would lie
+        unaligned starts a bucket.
 
         Raises:
             ValueError: a name comes twice.
         """
         buckets: list[list[TensorSpec]] = []
-        filled, seen = 0, set()
+        filled, seen, is_open = 0, set(), False
         for name, tensor in tensors:
             if name in seen:
                 raise ValueError(f"tensor {name} comes twice; push tied parameters once")
             seen.add(name)
             spec = TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
             unaligned = filled % tensor.element_size() != 0
-            if not buckets or unaligned or filled + spec.num_bytes > max_bucket_bytes:
+            alone = spec.num_bytes >= ALONE_BYTES
+            if not is_open or alone or unaligned or filled + spec.num_bytes > max_bucket_bytes:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(spec)
             filled += spec.num_bytes
+            is_open = not alone
         return cls(tuple(tuple(bucket) for bucket in buckets))
 
     @classmethod
@@ -109,6 +115,8 @@ class Manifest:
 def pack(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A bucket's bytes, uint8[bytes], on the tensors' device: the tensors end to end, each in row-major order.
 
+    A copy, also of a single tensor.
+
     Raises:
         ValueError: a tensor is not what the manifest says.
     """
@@ -124,7 +132,16 @@ def pack(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> t
 
 
 def unpack(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket's bytes; the inverse of `pack`. They are copies, so that each is aligned.
+    """The tensors of a bucket's bytes; the inverse of `pack`. They are copies.
+
+    Raises:
+        ValueError: the bytes are more or fewer than the manifest says.
+    """
+    return {name: tensor.clone() for name, tensor in views(bucket, data).items()}
+
+
+def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As `unpack`, but parts of `data` themselves. `Manifest.plan` sees to it that each is aligned.
 
     Raises:
         ValueError: the bytes are more or fewer than the manifest says.
@@ -133,7 +150,7 @@ def unpack(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.
         raise ValueError(f"bucket holds {data.numel()} bytes, announced were {sum(spec.num_bytes for spec in bucket)}")
     tensors, first = {}, 0
     for spec in bucket:
-        part = data[first : first + spec.num_bytes].clone()
+        part = data[first : first + spec.num_bytes]
         tensors[spec.name] = part.view(dtype_of(spec.dtype)).view(spec.shape)
         first += spec.num_bytes
     return tensors

@@ -60,8 +60,22 @@ class PushConfig(Config):
 
     host: str = "127.0.0.1"
     """Address of the trainer at which replicas join the process group of a push."""
-    bucket_bytes: int = pydantic.Field(default=256 * 2**20, ge=1)
-    """Tensors are broadcast in buckets of about this size."""
+    mode: Literal["retract", "in_place", "drain"] = "retract"
+    """What becomes of requests that run when weights change. retract: they are computed anew with the new weights and
+    go on. in_place: they go on from what the old weights computed. drain: they finish first, new ones wait."""
+    drain_s: float = pydantic.Field(default=30.0, gt=0)
+    """With mode drain, how long running requests may take to finish; then they are retracted."""
+    transport: Literal["broadcast", "disk", "delta"] = "broadcast"
+    """How weights travel. broadcast: over NCCL between GPUs, over gloo between CPUs. disk: replicas read them from a
+    snapshot, in a folder that they see under the same path as the trainer; those that do not are broadcast to. delta:
+    the same, but a replica that holds the version before reads only what has changed, compressed: where the folder is
+    far away. It costs the trainer time and the memory of one more copy."""
+    snapshots: bool = False
+    """With broadcast, also write each version as a snapshot, from which replicas that join later load it."""
+    snapshot_dir: str = ""
+    """Folder of the snapshots; empty: `snapshots` in the run's folder. The newest two are kept."""
+    bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=1)
+    """Small tensors are broadcast in buckets of about this size; one of 1 MiB or more travels alone."""
     prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """To form the process group. A replica that hangs meanwhile costs this once."""
     pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)

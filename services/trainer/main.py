@@ -22,6 +22,7 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.tokens import forbidden_token_ids
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.recipe import Recipe
+from services.trainer.config import PushConfig
 from services.trainer.data.rows import open_dataset
 from services.trainer.flow.collector import Collector
 from services.trainer.flow.feeder import Feeder
@@ -32,6 +33,7 @@ from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.policy.policy_model import load_policy
 from services.trainer.push.publisher import WeightPublisher
+from services.trainer.push.snapshots import Snapshots
 from services.trainer.report.curves import draw_curves
 from services.trainer.report.metrics_log import MetricsLog
 from services.trainer.report.progress import Progress, TrainerServicer
@@ -115,7 +117,10 @@ async def _build(
         newest_held=_newest_held(replicas),
     )
     publisher = WeightPublisher(
-        config=config.push, replicas=replicas, backend="nccl" if optimizer.device.type == "cuda" else "gloo"
+        config=config.push,
+        replicas=replicas,
+        backend="nccl" if optimizer.device.type == "cuda" else "gloo",
+        snapshots=Snapshots(_snapshot_dir(config.push, folder), with_deltas=config.push.transport == "delta"),
     )
     stack.push_async_callback(publisher.close)
     log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
@@ -169,6 +174,12 @@ def _load(recipe: Recipe, checkpoint: Checkpoint | None) -> tuple[PolicyOptimize
         vocab_size=config.get_text_config().vocab_size, image_id=image_id, forbidden_ids=frozenset(forbidden)
     )
     return optimizer, GroupReader(tokens, None if image_id is None else ImagePatcher(recipe.model.path))
+
+
+def _snapshot_dir(config: PushConfig, folder: Path) -> Path | None:
+    if config.transport == "broadcast" and not config.snapshots:
+        return None
+    return Path(config.snapshot_dir).absolute() if config.snapshot_dir else folder.absolute() / "snapshots"
 
 
 def _run_id(recipe: Recipe, checkpoint: Checkpoint | None) -> str:

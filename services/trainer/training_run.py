@@ -124,6 +124,8 @@ class TrainingRun:
             "run_id": self.progress.run_id,
             "step": self.step,
         }
+        if folder := self.publisher.snapshots.folder_of(version):
+            announcement["snapshot"] = str(folder)
         for key in (f"version.{version}", "current"):
             await self.bus.put(self.policy_bucket, key, json.dumps(announcement).encode())
         self.progress.step, self.progress.policy_version = self.step, version

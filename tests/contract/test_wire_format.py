@@ -16,7 +16,7 @@ from penstock.records import (
     Verdict,
     VersionSpan,
 )
-from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2
+from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2, router_pb2
 
 PROMPT = Prompt(
     run_id="run-1",
@@ -79,8 +79,9 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
                 temperature=1, top_p=0.5, top_k=2, max_new_tokens=4, stop_token_ids=[9]
             ),
             min_policy_version=3,
+            chunk_tokens=16,
         ),
-        "0a01721201731a0301ac0222030a01782a110d0000803f150000003f180220042a01093003",
+        "0a01721201731a0301ac0222030a01782a110d0000803f150000003f180220042a010930033810",
     ),
     (
         generate_pb2.GenerateResponse(
@@ -92,6 +93,64 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
             replica_id="e",
         ),
         "0a01021204000000bf1a040801100320022a06080510041801320165",
+    ),
+    (
+        generate_pb2.GenerateChunk(
+            output_ids=[2],
+            logprobs=[-0.5],
+            version_spans=[common_pb2.VersionSpan(num_tokens=1, policy_version=3)],
+            finish_reason=generate_pb2.FINISH_REASON_LENGTH,
+            usage=generate_pb2.Usage(num_prompt_tokens=5, num_cached_tokens=4, num_output_tokens=1),
+            replica_id="e",
+        ),
+        "0a01021204000000bf1a040801100320022a06080510041801320165",
+    ),
+    (rollout_pb2.DrainReplicaRequest(grace_s=0.5), "0d0000003f"),
+    (rollout_pb2.DrainReplicaResponse(num_finished=3, num_handed_over=2), "08031002"),
+    (
+        router_pb2.ListReplicasResponse(
+            replicas=[
+                router_pb2.RoutedReplica(
+                    replica=common_pb2.Replica(replica_id="e"),
+                    routable=True,
+                    unroutable_reason="x",
+                    num_in_flight=2,
+                    limit=3,
+                    load=0.5,
+                    breaker=router_pb2.BREAKER_STATE_HALF_OPEN,
+                )
+            ],
+            published_version=4,
+            min_policy_version=3,
+            num_waiting=5,
+        ),
+        "0a150a030a016510011a017820022803350000003f3803100418032005",
+    ),
+    (
+        router_pb2.RouteRequest(
+            session_id="s", min_policy_version=3, prefix_ids=[1, 300], excluded_replica_ids=["e"], ttl_s=0.5
+        ),
+        "0a017310031a0301ac022201652d0000003f",
+    ),
+    (
+        router_pb2.RouteResponse(route_id="r", replica_id="e", address="h:1", ttl_s=0.5),
+        "0a01721201651a03683a31250000003f",
+    ),
+    (
+        router_pb2.ReleaseRouteRequest(route_id="r", outcome=router_pb2.ROUTE_OUTCOME_REFUSED),
+        "0a01721004",
+    ),
+    (
+        router_pb2.ReleaseRouteResponse(was_kept=True),
+        "0801",
+    ),
+    (
+        router_pb2.RouterServiceDrainReplicaRequest(replica_id="e", grace_s=0.5),
+        "0a0165150000003f",
+    ),
+    (
+        router_pb2.RouterServiceDrainReplicaResponse(num_finished=3, num_handed_over=2),
+        "08031002",
     ),
     (
         reward_pb2.VerifyItem(item_id="i", golds=["3"], response="x", profile="math", deadline_s=0.5),
@@ -136,6 +195,16 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
             ),
         ),
         ("0a017010031a120a01671201681801200228033204676c6f6f22140a120a100a01771207666c6f617433321a020203"),
+    ),
+    (
+        rollout_pb2.PrepareWeightsRequest(
+            push_id="p", policy_version=3, snapshot=rollout_pb2.WeightSnapshot(folder="/s")
+        ),
+        "0a017010032a040a022f73",
+    ),
+    (
+        rollout_pb2.PauseGenerationRequest(push_id="p", mode=rollout_pb2.PAUSE_MODE_DRAIN, drain_s=0.5),
+        "0a017010031d0000003f",
     ),
 ]
 

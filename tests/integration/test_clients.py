@@ -4,12 +4,14 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from penstock.bus.connection import Bus
 from penstock.clients import GenerateClient, RewardClient, RouterClient, TrainerClient
+from penstock.continuation import Continuation
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer
 from penstock.v1 import (
@@ -21,7 +23,7 @@ from penstock.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from tests.simulated_engine import SimulatedEngine
+from tests.simulated_engine import FIRST_ID, SimulatedEngine, logprob_of
 from tests.waiting import until
 
 REQUEST = generate_pb2.GenerateRequest(
@@ -47,8 +49,8 @@ async def test_generate_returns_the_engines_answer(engine: SimulatedEngine) -> N
     """Ids and logprobs as they were sent."""
     async with GenerateClient(engine.replica.address) as client:
         response = await client.generate(REQUEST, timeout_s=5.0)
-    assert list(response.output_ids) == [1, 2, 3]
-    assert list(response.logprobs) == [-1.0] * 3
+    assert list(response.output_ids) == [FIRST_ID, FIRST_ID + 1, FIRST_ID + 2]
+    assert list(response.logprobs) == [logprob_of(token) for token in response.output_ids]
 
 
 async def test_what_may_succeed_later_is_tried_again_under_a_new_request_id(engine: SimulatedEngine) -> None:
@@ -160,6 +162,90 @@ async def other_address() -> AsyncIterator[str]:
     await server.start()
     yield server.address
     await server.drain(0.0)
+
+
+async def streamed(client: GenerateClient, request: generate_pb2.GenerateRequest) -> list[generate_pb2.GenerateChunk]:
+    """All chunks of a stream."""
+    return [chunk async for chunk in client.stream(request, timeout_s=5.0)]
+
+
+async def play(client: GenerateClient, continuation: Continuation) -> None:
+    """One leg."""
+    async for chunk in client.stream(continuation.remaining(), timeout_s=5.0):
+        continuation.add(chunk)
+
+
+async def test_a_stream_yields_tokens_as_they_come(engine: SimulatedEngine) -> None:
+    """One by one, or as many at a time as were asked for; together they are the answer of a call."""
+    request = generate_pb2.GenerateRequest()
+    request.CopyFrom(REQUEST)
+    async with GenerateClient(engine.replica.address) as client:
+        for chunk_tokens, sizes in ((0, [1, 1, 1]), (2, [2, 1]), (16, [3])):
+            request.chunk_tokens = chunk_tokens
+            continuation = Continuation(request)
+            assert [len(chunk.output_ids) for chunk in await streamed(client, request)] == sizes
+            await play(client, continuation)
+            assert continuation.response() == await client.generate(request, timeout_s=5.0)
+
+
+async def test_a_stream_that_breaks_gives_its_tokens_and_then_the_reason(engine: SimulatedEngine, bus: Bus) -> None:
+    """And another engine plays the rest: the response is that of an engine that did not break."""
+    engine.fail_after = 2
+    continuation = Continuation(REQUEST)
+    async with GenerateClient(engine.replica.address) as client:
+        with pytest.raises(UnavailableError, match=f"generate at {engine.replica.address}: told to fail after 2"):
+            await play(client, continuation)
+    assert continuation.num_tokens == 2
+    async with SimulatedEngine(bus).running() as other, GenerateClient(other.replica.address) as client:
+        unbroken = await client.generate(REQUEST, timeout_s=5.0)
+        await play(client, continuation)
+    assert continuation.response() == unbroken
+    assert other.requests[-1].request_id == "r#1"
+
+
+async def test_a_stream_is_never_tried_again_by_itself(engine: SimulatedEngine) -> None:
+    """Its tokens are with the caller, who alone knows what is left."""
+    engine.error = OverloadedError("the queue is full")
+    async with GenerateClient(engine.replica.address) as client:
+        with pytest.raises(OverloadedError, match="the queue is full"):
+            await streamed(client, REQUEST)
+    assert engine.num_calls == 1
+
+
+async def test_a_deadline_ends_a_stream(engine: SimulatedEngine) -> None:
+    """In the middle of it, at both ends."""
+    engine.hang_after = 1
+    async with GenerateClient(engine.replica.address) as client:
+        with pytest.raises(DeadlineError):
+            [chunk async for chunk in client.stream(REQUEST, timeout_s=0.3)]
+    await until(lambda: engine.num_running == 0)
+
+
+async def test_leaving_a_stream_cancels_it_at_the_server(engine: SimulatedEngine) -> None:
+    """By ending the iteration, or by cancelling whoever iterates."""
+    engine.hang_after = 1
+    async with GenerateClient(engine.replica.address) as client:
+        async with aclosing(client.stream(REQUEST, timeout_s=60.0)) as chunks:
+            assert (await anext(chunks)).output_ids == [FIRST_ID]
+        await until(lambda: engine.num_cancelled == 1)
+        reading = asyncio.create_task(streamed(client, REQUEST))
+        await until(lambda: engine.num_running == 1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: engine.num_cancelled == 2)
+
+
+async def test_a_stream_without_an_end_is_an_error(bus: Bus) -> None:
+    """A server that just stops has broken the contract; it must not pass for a short answer."""
+
+    class Stopping(SimulatedEngine):
+        async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[generate_pb2.GenerateChunk]:  # noqa: N802 - gRPC's name
+            yield generate_pb2.GenerateChunk(output_ids=[FIRST_ID])
+
+    async with Stopping(bus).running() as engine, GenerateClient(engine.replica.address) as client:
+        with pytest.raises(PenstockError, match="request 'r' ended without a finish reason"):
+            await streamed(client, REQUEST)
 
 
 async def test_verdicts_of_other_items_are_refused(other_address: str) -> None:

@@ -1,147 +1,30 @@
 """The rollout engine against transformers: a real process with real SGLang and a random tiny Qwen3-VL."""
 
 import asyncio
-import copy
-import io
 import random
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import torch
-from PIL import Image, ImageDraw
 
-from penstock.images import decode_image
-from penstock.tokens import forbidden_token_ids, image_token_id
 from penstock.v1 import common_pb2, generate_pb2
-from tests.engine_process import EngineProcess, Push, engine_process
+from tests.engine_process import EngineProcess, Push
+from tests.engine_reference import (
+    END_ID,
+    IMAGE_ID,
+    START_ID,
+    TOLERANCE,
+    VIDEO_ID,
+    Reference,
+    long_request,
+    picture,
+    prompt,
+    request,
+    until_replica,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-TOLERANCE = 1e-4
-START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367
-"""Vision tokens of the tiny model."""
-
-
-class Reference:
-    """The same model in transformers."""
-
-    def __init__(self, model_path: Path) -> None:
-        from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
-
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
-        self.processor: Any = AutoImageProcessor.from_pretrained(model_path)
-        self.image_id = image_token_id(model_path)
-        self.forbidden = list(forbidden_token_ids(model_path))
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What a trainer pushes."""
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-
-    def perturbed(self, seed: int) -> "Reference":
-        """A policy that another optimizer step might have made, vision tower and all."""
-        other = copy.copy(self)
-        other.model = copy.deepcopy(self.model)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in other.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-        return other
-
-    @torch.no_grad()
-    def logprobs(
-        self, input_ids: Sequence[int], images: Sequence[bytes], output_ids: Sequence[int], *, temperature: float
-    ) -> tuple[torch.Tensor, int]:
-        """Of each output id, and the length of the expanded prompt."""
-        inputs: dict[str, Any] = {}
-        counts: list[int] = []
-        if images:
-            inputs = dict(self.processor(images=[decode_image(image) for image in images], return_tensors="pt"))
-            counts = (inputs["image_grid_thw"].prod(dim=1) // 4).tolist()
-        expanded: list[int] = []
-        remaining = iter(counts)
-        for token in input_ids:
-            expanded += [token] * (next(remaining) if token == self.image_id else 1)
-        ids = torch.tensor([[*expanded, *output_ids]])
-        if images:
-            inputs["mm_token_type_ids"] = (ids == self.image_id).int()
-        logits = self.model(input_ids=ids, **inputs).logits[0, len(expanded) - 1 : -1].float()
-        logits[:, self.forbidden] = -torch.inf
-        scores = (logits / temperature).log_softmax(dim=-1)
-        return scores[torch.arange(len(output_ids)), torch.tensor(output_ids)], len(expanded)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model_path: Path) -> Reference:
-    """The policy of version 0."""
-    return Reference(tiny_model_path)
-
-
-@pytest.fixture(scope="module")
-async def engine(
-    tiny_model_path: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[EngineProcess]:
-    """One engine for all tests of this module; each leaves it READY."""
-    folder = tmp_path_factory.mktemp("engine")
-    async with engine_process(
-        tiny_model_path, nats_url, folder, max_running=32, max_queued=32, context_length=1024, grace_s=2.0
-    ) as process:
-        yield process
-
-
-@pytest.fixture
-async def current(engine: EngineProcess, reference: Reference) -> Reference:
-    """A policy that the engine holds now: tests come in any order, so each one that looks at values pushes its own."""
-    policy = reference.perturbed(seed=random.randrange(1 << 30))
-    await Push(engine, policy.weights, (await engine.replica()).policy_version + 1).complete()
-    return policy
-
-
-def request(
-    input_ids: Sequence[int], images: Sequence[bytes] = (), *, max_new_tokens: int = 24, temperature: float = 1.0
-) -> generate_pb2.GenerateRequest:
-    """A turn."""
-    return generate_pb2.GenerateRequest(
-        request_id="test",
-        input_ids=input_ids,
-        images=[common_pb2.Image(data=image) for image in images],
-        sampling=generate_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_new_tokens=max_new_tokens),
-    )
-
-
-def picture(width: int, height: int, *, mode: str = "RGB", format: str = "PNG", seed: int = 0) -> bytes:
-    """A drawing in any size and mode."""
-    draw_seed = random.Random(seed)
-    image = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(image)
-    for _ in range(8):
-        corners = [(draw_seed.randrange(width), draw_seed.randrange(height)) for _ in range(2)]
-        draw.line(corners, fill=tuple(draw_seed.randrange(256) for _ in range(3)), width=3)
-    if mode in ("RGBA", "LA"):
-        image = image.convert(mode)
-        image.putalpha(Image.linear_gradient("L").resize((width, height)))
-    elif mode == "P-transparent":
-        image = image.quantize(16)
-        image.info["transparency"] = bytes(range(0, 256, 16))
-    elif mode != "RGB":
-        image = image.convert(mode)
-    file = io.BytesIO()
-    image.save(file, format)
-    return file.getvalue()
-
-
-def prompt(rng: random.Random, *, num_images: int, image_id: int | None, length: int = 20) -> list[int]:
-    """Random text with placeholders in random places, each between its vision tokens."""
-    places = sorted(rng.randrange(length) for _ in range(num_images))
-    ids: list[int] = []
-    for index in range(length):
-        ids += [START_ID, image_id or 0, END_ID] * places.count(index)
-        ids.append(rng.randrange(300))
-    return ids
-
 
 IMAGES = {
     "none": [],
@@ -270,32 +153,20 @@ async def test_bad_sampling_is_refused(engine: EngineProcess, field: str) -> Non
         await engine.generation.Generate(bad, timeout=60)
 
 
-async def _until(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
-    async with asyncio.timeout(timeout_s):
-        while not wanted(replica := await engine.replica()):
-            await asyncio.sleep(0.02)
-    return replica
-
-
-def long_request() -> generate_pb2.GenerateRequest:
-    """One that runs for a second or more, unless it happens to stop."""
-    return request([3, 4, 5], max_new_tokens=900)
-
-
 async def test_cancellation_aborts_in_the_engine(engine: EngineProcess) -> None:
     """Calls that their callers gave up stop costing anything; so do calls whose deadline passed."""
     calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
-    replica = await _until(engine, lambda replica: replica.num_running >= 12)
+    replica = await until_replica(engine, lambda replica: replica.num_running >= 12)
     assert replica.kv_use >= 0
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    await _until(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
     late = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=0.3)) for _ in range(16)]
     results = await asyncio.gather(*late, return_exceptions=True)
     codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
     assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
-    await _until(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
 
 
 async def test_a_full_queue_refuses(engine: EngineProcess) -> None:
@@ -308,7 +179,7 @@ async def test_a_full_queue_refuses(engine: EngineProcess) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
     assert codes
     assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    await _until(engine, lambda replica: replica.num_running == replica.num_queued == 0)
+    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0)
 
 
 async def test_a_newer_version_than_held_is_refused(engine: EngineProcess) -> None:
@@ -329,7 +200,7 @@ async def test_a_push_during_generation_loses_nothing(engine: EngineProcess, cur
         asyncio.ensure_future(engine.generation.Generate(request(ids, images, max_new_tokens=300), timeout=120))
         for _ in range(32)
     ]
-    await _until(engine, lambda replica: replica.num_running >= 24)
+    await until_replica(engine, lambda replica: replica.num_running >= 24)
     await asyncio.sleep(0.3)
     newer = current.perturbed(seed=3)
     await Push(engine, newer.weights, old_version + 5).complete()
@@ -374,7 +245,7 @@ async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
     """The trainer dies after the first bucket: running requests fail, nothing is served, the next push repairs it."""
     version = (await engine.replica()).policy_version
     calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
-    await _until(engine, lambda replica: replica.num_running >= 12)
+    await until_replica(engine, lambda replica: replica.num_running >= 12)
     push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
     await push.prepare()
     await push.pause()
@@ -415,7 +286,7 @@ async def test_a_push_aborted_before_it_touched_weights_changes_nothing(
         asyncio.ensure_future(engine.generation.Generate(request([1, 2, 3], max_new_tokens=100), timeout=60))
         for _ in range(16)
     ]
-    await _until(engine, lambda replica: replica.num_running >= 8)
+    await until_replica(engine, lambda replica: replica.num_running >= 8)
     push = Push(engine, current.perturbed(8).weights, version + 1)
     await push.prepare()
     with pytest.raises(grpc.aio.AioRpcError, match="needs it VERIFIED") as caught:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Awaitable
 from pathlib import Path
 
 import grpc
@@ -13,9 +14,13 @@ from google.protobuf import json_format
 
 from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
+from penstock.clients import GenerateClient
 from penstock.config import BusConfig
-from penstock.v1 import common_pb2, generate_pb2
+from penstock.continuation import Continuation
+from penstock.errors import UnavailableError
+from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from tests.engine_process import EngineProcess, engine_process, log_events
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -25,6 +30,17 @@ LEASE_TTL_S = BusConfig().lease_ttl_s
 def _request(max_new_tokens: int) -> generate_pb2.GenerateRequest:
     sampling = generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=max_new_tokens)
     return generate_pb2.GenerateRequest(input_ids=[1, 2, 3], sampling=sampling)
+
+
+def _endless_request() -> generate_pb2.GenerateRequest:
+    """Greedy: this policy repeats itself and does not stop."""
+    sampling = generate_pb2.SamplingParams(temperature=0.0, top_p=1.0, max_new_tokens=3900)
+    return generate_pb2.GenerateRequest(input_ids=[1, 2, 3], sampling=sampling, chunk_tokens=16)
+
+
+async def _play(client: GenerateClient, continuation: Continuation) -> None:
+    async for chunk in client.stream(continuation.remaining(), timeout_s=60):
+        continuation.add(chunk)
 
 
 def _replicas(watch: Watch) -> list[common_pb2.Replica]:
@@ -51,9 +67,11 @@ def _children(pid: int) -> list[int]:
 
 
 async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
-    """The lease tells of the engine; on SIGTERM running requests finish, new ones are refused, and nothing is left."""
+    """The lease tells of the engine. On SIGTERM requests may finish, new ones are refused, what lasts longer than
+    grace_s is handed over, and nothing is left."""
     async with (
-        engine_process(tiny_model_path, nats_url, tmp_path, grace_s=20.0) as engine,
+        engine_process(tiny_model_path, nats_url, tmp_path, grace_s=6.0) as engine,
+        GenerateClient((await engine.replica()).address) as client,
         connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
@@ -65,14 +83,20 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert (leased.replica_id, leased.address) == (replica.replica_id, replica.address)
         assert (leased.state, leased.role) == (common_pb2.REPLICA_STATE_READY, common_pb2.REPLICA_ROLE_UNIFIED)
         children = _children(engine.process.pid)
-        calls = [asyncio.ensure_future(engine.generation.Generate(_request(60), timeout=60)) for _ in range(8)]
+        turns = [Continuation(_endless_request()) for _ in range(8)]
+        plays = [asyncio.create_task(_play(client, each)) for each in turns]
+        await until(lambda: all(each.num_tokens > 0 for each in turns))
+        calls = [asyncio.ensure_future(engine.generation.Generate(_request(20), timeout=60)) for _ in range(8)]
         await asyncio.sleep(0.3)
         engine.process.send_signal(signal.SIGTERM)
+        await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
         answers = await asyncio.gather(*calls)
         assert all(answer.output_ids for answer in answers)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _until_refused(engine)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        handed_over = await asyncio.gather(*plays, return_exceptions=True)
+        assert {type(each) for each in handed_over} == {UnavailableError}
         assert await asyncio.wait_for(engine.process.wait(), 20) == 0
         assert not any(_runs(pid) for pid in children)
         assert not watch.values
@@ -85,17 +109,69 @@ async def _until_refused(engine: EngineProcess) -> None:
             await engine.generation.Generate(_request(5), timeout=10)
 
 
+async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """DRAINING in the lease at once, nothing new is taken, what outlasts the grace is handed over with its tokens."""
+    async with (
+        engine_process(tiny_model_path, nats_url, tmp_path, grace_s=20.0) as engine,
+        GenerateClient((await engine.replica()).address) as client,
+        connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
+        watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"grace_s = -1.0 must be 0"):
+            await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=-1.0), timeout=20)
+        turns = [Continuation(_endless_request()) for _ in range(4)]
+        plays = [asyncio.create_task(_play(client, each)) for each in turns]
+        unary = asyncio.ensure_future(engine.generation.Generate(_endless_request(), timeout=60))
+        await until(lambda: all(each.num_tokens > 0 for each in turns))
+        short = asyncio.ensure_future(engine.generation.Generate(_request(5), timeout=60))
+        await asyncio.sleep(0.2)  # it is in the engine, or through
+        order = rollout_pb2.DrainReplicaRequest(grace_s=1.0)
+        draining = asyncio.ensure_future(engine.control.DrainReplica(order, timeout=60))
+        await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
+        with pytest.raises(grpc.aio.AioRpcError, match="REPLICA_STATE_DRAINING") as caught:
+            await engine.generation.Generate(_request(5), timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        drained = await draining
+        assert drained.num_handed_over == 5
+        assert (await short).output_ids
+        for failed in await asyncio.gather(*plays, return_exceptions=True):
+            assert isinstance(failed, UnavailableError)
+            assert "play the rest on another replica" in str(failed)
+        assert await _code_of(unary) == grpc.StatusCode.UNAVAILABLE
+        outputs = [each.remaining().input_ids[3:] for each in turns]
+        assert all(len(one) > 1 and one == outputs[0][: len(one)] for one in sorted(outputs, key=len)[:-1])
+        assert await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(), timeout=5) == drained
+        await asyncio.sleep(LEASE_TTL_S)
+        (leased,) = _replicas(watch)
+        assert (leased.state, leased.num_running) == (common_pb2.REPLICA_STATE_DRAINING, 0)
+        engine.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(engine.process.wait(), 20) == 0
+        assert not watch.values
+
+
+async def _code_of(call: Awaitable[object]) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
 async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
-    """SGLang's scheduler is killed: running requests fail, the log says what happened, exit code 1, no lease left."""
+    """SGLang's scheduler is killed: running requests fail, streams with what they have, the log says what happened,
+    exit code 1, no lease left."""
     async with (
         engine_process(tiny_model_path, nats_url, tmp_path) as engine,
+        GenerateClient((await engine.replica()).address) as client,
         connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
         children = _children(engine.process.pid)
+        turn = Continuation(_endless_request())
+        playing = asyncio.create_task(_play(client, turn))
         calls = [asyncio.ensure_future(engine.generation.Generate(_request(900), timeout=60)) for _ in range(16)]
-        await asyncio.sleep(0.2)
+        await until(lambda: turn.num_tokens > 0)
         os.kill(children[0], signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="the engine died"):
+            await playing
         answers = await asyncio.gather(*calls, return_exceptions=True)  # some may have been short enough
         codes = {answer.code() for answer in answers if isinstance(answer, grpc.aio.AioRpcError)}
         assert codes == {grpc.StatusCode.UNAVAILABLE}

@@ -212,3 +212,13 @@ async def test_a_bucket_with_other_settings_is_a_setup_error(bus: Bus) -> None:
     await bus.bucket("replicas", ttl_s=2.0)
     with pytest.raises(SetupError, match=r"other settings.*same \[bus\] section"):
         await bus.bucket("replicas", ttl_s=5.0)
+
+
+async def test_a_change_in_the_moment_of_the_timeout_is_told(bus: Bus) -> None:
+    """It would not be told again: whoever waits next waits for the next one."""
+    loop, watch = asyncio.get_running_loop(), Watch(await bus.bucket("policy"))
+    waiting = asyncio.create_task(watch.changed(0.05))
+    await asyncio.sleep(0)
+    loop.call_later(0.06, watch._tell)
+    time.sleep(0.1)  # noqa: ASYNC251 - both come due in one step of the loop
+    assert await waiting

@@ -5,18 +5,26 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.errors import SetupError
 from penstock.v1 import common_pb2
+from penstock.weights.delta import write_delta
 from penstock.weights.digest import tensor_digest
+from penstock.weights.snapshot import write_snapshot
 from services.trainer.config import PushConfig
+from services.trainer.policy.policy_model import load_policy
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.publisher import WeightPublisher
+from services.trainer.push.snapshots import Snapshots
 from tests.simulated_replica import SHAPES, Fault, SimulatedReplica, simulated_replica, weights_of
 
 DEADLINE_S = 2.0
@@ -50,10 +58,16 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
 
 
 @asynccontextmanager
-async def publishing(bus: Bus, **settings: float) -> AsyncIterator[WeightPublisher]:
+async def publishing(bus: Bus, *, snapshot_dir: Path | None = None, **settings: Any) -> AsyncIterator[WeightPublisher]:
     """A publisher whose replicas' leases are as they are now."""
     async with watching(bus) as watch:
-        publisher = WeightPublisher(config=CONFIG.model_copy(update=settings), replicas=watch, backend="gloo")
+        config = CONFIG.model_copy(update=settings)
+        publisher = WeightPublisher(
+            config=config,
+            replicas=watch,
+            backend="gloo",
+            snapshots=Snapshots(snapshot_dir, with_deltas=config.transport == "delta"),
+        )
         try:
             yield publisher
         finally:
@@ -218,12 +232,15 @@ async def test_a_replica_that_refuses_is_left_out(bus: Bus) -> None:
 
 
 async def test_a_corrupt_replica_is_not_resumed_until_it_is_healed(bus: Bus) -> None:
-    """One bit of one value: refused, BROKEN, tried again after retry_after_s; it never serves the wrong weights."""
+    """One bit of one value, twice: refused, BROKEN, tried again after retry_after_s; it never serves wrong weights."""
     async with replicas_of(bus, 2) as (first, second), publishing(bus, retry_after_s=1.0) as publisher:
         await publisher.publish(snapshot(1))
-        await second.set_faults(VerifyWeights=Fault("corrupt"))
-        report = await publisher.publish(snapshot(2))
+        await second.set_faults(VerifyWeights=Fault("corrupt", times=2))
+        with capture_logs() as events:
+            report = await publisher.publish(snapshot(2))
         assert (report.num_replicas, report.num_failed) == (1, 1)
+        names = [event["event"] for event in events]
+        assert (names.count("push.repeated"), names.count("replica.quarantined")) == (1, 1)
         await until_serving(first, 2, timeout_s=1)
         said = await second.report()
         assert (said.state, said.version) == (common_pb2.REPLICA_STATE_BROKEN, 1)
@@ -233,6 +250,16 @@ async def test_a_corrupt_replica_is_not_resumed_until_it_is_healed(bus: Bus) -> 
             assert time.monotonic() - started > 0.5
         assert (await second.report()).serving_digests == [digests(1), digests(2)]
         assert (await first.report()).num_paused == 2  # the healing has not disturbed it
+
+
+async def test_a_push_whose_checksum_is_wrong_is_repeated(bus: Bus) -> None:
+    """Once, at once, with that replica alone; the others do not pause again."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus) as publisher:
+        await second.set_faults(VerifyWeights=Fault("corrupt"))
+        report = await publisher.publish(snapshot(1))
+        assert (report.num_replicas, report.num_failed) == (2, 0)
+        assert (await second.report()).serving_digests == [digests(1)]
+        assert (await first.report()).num_paused == 1
 
 
 async def test_one_that_fails_again_and_again_is_tried_less_often(bus: Bus) -> None:
@@ -407,3 +434,131 @@ def test_a_snapshot_is_a_copy() -> None:
         assert taken.differing_names({**digests(1), "scale": 0, "other": 1}) == ["other", "scale"]
         assert sum(bucket.numel() for bucket in taken.buckets) == taken.manifest.num_bytes
         assert len(taken.digests) == len(SHAPES)
+
+
+def test_tied_weights_are_sent_once(tiny_model_path: Path) -> None:
+    """Each memory has one name in the manifest; one that had two is refused."""
+    policy = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=())
+    named = dict(policy.named_weights())
+    taken = PublishedWeights.take(1, named.items(), max_bucket_bytes=1 << 20)
+    storages = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.model.parameters()}
+    assert len(taken.manifest.tensors) == len(storages)
+    assert taken.manifest.num_bytes == sum(one.numel() * one.element_size() for one in storages.values())
+    assert policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
+    tied = {**named, "lm_head.weight": policy.model.lm_head.weight.detach()}
+    with pytest.raises(ValueError, match=r"lm_head\.weight and .*embed_tokens\.weight are one tensor"):
+        PublishedWeights.take(1, tied.items(), max_bucket_bytes=1 << 20)
+
+
+async def test_replicas_read_a_snapshot(bus: Bus, tmp_path: Path) -> None:
+    """With transport disk no group forms; the file is one that others can read, and of many two are kept."""
+    async with replicas_of(bus, 2) as replicas, publishing(bus, snapshot_dir=tmp_path, transport="disk") as publisher:
+        for version in (1, 2, 3):
+            report = await publisher.publish(snapshot(version))
+            assert (report.num_replicas, report.num_failed) == (2, 0)
+            for replica in replicas:
+                said = await replica.report()
+                assert (said.version, said.digests, said.groups) == (version, digests(version), [])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000002", "v00000003"]
+        folder = publisher.snapshots.folder_of(3)
+        assert folder is not None
+        read = load_file(folder / "model.safetensors")
+        assert {name: tensor_digest(tensor) for name, tensor in read.items()} == digests(3)
+
+
+async def test_a_late_joiner_reads_the_snapshot(bus: Bus, tmp_path: Path) -> None:
+    """Without a group, and without a pause for those that have the version."""
+    async with (
+        publishing(bus, snapshot_dir=tmp_path) as publisher,
+        kept_current(publisher),
+        replicas_of(bus, 1) as (first,),
+    ):
+        await publisher.publish(snapshot(4))
+        await until_file(publisher, 4)
+        async with simulated_replica(bus, replica_id="engine-9") as second:
+            await until_serving(second, 4)
+            assert (await second.report()).groups == []
+        assert (await first.report()).num_paused == 1
+
+
+@pytest.mark.parametrize("harm", ["gone", "other version", "cut short", "one bit", "unwritable"])
+async def test_a_snapshot_that_is_of_no_use_is_replaced_by_a_broadcast(bus: Bus, tmp_path: Path, harm: str) -> None:
+    """Whatever is wrong with the file, the replica gets exactly the published weights in the same push."""
+    folder = tmp_path / "snapshots"
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, snapshot_dir=folder, transport="disk") as publisher:
+        if harm == "unwritable":
+            folder.write_text("no folder")
+        else:
+            await publisher.snapshots.write(snapshot(2))
+            path = folder / "v00000002" / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            if harm == "gone":
+                path.unlink()
+            elif harm == "other version":
+                await asyncio.to_thread(_write_other, folder)
+            elif harm == "cut short":
+                path.write_bytes(data[:-100])
+            else:
+                data[-1] ^= 1
+                path.write_bytes(data)
+        report = await publisher.publish(snapshot(2))
+        assert (report.num_replicas, report.num_failed) == (1, 0)
+        said = await replica.report()
+        assert (said.version, len(said.groups)) == (2, 1)
+        assert said.serving_digests == [digests(2)]
+
+
+def _write_other(folder: Path) -> None:
+    other = snapshot(9)
+    written = write_snapshot(folder, 9, other.manifest, other.buckets)
+    (written / "model.safetensors").replace(folder / "v00000002" / "model.safetensors")
+
+
+async def until_file(publisher: WeightPublisher, version: int) -> None:
+    async with asyncio.timeout(10):
+        while publisher.snapshots.newest(version) is None:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_replica_that_holds_the_version_before_reads_the_delta(bus: Bus, tmp_path: Path) -> None:
+    """One that joins, or has missed a version, reads all of it."""
+    settings: dict[str, Any] = {"snapshot_dir": tmp_path, "transport": "delta"}
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, **settings) as publisher:
+        for version in (1, 2):
+            assert (await publisher.publish(snapshot(version))).num_replicas == 2
+        await second.set_faults(GetReplica=Fault("refuse"))
+        for version in (3, 4):
+            assert (await publisher.publish(snapshot(version))).num_replicas == 1
+        async with kept_current(publisher):
+            await until_serving(second, 4)
+        async with simulated_replica(bus, replica_id="engine-9") as third:
+            await until_seen(publisher, lambda values: "engine-9" in values)
+            assert (await publisher.publish(snapshot(5))).num_replicas == 3
+            full, delta = "snapshot", "delta"
+            expected = ((first, [full, *[delta] * 4]), (second, [full, delta, full, delta]), (third, [full]))
+            for replica, loads in expected:
+                said = await replica.report()
+                assert (said.loads, said.digests, said.groups) == (loads, digests(5), [])
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged", "of other weights"])
+async def test_a_delta_that_is_of_no_use_is_replaced(bus: Bus, tmp_path: Path, harm: str) -> None:
+    """Weights that it made wrong serve nothing; what the replica gets in its place is exact."""
+    settings: dict[str, Any] = {"snapshot_dir": tmp_path, "transport": "delta"}
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, **settings) as publisher:
+        await publisher.publish(snapshot(1))
+        await publisher.snapshots.write(snapshot(2))
+        path = tmp_path / "v00000002" / "delta.safetensors"
+        if harm == "gone":
+            path.unlink()
+        elif harm == "damaged":
+            data = bytearray(path.read_bytes())
+            data[-20] ^= 1
+            path.write_bytes(data)
+        else:
+            other, now = snapshot(7), snapshot(2)
+            write_delta(path.parent, now.manifest, other.buckets, now.buckets, base_version=1)
+        async with kept_current(publisher):
+            await publisher.publish(snapshot(2))
+            await until_serving(replica, 2)
+        assert (await replica.report()).serving_digests == [digests(1), digests(2)]

@@ -71,7 +71,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 async def reward_address() -> AsyncIterator[str]:
     """The real reward service."""
-    async with reward_server.running(RewardConfig(workers=1)) as (server, _):
+    async with reward_server.running(RewardConfig(workers=1)) as (server, *_):
         yield server.address
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import Manifest, pack, unpack
+from penstock.weights.manifest import ALONE_BYTES, Manifest, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -49,6 +49,14 @@ def test_buckets_fill_up_to_the_limit() -> None:
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
     manifest = Manifest.plan(tensors.items(), max_bucket_bytes=8)
     assert [[spec.name for spec in bucket] for bucket in manifest.buckets] == [["a", "b"], ["c"], ["big"], ["d"]]
+
+
+def test_large_tensors_travel_alone() -> None:
+    """They need no packing, and what comes after them starts another bucket."""
+    sizes = {"a": 4, "large": ALONE_BYTES, "b": 4, "c": 4}
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
+    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=1 << 30)
+    assert [[spec.name for spec in bucket] for bucket in manifest.buckets] == [["a"], ["large"], ["b", "c"]]
 
 
 def test_a_name_comes_once() -> None:

@@ -1,7 +1,7 @@
 """WeightReceiver: whatever happens to a push, the engine ends with whole weights, or BROKEN and healed by the next."""
 
 import asyncio
-from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +9,10 @@ import torch
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
-from penstock.weights.manifest import Manifest, TensorSpec
+from penstock.weights.manifest import Manifest
+from penstock.weights.snapshot import write_snapshot
 from services.rollout.engine.sglang_variables import HeldParameter
-from services.rollout.engine.weights import WeightReceiver
+from services.rollout.engine.weights import Source, WeightReceiver
 
 MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_bucket_bytes=8)
 
@@ -38,7 +39,7 @@ class RecordedSink:
     async def leave_group(self, name: str) -> None:
         await self._note(f"leave {name}")
 
-    async def pause(self) -> None:
+    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
         await self._note("pause")
 
     async def resume(self) -> None:
@@ -47,8 +48,9 @@ class RecordedSink:
     async def begin(self) -> None:
         await self._note("begin")
 
-    async def take_bucket(self, bucket: Sequence[TensorSpec], *, group_name: str) -> None:
-        await self._note(f"take {bucket[0].name}")
+    async def take(self, manifest: Manifest, source: Source) -> None:
+        for spec in manifest.tensors:
+            await self._note(f"take {spec.name}")
 
     async def end(self) -> None:
         await self._note("end")
@@ -253,3 +255,43 @@ async def test_a_group_that_does_not_form_costs_its_deadline() -> None:
     assert one.state == REPLICA_STATE_READY
     assert sink.calls[-1] == "leave g1"
     await push(one, "p2", 1, group_name="g2")
+
+
+async def test_a_drain_does_not_count_for_the_deadline() -> None:
+    """The push is given up push_deadline_s after it was prepared, and as much later as requests may take to finish."""
+    sink = RecordedSink()
+    one = await receiver(sink, push_deadline_s=0.2)
+    await one.prepare("p1", 1, group(), MANIFEST)
+    await one.pause("p1", rollout_pb2.PAUSE_MODE_DRAIN, 0.4)
+    await asyncio.sleep(0.4)
+    assert one.state == REPLICA_STATE_UPDATING
+    await asyncio.sleep(0.4)
+    assert one.state == REPLICA_STATE_READY
+
+
+@pytest.mark.parametrize(("mode", "drain_s"), [(9, 0.0), (3, -1.0), (3, float("nan")), (3, float("inf"))])
+async def test_a_pause_that_makes_no_sense_is_refused(mode: int, drain_s: float) -> None:
+    """And ends nothing."""
+    one = await receiver(RecordedSink())
+    await one.prepare("p1", 1, group(), MANIFEST)
+    with pytest.raises(InvalidRequestError, match=r"mode = 9|drain_s"):
+        await one.pause("p1", mode, drain_s)  # type: ignore[arg-type]
+    await one.pause("p1")
+
+
+async def test_a_snapshot_takes_no_group_and_leaves_none(tmp_path: Path) -> None:
+    """Of an epoch that goes on; what cannot be read is refused before anything happens."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await push(one, "p1", 1)
+    folder = write_snapshot(tmp_path, 2, MANIFEST, [torch.zeros(8, dtype=torch.uint8)] * 2)
+    sink.calls.clear()
+    for version, where in ((3, folder), (2, tmp_path / "nowhere")):
+        with pytest.raises(NotReadyError, match="snapshot"):
+            await one.prepare("p2", version, rollout_pb2.WeightSnapshot(folder=str(where)), MANIFEST)
+    await one.prepare("p2", 2, rollout_pb2.WeightSnapshot(folder=str(folder)), MANIFEST)
+    for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
+        await stage("p2")
+    assert sink.calls == ["pause", "begin", "take a", "take b", "end", "parameters", "version 2", "resume"]
+    await push(one, "p3", 3)
+    assert "join g1" not in sink.calls

@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 
-from penstock.weights.digest import tensor_digest
+from penstock.weights.digest import tensor_digests
 from services.rollout.engine.sglang_variables import HeldParameter, describe_parameter
 
 
 def digests_of(model: Any) -> dict[str, str]:
     """Every parameter of an SGLang model, by checkpoint name, as `describe_parameter` writes it."""
+    tensors = dict(checkpoint_parameters(model))
     return {
         name: describe_parameter(
             HeldParameter(
-                digest=tensor_digest(tensor), dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
+                digest=digest,
+                dtype=str(tensors[name].dtype).removeprefix("torch."),
+                shape=tuple(tensors[name].shape),
             )
         )
-        for name, tensor in checkpoint_parameters(model)
+        for name, digest in tensor_digests(tensors.items()).items()
     }
 
 

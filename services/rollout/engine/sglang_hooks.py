@@ -14,15 +14,25 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from services.rollout.engine import version_keys
 from services.rollout.engine.sglang_variables import DIGEST_ACTION, GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_ACCUMULATOR = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 
 
 def register() -> None:
     """Register the hooks."""
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _check_weights, HookType.AROUND)
+    HookRegistry.register(_UPDATER + ".receive_weights_from_distributed", _receive_weights, HookType.AROUND)
     if os.environ.get(START_METHOD_VARIABLE):
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
         HookRegistry.register("sglang.srt.utils.common.kill_itself_when_parent_died", _detach_signals, HookType.AFTER)
+        HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
+        HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
+        HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)
+        HookRegistry.register(_SCHEDULER + ".pause_generation", version_keys.pause, HookType.AROUND)
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
         HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)
 
@@ -62,3 +72,23 @@ def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args:
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
     }
+
+
+def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
+    from services.rollout.engine.weight_reception import load
+
+    return load(receive, updater, **request)
+
+
+def _add_version_spans(_result: None, accumulator: Any, *, req: Any) -> None:
+    """SGLang tells which weights made which tokens when a request ends; a stream has to know it with every token."""
+    if not accumulator.output_reqs or accumulator.output_reqs[-1] is not req:
+        return  # it had nothing to tell
+    if req.stream and accumulator.weight_versions[-1] is None:
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+        accumulator.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=accumulator.current_weight_version,
+            num_output_tokens=accumulator.completion_tokens[-1],
+        )

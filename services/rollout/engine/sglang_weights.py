@@ -5,21 +5,24 @@ call, once made, is always awaited to its end, even when whoever wanted it has g
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import structlog
 
 from penstock.errors import UnavailableError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import TensorSpec
-from services.rollout.engine.parameter_names import load_name
+from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.sglang_variables import DIGEST_ACTION, HeldParameter, parse_parameter
+from services.rollout.engine.version_keys import IN_PLACE, RETRACT
+from services.rollout.engine.weight_reception import Reception
+from services.rollout.engine.weights import Source
 
 log = structlog.get_logger()
 
-_FLUSH_RETRY_S = 0.01
+_POLL_S = 0.01
 
 ResultT = TypeVar("ResultT")
 
@@ -31,7 +34,7 @@ class SglangWeights:
         """Act on `engine`."""
         self._engine = engine
         self._tokenizer_manager = engine.tokenizer_manager
-        self._architecture: str = self._tokenizer_manager.model_config.hf_config.architectures[0]
+        self._is_proven = False
         self._last: asyncio.Task[Any] | None = None
 
     async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
@@ -57,14 +60,32 @@ class SglangWeights:
         if not success:
             log.debug("weight_group.leave_failed", group=name, reason=message)
 
-    async def pause(self) -> None:
-        """Stop at a token boundary, hand the running requests back to the queue, and forget all that was computed."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self._call(lambda: self._tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract")))
+    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
+        """Stop at a token boundary; `mode` says what becomes of running requests, see the contract."""
+        if mode == rollout_pb2.PAUSE_MODE_IN_PLACE:
+            await self._pause(IN_PLACE)  # the cache is keyed by version and need not be flushed
+            return
+        if mode == rollout_pb2.PAUSE_MODE_DRAIN:
+            await self._drain(drain_s)
+        await self._pause(RETRACT)
         # Refused while a request has just ended and its batch is not yet cleared away.
         while not (await self._call(self._tokenizer_manager.flush_cache)).success:  # noqa: ASYNC110 - SGLang has no event
-            await asyncio.sleep(_FLUSH_RETRY_S)
+            await asyncio.sleep(_POLL_S)
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._call(lambda: self._tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode)))
+
+    async def _drain(self, seconds: float) -> None:
+        """Hold new requests back, and wait until those that SGLang has taken have finished."""
+        manager = self._tokenizer_manager
+        async with manager.is_pause_cond:
+            manager.is_pause = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while await manager.model_update_lock.is_locked():  # noqa: ASYNC110 - SGLang has no event
+                    await asyncio.sleep(_POLL_S)
 
     async def resume(self) -> None:
         """Go on; requests that were handed back compute their prefix anew, with the weights of now."""
@@ -82,19 +103,32 @@ class SglangWeights:
             "begin the update", lambda: self._tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput())
         )
 
-    async def take_bucket(self, bucket: Sequence[TensorSpec], *, group_name: str) -> None:
-        """Receive one bucket from rank 0 of the group and load it."""
+    async def take(self, manifest: Manifest, source: Source) -> None:
+        """Take all buckets and load them.
+
+        The first push is loaded by SGLang's own loader, and its digests prove that what is known of the parameters'
+        places is right. From then on bytes go there directly.
+        """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
+        specs = manifest.tensors
+        reception = Reception(
+            bucket_lengths=tuple(len(bucket) for bucket in manifest.buckets),
+            folder=source.folder,
+            is_delta=source.is_delta,
+            direct=self._is_proven,
+        )
         request = UpdateWeightsFromDistributedReqInput(
-            names=[load_name(spec.name, self._architecture) for spec in bucket],
-            dtypes=[spec.dtype for spec in bucket],
-            shapes=[list(spec.shape) for spec in bucket],
-            group_name=group_name,
-            load_format="flattened_bucket",
+            names=[spec.name for spec in specs],
+            dtypes=[spec.dtype for spec in specs],
+            shapes=[list(spec.shape) for spec in specs],
+            group_name=source.group_name,
+            load_format=reception.to_load_format(),
             flush_cache=False,
         )
-        await self._succeed("take a bucket", lambda: self._tokenizer_manager.update_weights_from_distributed(request))
+        await self._succeed(
+            "take the weights", lambda: self._tokenizer_manager.update_weights_from_distributed(request)
+        )
 
     async def end(self) -> None:
         """Close the update: what is derived from weights is computed anew."""
@@ -126,6 +160,7 @@ class SglangWeights:
 
         request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         await self._call(lambda: self._tokenizer_manager.update_weight_version(request))
+        self._is_proven = True
 
     def fail_running(self, reason: str) -> None:
         """End all running requests with an UnavailableError."""

@@ -9,9 +9,11 @@ next complete push heals it.
 import asyncio
 import dataclasses
 import enum
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 import structlog
@@ -24,7 +26,9 @@ from penstock.v1.common_pb2 import (
     REPLICA_STATE_UPDATING,
     ReplicaState,
 )
-from penstock.weights.manifest import Manifest, TensorSpec
+from penstock.weights.delta import check_delta
+from penstock.weights.manifest import Manifest
+from penstock.weights.snapshot import check_snapshot
 from services.rollout.engine.sglang_variables import HeldParameter
 
 log = structlog.get_logger()
@@ -37,15 +41,27 @@ class WeightSink(Protocol):
 
     async def join_group(self, group: rollout_pb2.WeightGroup) -> None: ...
     async def leave_group(self, name: str) -> None: ...
-    async def pause(self) -> None: ...
+    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None: ...
     async def resume(self) -> None: ...
     async def begin(self) -> None: ...
-    async def take_bucket(self, bucket: Sequence[TensorSpec], *, group_name: str) -> None: ...
+    async def take(self, manifest: Manifest, source: "Source") -> None: ...
     async def end(self) -> None: ...
     async def end_if_open(self) -> None: ...
     async def parameters(self) -> Mapping[str, HeldParameter]: ...
     async def set_version(self, version: int) -> None: ...
     def fail_running(self, reason: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the bytes of a push come from: one of the two."""
+
+    group_name: str = ""
+    """A group that was joined."""
+    folder: str = ""
+    """A snapshot."""
+    is_delta: bool = False
+    """What changed against the version that is held, instead of all."""
 
 
 class Stage(enum.IntEnum):
@@ -65,7 +81,7 @@ class Stage(enum.IntEnum):
 class _Push:
     push_id: str
     version: int
-    group_name: str
+    source: Source
     manifest: Manifest
     deadline: float
     """Of `time.monotonic()`."""
@@ -113,11 +129,19 @@ class WeightReceiver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def prepare(self, push_id: str, version: int, group: rollout_pb2.WeightGroup, manifest: Manifest) -> None:
-        """Check the push and join its group, unless it is the group of the push before. An unfinished push is given up.
+    async def prepare(
+        self,
+        push_id: str,
+        version: int,
+        transport: rollout_pb2.WeightGroup | rollout_pb2.WeightSnapshot,
+        manifest: Manifest,
+    ) -> None:
+        """Check the push, and join its group, unless it is the group of the push before, or see that its snapshot can
+        be read. An unfinished push is given up.
 
         Raises:
             InvalidRequestError: the manifest does not fit this engine's model, or the engine's version is newer.
+            NotReadyError: the snapshot is not to be seen here.
             UnavailableError: the group did not form.
         """
         self._check_manifest(manifest)
@@ -125,41 +149,56 @@ class WeightReceiver:
             raise InvalidRequestError(
                 f"policy_version = {version} is older than this engine's {self.version}; versions only grow"
             )
-        if not group.name or group.rank_offset < 1 or group.world_size <= group.rank_offset:
-            raise InvalidRequestError(
-                f"group {group.name!r}: rank_offset {group.rank_offset} and world_size {group.world_size} do not form "
-                "a group in which the trainer is rank 0"
-            )
         if self._push is not None:
             await self.abort(self._push.push_id, f"superseded by push {push_id}")
+        if isinstance(transport, rollout_pb2.WeightSnapshot):
+            source = await self._check_snapshot(transport, version, manifest)
+        else:
+            _check_group(transport)
+            source = Source(group_name=transport.name)
         async with self._holding():
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the weight group"):
-                if group.name != self._group_name:
+                if isinstance(transport, rollout_pb2.WeightGroup) and transport.name != self._group_name:
                     await self._leave_group()
-                    await self._join_group(group)
+                    await self._join_group(transport)
             self._push = _Push(
                 push_id=push_id,
                 version=version,
-                group_name=group.name,
+                source=source,
                 manifest=manifest,
                 deadline=time.monotonic() + self._push_deadline_s,
             )
             self._watchdog = asyncio.create_task(self._give_up_at_deadline(self._push))
 
-    async def pause(self, push_id: str) -> None:
-        """Stop generation at a token boundary."""
+    async def pause(
+        self,
+        push_id: str,
+        mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_RETRACT,
+        drain_s: float = 0.0,
+    ) -> None:
+        """Stop generation at a token boundary. To drain is part of it and does not count for the push's deadline.
+
+        Raises:
+            InvalidRequestError: no such mode, or a wrong `drain_s`.
+        """
+        if mode not in rollout_pb2.PauseMode.values():
+            raise InvalidRequestError(f"mode = {mode} is none that this engine knows; push.mode names them")
+        if not (math.isfinite(drain_s) and drain_s >= 0):
+            raise InvalidRequestError(f"drain_s = {drain_s} must be 0 or greater")
+        push = self._require(push_id)
+        if mode == rollout_pb2.PAUSE_MODE_DRAIN and push.stage is Stage.PREPARED:
+            push.deadline += drain_s
         async with self._stage(push_id, Stage.PREPARED, Stage.PAUSED):
             self._enter(REPLICA_STATE_UPDATING)
-            await self._sink.pause()
+            await self._sink.pause(mode, drain_s)
 
     async def receive(self, push_id: str) -> Manifest:
-        """Take all buckets from rank 0 of the group; returns what was taken."""
+        """Take all buckets; returns what was taken."""
         async with self._stage(push_id, Stage.PAUSED, Stage.RECEIVED) as push:
             await self._sink.begin()
             push.stage = Stage.RECEIVING
             self._sound = False
-            for bucket in push.manifest.buckets:
-                await self._sink.take_bucket(bucket, group_name=push.group_name)
+            await self._sink.take(push.manifest, push.source)
             await self._sink.end()
             return push.manifest
 
@@ -195,6 +234,17 @@ class WeightReceiver:
             if self._push is not None and self._push.push_id == push_id:
                 await self._end_half_way(self._push, reason)
         return self.state
+
+    async def _check_snapshot(self, snapshot: rollout_pb2.WeightSnapshot, version: int, manifest: Manifest) -> Source:
+        folder, base_version = Path(snapshot.folder), snapshot.base_version
+        if base_version and (base_version != self.version or not self._sound):
+            held = f"version {self.version}" if self._sound else "broken weights"
+            raise NotReadyError(f"the delta is against version {base_version}, but this engine holds {held}; send all")
+        if base_version:
+            await asyncio.to_thread(check_delta, folder, base_version)
+        else:
+            await asyncio.to_thread(check_snapshot, folder, version, manifest)
+        return Source(folder=snapshot.folder, is_delta=bool(base_version))
 
     def _check_manifest(self, manifest: Manifest) -> None:
         pushed = {spec.name: spec for spec in manifest.tensors}
@@ -269,6 +319,8 @@ class WeightReceiver:
             push_id=push.push_id,
             policy_version=push.version,
             size_bytes=push.manifest.num_bytes,
+            is_snapshot=bool(push.source.folder),
+            is_delta=push.source.is_delta,
             elapsed_s=round(time.monotonic() - push.started, 3),
         )
 
@@ -312,7 +364,8 @@ class WeightReceiver:
             await self._sink.leave_group(name)
 
     async def _give_up_at_deadline(self, push: _Push) -> None:
-        await asyncio.sleep(max(0.0, push.deadline - time.monotonic()))
+        while (left_s := push.deadline - time.monotonic()) > 0:  # noqa: ASYNC110 - a drain moves the deadline
+            await asyncio.sleep(left_s)
         self._watchdog = None  # so that ending the push does not cancel this task
         await self._abort_quietly(push.push_id, f"not complete within {self._push_deadline_s} s; is the trainer gone?")
 
@@ -336,3 +389,11 @@ class WeightReceiver:
     def _enter(self, state: ReplicaState.ValueType) -> None:
         self.state = state
         self._on_change()
+
+
+def _check_group(group: rollout_pb2.WeightGroup) -> None:
+    if not group.name or group.rank_offset < 1 or group.world_size <= group.rank_offset:
+        raise InvalidRequestError(
+            f"group {group.name!r}: rank_offset {group.rank_offset} and world_size {group.world_size} do not form "
+            "a group in which the trainer is rank 0"
+        )

@@ -8,7 +8,8 @@ the one that failed: they answer when the group is closed, it does not.
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from penstock.v1 import rollout_pb2
 from services.trainer.config import PushConfig
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.stages import Answer, Member, NobodyLeftError, Stages, Stub, gathered
-from services.trainer.push.weight_group import WeightGroup
+from services.trainer.push.transport import Transport
 
 log = structlog.get_logger()
 
@@ -27,30 +28,16 @@ _OWN_SHARE = 0.8
 """The group is closed after this share of a stage's time; in the rest, those who waited in vain can say so."""
 _LAST_WORD_S = 2.0
 """For telling the members of a push that is cancelled."""
+_MODES = {
+    "retract": rollout_pb2.PAUSE_MODE_RETRACT,
+    "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
+    "drain": rollout_pb2.PAUSE_MODE_DRAIN,
+}
 _CANCELLED = "the trainer has stopped the push"
 
 
-@dataclass(slots=True)
-class Epoch:
-    """The process group that a set of replicas forms with the trainer."""
-
-    members: tuple[Member, ...]
-    message: rollout_pb2.WeightGroup
-    group: WeightGroup
-
-    @classmethod
-    def open(cls, members: tuple[Member, ...], *, host: str, backend: str) -> "Epoch":
-        """Open the rendezvous. Blocking.
-
-        Raises:
-            SetupError: this machine cannot be reached at `host`.
-        """
-        name, world_size = f"epoch-{uuid.uuid4().hex[:12]}", 1 + len(members)
-        group = WeightGroup.listen(host=host, name=name, world_size=world_size, backend=backend)
-        message = rollout_pb2.WeightGroup(
-            name=name, master_host=host, master_port=group.port, world_size=world_size, backend=backend
-        )
-        return cls(members, message, group)
+class ChecksumError(PenstockError):
+    """A replica does not hold what was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +46,16 @@ class Outcome:
 
     done: tuple[Member, ...]
     """They serve the version."""
-    failed: Mapping[Member, str]
+    failed: Mapping[Member, PenstockError]
     """They could not go on, and why."""
     again: tuple[Member, ...]
     """They suffered from the failure of others: worth another attempt without these."""
-    epoch: Epoch | None
-    """The group, if it is fit for another push."""
+    is_reusable: bool
+    """Whether the transport is fit for another push to the same members."""
     paused_at: float
     """When (monotonic) the first engine was asked to stop generating; infinite if none was."""
+    stages_s: Mapping[str, float]
+    """How long each stage took, by its name, as far as it was played."""
 
 
 class Attempt:
@@ -79,14 +68,12 @@ class Attempt:
         *,
         stub: Callable[[Member], Stub],
         config: PushConfig,
-        epoch: Epoch,
-        is_formed: bool,
+        transport: Transport,
     ) -> None:
-        """Push `weights` over the group of `epoch`, whose members are `members`."""
+        """Push `weights` to `members` by `transport`, which is theirs."""
         self._weights = weights
         self._config = config
-        self._epoch = epoch
-        self._is_formed = is_formed
+        self._transport = transport
         self._stages = Stages(members, stub, f"v{weights.version}-{uuid.uuid4().hex[:8]}")
         self._suffered: set[Member] = set()
         """Failed in a stage that others can spoil, in a way that others can cause."""
@@ -94,6 +81,7 @@ class Attempt:
         """Failed before the group was closed."""
         self._paused_at = float("inf")
         self._transferred = False
+        self._stages_s: dict[str, float] = {}
 
     async def run(self) -> Outcome:
         """Play all stages."""
@@ -104,34 +92,54 @@ class Attempt:
                 log.debug("push.nobody_left", push_id=self._stages.push_id)
             return await self._sum_up()
         except asyncio.CancelledError:
-            await asyncio.to_thread(self._epoch.group.close)
+            await asyncio.to_thread(self._transport.close)
             members = (*self._stages.members, *self._stages.failures)
             await self._stages.abort(members, _CANCELLED, _LAST_WORD_S)
             raise
 
     async def _play(self) -> None:
         stages, config = self._stages, self._config
-        await self._prepare()
+        with self._timed("prepare"):
+            await self._prepare()
         if stages.failures:
             return  # the group has a member that will take no part
         self._paused_at = time.monotonic()
-        await stages.each_of_push("PauseGeneration", rollout_pb2.PauseGenerationRequest, config.pause_timeout_s)
+        with self._timed("pause"):
+            await self._pause()
         if stages.failures:
             return
-        await self._transfer()
+        with self._timed("transfer"):
+            await self._transfer()
         self._transferred = True
-        await self._verify()
-        await stages.each_of_push("CommitWeights", rollout_pb2.CommitWeightsRequest, config.control_timeout_s)
-        await stages.each_of_push("ResumeGeneration", rollout_pb2.ResumeGenerationRequest, config.control_timeout_s)
+        with self._timed("verify"):
+            await self._verify()
+        with self._timed("commit"):
+            await stages.each_of_push("CommitWeights", rollout_pb2.CommitWeightsRequest, config.control_timeout_s)
+        with self._timed("resume"):
+            await stages.each_of_push("ResumeGeneration", rollout_pb2.ResumeGenerationRequest, config.control_timeout_s)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stages_s[stage] = time.monotonic() - started
 
     async def _sum_up(self) -> Outcome:
         """End the push with those that did not complete it, and find out who is to blame."""
         stages = self._stages
         failures = dict(stages.failures)
         if not failures:
-            epoch = None if self._epoch.group.is_closed else self._epoch
-            return Outcome(done=stages.members, failed={}, again=(), epoch=epoch, paused_at=self._paused_at)
-        await asyncio.to_thread(self._epoch.group.close)
+            return Outcome(
+                done=stages.members,
+                failed={},
+                again=(),
+                is_reusable=not self._transport.is_closed,
+                paused_at=self._paused_at,
+                stages_s=self._stages_s,
+            )
+        await asyncio.to_thread(self._transport.close)
         done = stages.members if self._transferred else ()
         ended = [member for member in (*stages.members, *failures) if member not in done]
         reason = "; ".join(str(error) for error in failures.values())
@@ -142,47 +150,54 @@ class Attempt:
         to_blame = to_blame or (self._first & failures.keys()) or set(failures)
         return Outcome(
             done=done,
-            failed={member: str(error) for member, error in failures.items() if member in to_blame},
+            failed={member: error for member, error in failures.items() if member in to_blame},
             again=tuple(member for member in ended if member not in to_blame),
-            epoch=None,
+            is_reusable=False,
             paused_at=self._paused_at,
+            stages_s=self._stages_s,
         )
 
     async def _prepare(self) -> None:
-        stages, message, timeout_s = self._stages, self._epoch.message, self._config.prepare_timeout_s
+        stages, transport, timeout_s = self._stages, self._transport, self._config.prepare_timeout_s
         manifest = self._weights.manifest.to_proto()
-        ranks = {member: rank for rank, member in enumerate(self._epoch.members, start=1)}
 
         def prepare(stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
-            own = rollout_pb2.WeightGroup()
-            own.CopyFrom(message)
-            own.rank_offset = ranks[member]
             request = rollout_pb2.PrepareWeightsRequest(
-                push_id=stages.push_id, policy_version=self._weights.version, group=own, manifest=manifest
+                push_id=stages.push_id, policy_version=self._weights.version, manifest=manifest
             )
+            transport.announce(member, request)
             return stub.PrepareWeights(request, timeout=timeout_s)
 
-        if self._is_formed:
+        if transport.is_formed:
             await stages.each(prepare)
             return
         own_s = _OWN_SHARE * timeout_s
-        error = await self._together(prepare, lambda: self._epoch.group.form(timeout_s=own_s), timeout_s)
+        error = await self._together(prepare, lambda: transport.form(timeout_s=own_s), timeout_s)
         if error is not None and not stages.failures:
             for member in stages.members:
                 stages.fail(member, error)
 
-    async def _transfer(self) -> None:
-        group, timeout_s = self._epoch.group, self._config.transfer_timeout_s
-        request = rollout_pb2.ReceiveWeightsRequest(push_id=self._stages.push_id)
-        deadline = time.monotonic() + _OWN_SHARE * timeout_s
+    async def _pause(self) -> None:
+        config = self._config
+        drain_s = config.drain_s if config.mode == "drain" else 0.0
+        request = rollout_pb2.PauseGenerationRequest(
+            push_id=self._stages.push_id, mode=_MODES[config.mode], drain_s=drain_s
+        )
+        timeout_s = config.pause_timeout_s + drain_s
+        await self._stages.each(lambda stub, _: stub.PauseGeneration(request, timeout=timeout_s))
 
-        def broadcast() -> None:
-            for bucket in self._weights.buckets:
-                group.broadcast(bucket, timeout_s=deadline - time.monotonic())
+    async def _transfer(self) -> None:
+        transport, timeout_s = self._transport, self._config.transfer_timeout_s
+        request = rollout_pb2.ReceiveWeightsRequest(push_id=self._stages.push_id)
+        own_s = _OWN_SHARE * timeout_s
 
         # Whoever says that it has all buckets is believed as far as its digests are right, whatever became of the rest.
-        if await self._together(lambda stub, _: stub.ReceiveWeights(request, timeout=timeout_s), broadcast, timeout_s):
-            await asyncio.to_thread(group.close)
+        if await self._together(
+            lambda stub, _: stub.ReceiveWeights(request, timeout=timeout_s),
+            lambda: transport.send(self._weights, timeout_s=own_s),
+            timeout_s,
+        ):
+            await asyncio.to_thread(transport.close)
 
     async def _together(
         self, start: Callable[[Stub, Member], Awaitable[Answer]], own: Callable[[], None], timeout_s: float
@@ -234,16 +249,16 @@ class Attempt:
 
     async def _close_group(self, calls: "Mapping[Member, asyncio.Task[Any]]") -> None:
         num_coming = sum(not task.done() for task in calls.values())
-        await asyncio.to_thread(self._epoch.group.close, num_coming=num_coming)
+        await asyncio.to_thread(self._transport.close, num_coming=num_coming)
 
     async def _verify(self) -> None:
         stages, timeout_s = self._stages, self._config.verify_timeout_s
         request = rollout_pb2.VerifyWeightsRequest(push_id=stages.push_id)
         answers = await stages.each(lambda stub, _: stub.VerifyWeights(request, timeout=timeout_s))
         for member, answer in answers.items():
-            if differing := self._weights.differing_names(answer.digests):
+            if differing := await asyncio.to_thread(self._weights.differing_names, answer.digests):
                 names = f"{len(differing)} parameters: {differing[:4]}"
-                stages.fail(member, PenstockError(f"{member.replica_id}: weights differ after the push in {names}"))
+                stages.fail(member, ChecksumError(f"{member.replica_id}: weights differ after the push in {names}"))
         if not stages.members:
             raise NobodyLeftError("no member holds the weights that were sent")
 

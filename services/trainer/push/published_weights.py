@@ -1,12 +1,14 @@
 """A snapshot of the policy, ready to be pushed at any time while training goes on."""
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from penstock.weights.digest import tensor_digest
-from penstock.weights.manifest import Manifest, pack
+from penstock.weights.digest import tensor_digests
+from penstock.weights.manifest import Manifest, pack, views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,24 +19,41 @@ class PublishedWeights:
     manifest: Manifest
     buckets: tuple[torch.Tensor, ...]
     """uint8[bytes] each, in the manifest's order."""
-    digests: Mapping[str, int]
-    """Checkpoint name to digest."""
+    pending_digests: Future[dict[str, int]]
+    """Computed in the background."""
 
     @classmethod
-    def take(
-        cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int
-    ) -> "PublishedWeights":
-        """Copy `tensors` (checkpoint name, tensor). Blocking: it reads every byte."""
+    def take(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int) -> Self:
+        """Copy `tensors` (checkpoint name, tensor). Blocking: it reads every byte.
+
+        Raises:
+            ValueError: a name comes twice, or one tensor under two names.
+        """
         named = dict(tensors)
+        owners: dict[int, str] = {}
+        for name, tensor in named.items():
+            if tensor.numel() and (other := owners.setdefault(tensor.data_ptr(), name)) != name:
+                raise ValueError(f"{name} and {other} are one tensor; push tied parameters once")
         manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
-        return cls(
-            version=version,
-            manifest=manifest,
-            buckets=tuple(pack(bucket, named) for bucket in manifest.buckets),
-            digests={name: tensor_digest(tensor) for name, tensor in named.items()},
-        )
+        buckets = tuple(pack(bucket, named) for bucket in manifest.buckets)
+        copied: dict[str, torch.Tensor] = {}
+        for specs, data in zip(manifest.buckets, buckets, strict=True):
+            copied |= views(specs, data)
+        pool = ThreadPoolExecutor(1)
+        pending = pool.submit(tensor_digests, copied.items())
+        pool.shutdown(wait=False)
+        return cls(version=version, manifest=manifest, buckets=buckets, pending_digests=pending)
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """Checkpoint name to digest. Blocking until they are computed."""
+        return self.pending_digests.result()
+
+    def wait(self) -> None:
+        """Wait until it can be pushed without further work."""
+        self.pending_digests.result()
 
     def differing_names(self, held: Mapping[str, int]) -> list[str]:
-        """Parameters whose digest in `held` is another, or that only one side has."""
-        names = self.digests.keys() | held.keys()
-        return sorted(name for name in names if self.digests.get(name) != held.get(name))
+        """Parameters whose digest in `held` is another, or that only one side has. Blocking."""
+        digests = self.digests
+        return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))

@@ -9,7 +9,7 @@ so that a replica which joins between two steps gets exactly the published versi
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -17,13 +17,15 @@ import structlog
 
 from penstock.bus.leases import Watch
 from penstock.bus.replica_lease import read_replica
-from penstock.errors import UnavailableError
+from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from services.trainer.config import PushConfig
-from services.trainer.push.attempt import Attempt, Epoch
+from services.trainer.push.attempt import Attempt, ChecksumError, Outcome
 from services.trainer.push.published_weights import PublishedWeights
+from services.trainer.push.snapshots import Snapshots
 from services.trainer.push.stages import Member, NobodyLeftError, Stages, Stub
+from services.trainer.push.transport import Broadcast, Disk
 
 log = structlog.get_logger()
 
@@ -33,6 +35,7 @@ _PUSHABLE = (
     common_pb2.REPLICA_STATE_UPDATING,
     common_pb2.REPLICA_STATE_BROKEN,
 )
+_READY = common_pb2.REPLICA_STATE_READY
 _CATCH_UP_EVERY_S = 1.0
 _MAX_DOUBLINGS = 5
 
@@ -52,6 +55,8 @@ class PushReport:
     """From the first call to the last answer."""
     pause_s: float
     """From the moment when the first engine was asked to stop generating to the end of the push; 0 if none was."""
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    """Time of each stage, by its name, over all attempts."""
 
 
 @dataclass(slots=True)
@@ -71,11 +76,15 @@ class WeightPublisher:
     """The `replicas` bucket."""
     backend: str
     """torch.distributed back end of the push: nccl or gloo."""
+    snapshots: Snapshots
+    """Written if so configured; late joiners read them."""
     _current: PublishedWeights | None = None
-    _epoch: Epoch | None = None
+    _epoch: Broadcast | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
     _failures: dict[Member, _Failure] = field(default_factory=dict)
+    _held: dict[Member, int] = field(default_factory=dict)
+    """The version that each said it held when it was last asked; 0: none that is whole."""
 
     async def publish(self, weights: PublishedWeights) -> PushReport:
         """Make `weights` the published version and push it to every live replica.
@@ -88,8 +97,13 @@ class WeightPublisher:
         """
         async with self._lock:
             self._current = weights
+            await asyncio.to_thread(weights.wait)  # while engines generate: cores that compute digests send nothing
+            if self.config.transport != "broadcast":
+                await self.snapshots.write(weights)
             members = self._members(lambda replica: replica.state in _PUSHABLE)
-            return await self._push(weights, [member for member in members if member not in self._failures])
+            report = await self._push(weights, [member for member in members if member not in self._failures])
+        self.snapshots.write_soon(weights)
+        return report
 
     async def keep_current(self) -> None:
         """Until cancelled: push the published version to replicas that lack it, such as ones that have just joined.
@@ -117,8 +131,9 @@ class WeightPublisher:
         return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
 
     async def close(self) -> None:
-        """Leave the process group and close all channels."""
+        """Leave the process group, finish the snapshot that is being written, and close all channels."""
         await self._end_epoch()
+        await self.snapshots.close()
         for member in tuple(self._channels):
             await self._disconnect(member)
 
@@ -142,26 +157,42 @@ class WeightPublisher:
     async def _push(
         self, weights: PublishedWeights, members: Sequence[Member], *, only_lagging: bool = False
     ) -> PushReport:
-        """Push to `members`, leaving out those that fail."""
+        """Push to `members`, leaving out those that fail. One whose checksums are wrong is pushed to once more."""
         started, paused_at = time.monotonic(), math.inf
-        failed: dict[Member, str] = {}
+        failed: dict[Member, PenstockError] = {}
         done: list[Member] = []
+        stages_s: dict[str, float] = {}
+        repeated: set[Member] = set()
+        without_delta: set[Member] = set()
         left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
         while left:
-            epoch, is_formed = await self._epoch_of(left)
-            self._epoch = None  # it is the attempt's until this tells that it is still fit
-            attempt = Attempt(weights, left, stub=self._stub, config=self.config, epoch=epoch, is_formed=is_formed)
-            outcome = await attempt.run()
-            self._epoch = outcome.epoch
+            part, disk = self._by_disk(left, weights, without_delta, only_lagging=only_lagging)
+            outcome = await (self._read(weights, part, disk) if disk else self._broadcast(weights, left))
             done += outcome.done
-            failed |= outcome.failed
             paused_at = min(paused_at, outcome.paused_at)
-            left = tuple(sorted(outcome.again, key=lambda member: member.replica_id))
+            for stage, seconds in outcome.stages_s.items():
+                stages_s[stage] = stages_s.get(stage, 0.0) + seconds
+            left = tuple(member for member in left if member not in outcome.done and member not in outcome.failed)
+            for member, error in outcome.failed.items():
+                if disk is not None and disk.base_version:
+                    without_delta.add(member)
+                elif disk is not None:
+                    self.snapshots.note_failure(member, error)
+                if disk is not None and isinstance(error, NotReadyError):
+                    log.info("push.falls_back", replica_id=member.replica_id, reason=str(error))
+                elif isinstance(error, ChecksumError) and member not in repeated:
+                    log.warning("push.repeated", replica_id=member.replica_id, reason=str(error))
+                    repeated.add(member)
+                else:
+                    failed[member] = error
+                    continue
+                left = (*left, member)
+            left = tuple(sorted(left, key=lambda member: member.replica_id))
         ended = time.monotonic()
         for member in done:
             self._failures.pop(member, None)
-        for member, reason in failed.items():
-            await self._take_note(member, reason, weights.version)
+        for member, error in failed.items():
+            await self._take_note(member, error, weights.version)
         report = PushReport(
             version=weights.version,
             num_replicas=len(done),
@@ -169,6 +200,7 @@ class WeightPublisher:
             num_bytes=weights.manifest.num_bytes,
             push_s=ended - started,
             pause_s=max(0.0, ended - paused_at),
+            stages_s=stages_s,
         )
         if done or failed or not only_lagging:
             log.info(
@@ -183,7 +215,7 @@ class WeightPublisher:
         return report
 
     async def _answering(
-        self, members: tuple[Member, ...], failed: dict[Member, str], *, only_lagging: bool
+        self, members: tuple[Member, ...], failed: dict[Member, PenstockError], *, only_lagging: bool
     ) -> tuple[Member, ...]:
         """Those that can take a push, by what they say themselves: a lease outlives its holder, and lags behind it."""
         if not members:
@@ -200,26 +232,53 @@ class WeightPublisher:
                     stages.fail(member, UnavailableError(f"{member.replica_id}: {other}; it was replaced"))
                 elif replica.state in _PUSHABLE and not (only_lagging and self._is_current(replica)):
                     chosen.append(member)
+                    self._held[member] = replica.policy_version if replica.state == _READY else 0
         except NobodyLeftError:
             log.debug("push.nobody_answered")
-        failed |= {member: str(error) for member, error in stages.failures.items()}
+        failed |= stages.failures
         return tuple(chosen)
 
-    async def _epoch_of(self, members: tuple[Member, ...]) -> tuple[Epoch, bool]:
-        """The epoch of these members, and whether its group has formed already."""
-        if self._epoch is not None and self._epoch.members == members:
-            return self._epoch, True
-        await self._end_epoch()
-        return await asyncio.to_thread(Epoch.open, members, host=self.config.host, backend=self.backend), False
+    async def _broadcast(self, weights: PublishedWeights, members: tuple[Member, ...]) -> Outcome:
+        """Over the group that these members form with the trainer; it is kept while they stay the same."""
+        epoch, self._epoch = self._epoch, None  # it is the attempt's until this tells that it is still fit
+        if epoch is not None and epoch.members != members:
+            await asyncio.to_thread(epoch.close)
+            epoch = None
+        if epoch is None:
+            epoch = await asyncio.to_thread(Broadcast.open, members, host=self.config.host, backend=self.backend)
+        outcome = await Attempt(weights, members, stub=self._stub, config=self.config, transport=epoch).run()
+        self._epoch = epoch if outcome.is_reusable else None
+        return outcome
 
-    async def _take_note(self, member: Member, reason: str, version: int) -> None:
+    async def _read(self, weights: PublishedWeights, members: tuple[Member, ...], disk: Disk) -> Outcome:
+        outcome = await Attempt(weights, members, stub=self._stub, config=self.config, transport=disk).run()
+        if outcome.failed:
+            await self._end_epoch()  # who gives up a push leaves its group
+        return outcome
+
+    def _by_disk(
+        self, members: tuple[Member, ...], weights: PublishedWeights, without_delta: set[Member], *, only_lagging: bool
+    ) -> tuple[tuple[Member, ...], Disk | None]:
+        """Those that read next, and what; None: the rest is for a broadcast.
+
+        All read if so configured, late joiners always do. The delta is for those that hold the version before.
+        """
+        folder = self.snapshots.newest(weights.version)
+        readers = self.snapshots.readers(members)
+        if folder is None or not readers or not (only_lagging or self.config.transport != "broadcast"):
+            return (), None
+        base = self.snapshots.base_of(weights.version)
+        near = tuple(one for one in readers if base and self._held.get(one) == base and one not in without_delta)
+        return (near, Disk(folder, base or 0)) if near else (readers, Disk(folder))
+
+    async def _take_note(self, member: Member, error: PenstockError, version: int) -> None:
         failure = self._failures.setdefault(member, _Failure())
         wait_s = self.config.retry_after_s * 2 ** min(failure.count, _MAX_DOUBLINGS)
         failure.count += 1
         failure.retry_at = time.monotonic() + wait_s
-        log.error(
-            "push.replica_failed", version=version, replica_id=member.replica_id, reason=reason, retry_after_s=wait_s
-        )
+        # A replica whose checksums are wrong says BROKEN by itself, and gets no requests.
+        event = "replica.quarantined" if isinstance(error, ChecksumError) else "push.replica_failed"
+        log.error(event, version=version, replica_id=member.replica_id, reason=str(error), retry_after_s=wait_s)
         await self._disconnect(member)
 
     async def _forget_the_dead(self) -> None:
@@ -227,11 +286,13 @@ class WeightPublisher:
         for member in self._channels.keys() - live:
             await self._disconnect(member)
         self._failures = {member: failure for member, failure in self._failures.items() if member in live}
+        self._held = {member: version for member, version in self._held.items() if member in live}
+        self.snapshots.forget_the_dead(live)
 
     async def _end_epoch(self) -> None:
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
-            await asyncio.to_thread(epoch.group.close)
+            await asyncio.to_thread(epoch.close)
 
     async def _disconnect(self, member: Member) -> None:
         channel = self._channels.pop(member, None)

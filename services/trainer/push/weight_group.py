@@ -6,9 +6,11 @@ cannot be interrupted, so there the members are let go when the broadcast ends: 
 which it waits leaves. After an error the group is of no use; close it and open another under a new name.
 """
 
+import collections
 import datetime
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -24,6 +26,9 @@ log = structlog.get_logger()
 _LISTEN_TIMEOUT_S = 5.0
 _KNOCK_S = 1.0
 _POLL_S = 0.002
+_BROADCAST_POLL_S = 0.0003
+_AHEAD = 4
+"""Buckets that are under way at a time."""
 _ARRIVALS_KEY = "init/"
 """Where torch's TCPStore counts the members that have connected."""
 
@@ -103,39 +108,55 @@ class WeightGroup:
         _leave(group)
         raise UnavailableError(f"weight group {self.name} was closed while it formed")
 
-    def broadcast(self, bucket: torch.Tensor, *, timeout_s: float) -> None:
-        """Send a bucket, uint8[bytes], to all members; back when this side is done with it.
+    def broadcast(self, buckets: Iterable[torch.Tensor], *, timeout_s: float) -> None:
+        """Send buckets, uint8[bytes] each, to all members; back when this side is done with them.
+
+        Several are under way at a time, so that no member waits for the next while it looks at the last.
 
         Raises:
             DeadlineError: it took longer than `timeout_s`.
             UnavailableError: a member is gone, or the group was closed.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.timeout = datetime.timedelta(seconds=max(timeout_s, 0.001))
-        options.asyncOp = True
         deadline = time.monotonic() + timeout_s
-        group = self._group
-        if group is None:
-            raise UnavailableError(f"weight group {self.name} is closed; open another")
-        work = None
+        under_way: collections.deque[Any] = collections.deque()
         try:
-            work = group.broadcast([bucket.to(self._device)], options)
-            while not work.is_completed():
-                if self.is_closed:
-                    raise UnavailableError(f"weight group {self.name} was closed during a broadcast")
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"weight group {self.name}: a broadcast took longer than {timeout_s:g} s; a member hangs"
-                    )
-                time.sleep(_POLL_S)
-            work.wait()
+            for bucket in buckets:
+                under_way.append(self._start(bucket.to(self._device), deadline))
+                if len(under_way) > _AHEAD:
+                    self._await(under_way.popleft(), deadline)
+            while under_way:
+                self._await(under_way.popleft(), deadline)
         except RuntimeError as error:
             raise UnavailableError(f"weight group {self.name}: broadcast failed: {_first_line(error)}") from None
         finally:
             # The members hear that this side has left when nothing refers to the group, a traceback's frame included.
-            group = work = None
+            under_way.clear()
+
+    def _start(self, bucket: torch.Tensor, deadline: float) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        options.asyncOp = True
+        group = self._group
+        if group is None:
+            raise UnavailableError(f"weight group {self.name} is closed; open another")
+        try:
+            return group.broadcast([bucket], options)
+        finally:
+            group = None
+
+    def _await(self, work: Any, deadline: float) -> None:
+        try:
+            while not work.is_completed():
+                if self.is_closed:
+                    raise UnavailableError(f"weight group {self.name} was closed during a broadcast")
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"weight group {self.name}: the transfer takes too long; a member hangs")
+                time.sleep(_BROADCAST_POLL_S)
+            work.wait()
+        finally:
+            work = None
 
     def close(self, *, num_coming: int = 0) -> None:
         """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated.

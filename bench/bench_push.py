@@ -1,0 +1,330 @@
+"""How fast weights get to the engines, beside a raw torch.distributed broadcast of the same bytes.
+
+    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--rounds 5] [--no-engine]
+
+Rounds of both take turns. Raw: plain processes, a process group, the same buckets, into memory that is there already,
+nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC and the same gloo.
+Simulated engines (tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model;
+the real engine is SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each is not counted:
+it forms the group. Not generating is the time from the first pause to the last resume.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402 - after the environment is set
+import torch.distributed as dist  # noqa: E402
+
+from penstock import log  # noqa: E402
+from penstock.bus.connection import Bus, connect  # noqa: E402
+from penstock.bus.leases import watched  # noqa: E402
+from penstock.bus.local_server import local_server  # noqa: E402
+from penstock.config import BusConfig, LogConfig  # noqa: E402
+from penstock.launch.launcher import free_ports  # noqa: E402
+from penstock.weights.digest import tensor_digests  # noqa: E402
+from penstock.weights.manifest import Manifest  # noqa: E402
+from services.trainer.config import PushConfig  # noqa: E402
+from services.trainer.push.published_weights import PublishedWeights  # noqa: E402
+from services.trainer.push.publisher import PushReport, WeightPublisher  # noqa: E402
+from services.trainer.push.snapshots import Snapshots  # noqa: E402
+from tests.engine_process import engine_process  # noqa: E402
+from tests.simulated_replica import simulated_replica  # noqa: E402
+
+HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128
+"""Of Qwen3-VL-2B's language model."""
+AHEAD = 4
+RUN = "bench-push"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured for one kind and number of receivers."""
+
+    what: str
+    num_receivers: int
+    num_bytes: int
+    raw_s: list[float]
+    reports: list[PushReport]
+
+
+def shapes_of(num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """As many layers as come nearest to so many bytes of bfloat16."""
+    layer = {
+        "self_attn.q_proj.weight": (NUM_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj.weight": (NUM_KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj.weight": (NUM_KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, NUM_HEADS * HEAD_DIM),
+        "self_attn.q_norm.weight": (HEAD_DIM,),
+        "self_attn.k_norm.weight": (HEAD_DIM,),
+        "mlp.gate_proj.weight": (MLP, HIDDEN),
+        "mlp.up_proj.weight": (MLP, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, MLP),
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+    }
+    return {
+        f"layers.{index}.{name}": (torch.bfloat16, shape)
+        for index in range(num_layers(num_bytes))
+        for name, shape in layer.items()
+    }
+
+
+def num_layers(num_bytes: int) -> int:
+    """Layers of about so many bytes in all, rounded up."""
+    layer = 2 * (2 * NUM_HEADS * HEAD_DIM * HIDDEN + 2 * NUM_KV_HEADS * HEAD_DIM * HIDDEN + 3 * MLP * HIDDEN)
+    return max(1, -(-num_bytes // layer))
+
+
+def snapshot(version: int, tensors: dict[str, torch.Tensor], config: PushConfig) -> PublishedWeights:
+    """A version: others bytes in every tensor."""
+    for tensor in tensors.values():
+        tensor.view(torch.int16).add_(version)
+    return PublishedWeights.take(version, tensors.items(), max_bucket_bytes=config.bucket_bytes)
+
+
+def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    buffers = [torch.full((size,), rank, dtype=torch.uint8) for size in sizes]
+    while control.recv():
+        dist.barrier()
+        started = time.perf_counter()
+        under_way: list[Any] = []
+        for buffer in buffers:
+            under_way.append(dist.broadcast(buffer, src=0, async_op=True))
+            if len(under_way) > AHEAD:
+                under_way.pop(0).wait()
+        for work in under_way:
+            work.wait()
+        dist.barrier()
+        control.send(time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def raw_group(num_receivers: int, sizes: list[int]) -> Iterator[list[Connection]]:
+    """Plain processes that broadcast when they are told to."""
+    context = multiprocessing.get_context("spawn")
+    (port,) = free_ports(1)
+    pipes = [context.Pipe() for _ in range(1 + num_receivers)]
+    processes = [
+        context.Process(target=_raw, args=(rank, 1 + num_receivers, port, sizes, its), daemon=True)
+        for rank, (_, its) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield [mine for mine, _ in pipes]
+    finally:
+        for mine, _ in pipes:
+            mine.send(False)
+        for process in processes:
+            process.join(20)
+
+
+def broadcast_raw(pipes: list[Connection]) -> float:
+    """Seconds that one broadcast took, by the sender's clock."""
+    for pipe in pipes:
+        pipe.send(True)
+    return max(pipe.recv() for pipe in pipes)
+
+
+@contextlib.asynccontextmanager
+async def publishing(
+    bus: Bus, config: PushConfig, num_replicas: int, folder: Path | None
+) -> AsyncIterator[WeightPublisher]:
+    """A publisher that sees so many replicas."""
+    ttl_s = bus.config.lease_ttl_s
+    async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
+        publisher = WeightPublisher(config=config, replicas=watch, backend="gloo", snapshots=Snapshots(folder))
+        async with asyncio.timeout(60):
+            while publisher.num_live_replicas < num_replicas:
+                await watch.changed(0.2)
+        try:
+            yield publisher
+        finally:
+            await publisher.close()
+
+
+async def measure(
+    what: str, publisher: WeightPublisher, tensors: dict[str, torch.Tensor], num_receivers: int, num_rounds: int
+) -> Row:
+    """Rounds of both, in turn."""
+    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=publisher.config.bucket_bytes)
+    sizes = [sum(spec.num_bytes for spec in bucket) for bucket in manifest.buckets]
+    raw_s: list[float] = []
+    reports: list[PushReport] = []
+    with raw_group(num_receivers, sizes) as pipes:
+        await asyncio.to_thread(broadcast_raw, pipes)
+        for version in range(1, num_rounds + 2):
+            raw_s.append(await asyncio.to_thread(broadcast_raw, pipes))
+            weights = await asyncio.to_thread(snapshot, version, tensors, publisher.config)
+            report = await publisher.publish(weights)
+            if (report.num_replicas, report.num_failed) != (num_receivers, 0):
+                raise SystemExit(f"push {version} reached {report.num_replicas} replicas, {report.num_failed} failed")
+            reports.append(report)
+    return Row(what, num_receivers, manifest.num_bytes, raw_s[1:], reports[1:])
+
+
+async def measure_simulated(url: str, num_receivers: int, arguments: argparse.Namespace, transport: str) -> Row:
+    """With simulated engines."""
+    shapes = shapes_of(int(arguments.gb * 1e9))
+    tensors = {name: torch.randn(shape).to(dtype) for name, (dtype, shape) in shapes.items()}
+    run = f"{RUN}-{transport}-{num_receivers}"
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(connect(BusConfig(url=url), run=run))
+        await bus.ensure_streams()
+        for index in range(num_receivers):
+            await stack.enter_async_context(
+                simulated_replica(bus, replica_id=f"simulated-{index}", shapes=shapes, audits=False)
+            )
+        config = PushConfig(transport=transport)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) if transport == "disk" else None
+        publisher = await stack.enter_async_context(publishing(bus, config, num_receivers, folder))
+        return await measure(f"simulated, {transport}", publisher, tensors, num_receivers, arguments.rounds)
+
+
+async def measure_engine(url: str, arguments: argparse.Namespace, mode: str) -> Row:
+    """With one real SGLang."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tensors = await asyncio.to_thread(build_model, folder / "model", int(arguments.gb * 1e9))
+        async with (
+            engine_process(
+                folder / "model", url, folder, dtype="bfloat16", context_length=256, max_running=4, push_deadline_s=600
+            ),
+            connect(BusConfig(url=url), run=folder.name) as bus,
+            publishing(bus, PushConfig(mode=mode), 1, None) as publisher,
+        ):
+            return await measure(f"SGLang, broadcast, {mode}", publisher, tensors, 1, arguments.rounds)
+
+
+def build_model(folder: Path, num_bytes: int) -> dict[str, torch.Tensor]:
+    """Write a Qwen3-VL with random weights; returns them as a trainer would push them."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from models.tiny_qwen3_vl import build_config, build_processor, build_tokenizer, save_model
+
+    tokenizer = build_tokenizer()
+    config = build_config(tokenizer)
+    text, vision = config.text_config, config.vision_config
+    text.hidden_size, text.intermediate_size, text.head_dim = HIDDEN, MLP, HEAD_DIM
+    text.num_attention_heads, text.num_key_value_heads = NUM_HEADS, NUM_KV_HEADS
+    text.num_hidden_layers = num_layers(num_bytes)
+    text.rope_parameters["mrope_section"] = [24, 20, 20]
+    vision.out_hidden_size = HIDDEN
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    save_model(model, build_processor(tokenizer), folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def digest_rate(num_bytes: int) -> float:
+    """GB/s of the digests that both sides compute, on this machine's cores."""
+    tensors = [(str(index), torch.randn(num_bytes // 32)) for index in range(8)]
+    tensor_digests(tensors)
+    started = time.perf_counter()
+    tensor_digests(tensors)
+    return num_bytes / (time.perf_counter() - started) / 1e9
+
+
+def table(rows: list[Row]) -> str:
+    """Medians, as Markdown."""
+    lines = [
+        "| receivers | GB | raw GB/s | transfer GB/s | ratio | whole push GB/s | whole push s | not generating s | "
+        "prepare / pause / transfer / verify / commit / resume ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        size_gb, raw_s = row.num_bytes / 1e9, statistics.median(row.raw_s)
+        stages = {
+            name: statistics.median(report.stages_s[name] for report in row.reports)
+            for name in ("prepare", "pause", "transfer", "verify", "commit", "resume")
+        }
+        push_s = statistics.median(report.push_s for report in row.reports)
+        pause_s = statistics.median(report.pause_s for report in row.reports)
+        lines.append(
+            f"| {row.num_receivers} {row.what} | {size_gb:.2f} | {size_gb / raw_s:.2f} | "
+            f"{size_gb / stages['transfer']:.2f} | {raw_s / stages['transfer']:.2f} | {size_gb / push_s:.2f} | "
+            f"{push_s:.2f} | {pause_s:.2f} | " + " / ".join(f"{1e3 * value:.0f}" for value in stages.values()) + " |"
+        )
+    return "\n".join(lines)
+
+
+def delta_table() -> str:
+    """What a delta saves: AdamW steps of the tiny model on random text, a third step after two others."""
+    from models.tiny_qwen3_vl import build_config, build_model, build_tokenizer
+    from penstock.weights.delta import encode_delta
+
+    lines = ["| learning rate | dtype | full bytes | delta bytes | share |", "|---|---|---|---|---|"]
+    config = build_config(build_tokenizer())
+    for learning_rate in (1e-6, 1e-5, 3e-4):
+        model = build_model(config, seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+        for _ in range(3):
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            ids = torch.randint(0, 300, (8, 64))
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        for dtype in (torch.float32, torch.bfloat16):
+            pairs = [(before[name].to(dtype), after.detach().to(dtype)) for name, after in model.named_parameters()]
+            full = sum(after.nbytes for _, after in pairs)
+            delta = sum(len(encode_delta(old, new)) for old, new in pairs)
+            lines.append(f"| {learning_rate:g} | {str(dtype)[6:]} | {full:,} | {delta:,} | {delta / full:.1%} |")
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Now, not when a buffer is full."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+async def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
+    parser.add_argument("--receivers", type=int, nargs="*", default=[1, 2], help="numbers of simulated engines")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-disk", action="store_true", help="leave out the snapshot")
+    parser.add_argument("--no-engine", action="store_true", help="leave out the real SGLang")
+    arguments = parser.parse_args()
+    log.configure(LogConfig(level="warning"), service="bench")
+    torch.set_num_threads(1)
+    say(f"digests: {digest_rate(int(arguments.gb * 1e9)):.1f} GB/s")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with local_server(Path(folder)) as url:
+            for num_receivers in arguments.receivers:
+                rows.append(await measure_simulated(url, num_receivers, arguments, "broadcast"))
+                say(table(rows[-1:]))
+            if not arguments.no_disk:
+                rows.append(await measure_simulated(url, 1, arguments, "disk"))
+                say(table(rows[-1:]))
+            if not arguments.no_engine:
+                rows.append(await measure_engine(url, arguments, "retract"))
+    say(f"\n{table(rows)}\n\n{delta_table()}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,93 @@
+"""The weights of one version as files: a folder with one safetensors file, whole or not there.
+
+Written from a push's buckets as they are, without a copy: the data of a safetensors file are its tensors end to end.
+Of the folders that hold versions, the newest two are kept; a reader that has opened the one before can finish.
+"""
+
+import json
+import os
+import re
+import shutil
+import struct
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from penstock.errors import NotReadyError
+from penstock.weights.manifest import Manifest
+
+FILE_NAME = "model.safetensors"
+KEEP = 2
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32",
+           "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
+_VERSION_FOLDER = re.compile(r"v(\d{8,})")
+
+
+def snapshot_folder(parent: Path, version: int) -> Path:
+    """Where the snapshot of `version` is, or will be."""
+    return parent / f"v{version:08d}"
+
+
+def write_snapshot(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
+    """Write the folder of `version` below `parent`, delete those that are too old, and return it. Blocking."""
+    folder = snapshot_folder(parent, version)
+    unfinished = parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+    unfinished.mkdir(parents=True)
+    try:
+        header = _header(version, manifest)
+        with (unfinished / FILE_NAME).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for bucket in buckets:
+                file.write(memoryview(bucket.cpu().numpy()))
+        if folder.exists():
+            shutil.rmtree(folder)  # of a trainer that died: the same version, written anew
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for old in _versions(parent)[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def check_snapshot(folder: Path, version: int, manifest: Manifest) -> None:
+    """See that the folder can be read here and holds what is announced.
+
+    Raises:
+        NotReadyError: it does not.
+    """
+    try:
+        with (folder / FILE_NAME).open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            found = json.loads(file.read(length))
+            num_bytes = os.fstat(file.fileno()).st_size - 8 - length
+    except (OSError, ValueError, struct.error) as error:
+        raise NotReadyError(f"snapshot {folder} cannot be read here ({error}); let the trainer broadcast") from None
+    if found != json.loads(_header(version, manifest)) or num_bytes != manifest.num_bytes:
+        raise NotReadyError(f"snapshot {folder} does not hold what was announced of version {version}")
+
+
+def snapshot_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other."""
+    from safetensors import safe_open
+
+    with safe_open(folder / FILE_NAME, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            yield name, file.get_tensor(name)
+
+
+def _header(version: int, manifest: Manifest) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "policy_version": str(version)}}
+    first = 0
+    for spec in manifest.tensors:
+        end = first + spec.num_bytes
+        header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [first, end]}
+        first = end
+    text = json.dumps(header).encode()
+    return text + b" " * (-len(text) % 8)  # so that the data are aligned
+
+
+def _versions(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.iterdir() if _VERSION_FOLDER.fullmatch(path.name))

@@ -1,0 +1,66 @@
+"""The prefix cache keyed by policy version, and stamps that are right to the token. Runs inside SGLang's scheduler.
+
+Invariant: a request that holds no KV yet finds only prefixes that were computed from the weights of now. SGLang's own
+cache knows nothing of versions, so without this an update that does not flush it serves prefixes of older weights.
+
+A request gets the key of the version when it is queued, be it new or retracted, and again when the version changes
+while it waits; one that holds KV keeps its key to the end, so what it leaves in the cache is found by nobody later.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+IN_PLACE, RETRACT = "in_place", "retract"
+
+
+def key_by_version(_scheduler: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before a request is queued."""
+    _set_key(req, _version())
+
+
+def note_version(record: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
+    """Around the change of the version, which comes while nothing runs."""
+    old_version = _version()
+    record(scheduler, new_version)
+    if new_version is None or new_version == old_version:
+        return
+    for req in scheduler.waiting_queue:
+        _set_key(req, new_version)
+    # With overlap the last batch has been computed, by the old weights, but its tokens are not added yet.
+    for batch, _ in getattr(scheduler, "result_queue", ()):
+        for req in batch.reqs:
+            if not req.finished():
+                stamp_token_under_way(req, old_version)
+
+
+def pause(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+    """Around a pause: in place only where every running request has computed its prompt.
+
+    A prompt that is half computed would be finished by other weights than it was begun with, and no span would tell.
+    """
+    if request.mode == IN_PLACE and scheduler.chunked_req is not None:
+        request = type(request)(mode=RETRACT)
+    original(scheduler, request)
+    if request.mode == IN_PLACE and getattr(scheduler, "result_queue", ()):
+        scheduler.forward_stream.synchronize()  # what has been launched is computed before weights change
+
+
+def stamp_token_under_way(req: Any, old_version: str) -> None:
+    """Count the token that has been computed but not added to those of `old_version`."""
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    events, num_tokens = req.weight_version_events, len(req.output_ids)
+    if events and (events[-1].old_version, events[-1].num_output_tokens) == (old_version, num_tokens):
+        events.pop()
+    events.append(WeightVersionEvent(old_version=old_version, num_output_tokens=num_tokens + 1))
+
+
+def _set_key(req: Any, version: str) -> None:
+    if not req.kv.holds_kv:
+        req.extra_key = f"version={version}"
+
+
+def _version() -> str:
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().weight_version)
