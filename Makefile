@@ -19,7 +19,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check test check demo bench bench-push bench-reward bench-reward-soak lock clean
+.PHONY: help setup fmt lint type proto proto-check test check demo bench bench-push bench-reward bench-reward-soak bench-router lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19

@@ -25,7 +25,7 @@ from penstock.clients import RewardClient
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "reward"
 PAIRS = [SHARED / "pairs.jsonl", *(ROOT / "tests/data/reward" / name for name in ("pairs.jsonl", "attacks.jsonl"))]
-HOSTILE = ROOT / "bench" / "bench_reward_hostile.py"
+HOSTILE = ROOT / "bench" / "reward" / "hostile.py"
 PARTS = ("accuracy", "throughput", "serving", "clients", "hostile")
 
 

@@ -1,6 +1,6 @@
 """What hostile items do to the reward service: lateness, the latency of others, memory, and tier 3's throughput.
 
-    python bench/bench_reward_hostile.py [--seconds 10]
+    python bench/reward/hostile.py [--seconds 10]
 
 The service runs in processes of its own and is asked over gRPC. Nothing else should run beside it.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from penstock.clients import RewardClient
 from penstock.v1 import reward_pb2
