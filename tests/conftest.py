@@ -40,7 +40,20 @@ def bus_config(nats_url: str) -> BusConfig:
 @pytest.fixture
 async def bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
     """A connection whose run has its streams; they and the buckets are gone afterwards."""
-    async with connect(bus_config, run=run_name) as connection:
+    async with _connected(bus_config, run_name) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def steady_bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
+    """As `bus`, with leases that do not lapse while this process, which holds all of them, is busy."""
+    async with _connected(bus_config.model_copy(update={"lease_ttl_s": 5.0}), run_name) as connection:
+        yield connection
+
+
+@contextlib.asynccontextmanager
+async def _connected(config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
+    async with connect(config, run=run_name) as connection:
         await connection.ensure_streams()
         yield connection
         await connection.delete_run()

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus, connect
-from penstock.config import BusConfig
 from penstock.errors import NotReadyError, OverloadedError, UnavailableError
 from penstock.rpc.channel import connect as connect_channel
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2
@@ -326,20 +325,20 @@ async def test_a_drain_goes_on_when_the_lease_ends(bus: Bus) -> None:
         await running
 
 
-async def test_an_engine_that_says_it_is_full_is_left_alone_for_a_moment(bus: Bus) -> None:
+async def test_an_engine_that_says_it_is_full_is_left_alone_for_a_moment(steady_bus: Bus) -> None:
     """It is asked a few times per second by all calls together, not by each of them."""
-    async with pool(bus, 1, wait_for_replica_s=1.0) as (caller, [engine]):
+    async with pool(steady_bus, 1, wait_for_replica_s=1.0) as (caller, [engine]):
         engine.error = OverloadedError("queue full")
         errors = await asyncio.gather(*(failure(caller.generate()) for _ in range(50)))
         assert {error.code() for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert engine.num_calls < 60  # without it, hundreds
 
 
-async def test_two_routers_agree_where_a_session_belongs(bus: Bus, bus_config: BusConfig, run_name: str) -> None:
+async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:
     """With consistent_hash, though neither tells the other anything."""
     async with (
-        pool(bus, 4, policy="consistent_hash") as (caller, _),
-        connect(bus_config, run=run_name) as other_bus,
+        pool(steady_bus, 4, policy="consistent_hash") as (caller, _),
+        connect(steady_bus.config, run=run_name) as other_bus,
         router(other_bus, policy="consistent_hash") as other,
     ):
         await other.until_routable(4)
@@ -434,9 +433,12 @@ class Churn:
             await asyncio.gather(*self._tasks)
 
 
-async def test_replicas_that_come_and_go_lose_no_request(bus: Bus) -> None:
+async def test_replicas_that_come_and_go_lose_no_request(steady_bus: Bus) -> None:
     """Sixteen, half of those that leave by a crash: every answer is whole, and sessions stay where they can."""
-    async with router(bus, wait_for_replica_s=10.0, chunk_tokens=4) as caller, Churn(bus, caller, 0).of(16) as churn:
+    async with (
+        router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4) as caller,
+        Churn(steady_bus, caller, 0).of(16) as churn,
+    ):
         stop, num_answers = asyncio.Event(), 0
 
         async def play(session: str) -> None:
