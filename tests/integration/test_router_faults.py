@@ -331,7 +331,7 @@ async def test_an_engine_that_says_it_is_full_is_left_alone_for_a_moment(steady_
         engine.error = OverloadedError("queue full")
         errors = await asyncio.gather(*(failure(caller.generate()) for _ in range(50)))
         assert {error.code() for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        assert engine.num_calls < 60  # without it, hundreds
+        assert engine.num_calls < 125  # each by itself would ask five times, 250 in all
 
 
 async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:
