@@ -130,6 +130,40 @@ class VersionSpan(_message.Message):
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
+class Disaggregation(_message.Message):
+    """How a prefill or a decode replica takes part in disaggregation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_BACKEND_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_HOST_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_PORT_FIELD_NUMBER: _builtins.int
+    transfer_backend: _builtins.str
+    """What carries the KV cache from prefill to decode: "mooncake" or "nixl"; the same in both halves of a pair."""
+    tensor_parallel: _builtins.int
+    """Ranks over which each layer is spread; the same in both halves of a pair."""
+    bootstrap_host: _builtins.str
+    """Prefill only: host of the server where decode replicas ask for the KV cache."""
+    bootstrap_port: _builtins.int
+    """Prefill only: its port."""
+    def __init__(
+        self,
+        *,
+        transfer_backend: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
+        bootstrap_host: _builtins.str = ...,
+        bootstrap_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "tensor_parallel", b"tensor_parallel", "transfer_backend", b"transfer_backend"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Disaggregation: _TypeAlias = Disaggregation  # noqa: Y015
+
+@_typing.final
 class Replica(_message.Message):
     """One rollout engine, as the others see it."""
 
@@ -144,6 +178,8 @@ class Replica(_message.Message):
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     KV_USE_FIELD_NUMBER: _builtins.int
+    DISAGGREGATION_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name, new at every start of the process."""
     address: _builtins.str
@@ -162,6 +198,12 @@ class Replica(_message.Message):
     """The most requests that it runs at once."""
     kv_use: _builtins.float
     """Share of its KV cache in use, 0 to 1."""
+    max_tokens: _builtins.int
+    """The most tokens of prompt and response together that it takes; 0: it does not say."""
+    @_builtins.property
+    def disaggregation(self) -> Global___Disaggregation:
+        """Set exactly for prefill and decode replicas."""
+
     def __init__(
         self,
         *,
@@ -174,10 +216,12 @@ class Replica(_message.Message):
         num_queued: _builtins.int = ...,
         max_running: _builtins.int = ...,
         kv_use: _builtins.float = ...,
+        disaggregation: Global___Disaggregation | None = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disaggregation", b"disaggregation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "kv_use", b"kv_use", "max_running", b"max_running", "num_queued", b"num_queued", "num_running", b"num_running", "policy_version", b"policy_version", "replica_id", b"replica_id", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disaggregation", b"disaggregation", "kv_use", b"kv_use", "max_running", b"max_running", "max_tokens", b"max_tokens", "num_queued", b"num_queued", "num_running", b"num_running", "policy_version", b"policy_version", "replica_id", b"replica_id", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

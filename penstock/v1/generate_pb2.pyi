@@ -85,6 +85,45 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Bootstrap(_message.Message):
+    """What makes one request of two: the same request goes to a prefill and to a decode replica, which find each other by
+    this. The decode replica's answer is the answer; the prefill replica answers with the first token when its part is done.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Host of the prefill replica's bootstrap server, as in its lease."""
+    port: _builtins.int
+    """Its port."""
+    room: _builtins.int
+    """Names the request there: a random number of 62 bits, never used twice."""
+    policy_version: _builtins.int
+    """The policy version of both replicas, as their leases say. A replica that holds another by now, or takes a push that
+    changes it before the request begins, refuses with FAILED_PRECONDITION: no KV cache is decoded by other weights than
+    those that made it.
+    """
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+        room: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "policy_version", b"policy_version", "port", b"port", "room", b"room"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bootstrap: _TypeAlias = Bootstrap  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """One turn of one episode."""
 
@@ -97,6 +136,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique name of the call, for logs and for aborting it."""
     session_id: _builtins.str
@@ -119,6 +159,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """How tokens are drawn."""
 
+    @_builtins.property
+    def bootstrap(self) -> Global___Bootstrap:
+        """Set by whoever pairs replicas (the router) and required by prefill and decode replicas; others refuse it with
+        INVALID_ARGUMENT. Callers of a router leave it out.
+        """
+
     def __init__(
         self,
         *,
@@ -129,10 +175,11 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         min_policy_version: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
+        bootstrap: Global___Bootstrap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
