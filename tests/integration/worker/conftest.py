@@ -1,0 +1,52 @@
+"""The real reward service, and an engine that gives the right answer."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from penstock.bus.connection import Bus
+from penstock.config import BusConfig, ModelConfig, RunConfig, SamplingConfig
+from services.recipe import Recipe
+from services.reward import server as reward_server
+from services.reward.config import RewardConfig
+from services.rollout.worker.config import WorkerConfig
+from tests.speaking_engine import ANSWER, SpeakingEngine
+
+
+@pytest.fixture(scope="module")
+async def reward_address() -> AsyncIterator[str]:
+    """The real reward service."""
+    async with reward_server.running(RewardConfig(workers=1)) as (server, *_):
+        yield server.address
+
+
+@pytest.fixture
+async def engine(bus: Bus, tiny_model_path: Path) -> AsyncIterator[SpeakingEngine]:
+    """An engine that gives the right answer, as policy version 4 and then 5."""
+    engine = SpeakingEngine(bus, policy_version=4)
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
+    engine.answer_ids = tokenizer(ANSWER + "<|im_end|>", add_special_tokens=False).input_ids
+    async with engine.running():
+        yield engine
+
+
+@pytest.fixture
+def make_recipe(
+    bus_config: BusConfig, run_name: str, tiny_model_path: Path, reward_address: str
+) -> Callable[..., Recipe]:
+    """Recipes of this test's run; `max_deliveries` is the bus's, all else is the worker's."""
+
+    def make(router_address: str, *, max_deliveries: int = 20, **worker: Any) -> Recipe:
+        fields = {"router_address": router_address, "reward_address": reward_address, "concurrency": 4} | worker
+        return Recipe(
+            model=ModelConfig(path=tiny_model_path),
+            run=RunConfig(name=run_name),
+            bus=bus_config.model_copy(update={"max_deliveries": max_deliveries}),
+            sampling=SamplingConfig(max_new_tokens=16),
+            worker=WorkerConfig(**fields),
+        )
+
+    return make

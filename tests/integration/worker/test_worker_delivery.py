@@ -1,0 +1,132 @@
+"""A prompt becomes a group, whoever is away for a while: once, and with what was said."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.bus.connection import Bus
+from penstock.bus.consumer import open_consumer
+from penstock.clients import GenerateClient, RewardClient
+from penstock.records import VersionSpan
+from services.recipe import Recipe
+from services.reward import server as reward_server
+from services.reward.config import RewardConfig
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.episode import EpisodePlayer
+from services.rollout.worker.group import GroupPlayer
+from services.rollout.worker.main import Desk
+from services.rollout.worker.render import Renderer
+from services.router import server as router_server
+from services.router.config import RouterConfig
+from tests.speaking_engine import (
+    ANSWER,
+    PICTURE,
+    SpeakingEngine,
+    count,
+    free_port,
+    make_prompt,
+    publish,
+    until_done,
+    working,
+)
+from tests.waiting import until
+
+
+async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str, tiny_model_path: Path
+) -> None:
+    """Ids, logprobs, versions and pictures arrive as the engine and the data set gave them."""
+    port = free_port()
+    recipe = make_recipe(f"127.0.0.1:{port}")
+    stop_router = asyncio.Event()
+    router_recipe = recipe.model_copy(update={"router": RouterConfig(port=port)})
+    router = asyncio.create_task(router_server.serve(router_recipe, stop_router))
+    prompt = make_prompt(run_name)
+    await publish(bus, prompt)
+    async with working(recipe):
+        [group] = await until_done(bus, 1)
+    stop_router.set()
+    await asyncio.wait_for(router, timeout=10)
+    assert group.prompt == prompt
+    assert (group.error, len(group.samples), group.oldest_version) == ("", 2, 4)
+    request = engine.requests[0]
+    assert [image.data for image in request.images] == [PICTURE]
+    assert {call.session_id for call in engine.requests} == {f"{run_name}/0/0/a/0", f"{run_name}/0/0/a/1"}
+    renderer = Renderer.load(tiny_model_path)
+    num_own = len(engine.answer_ids)
+    for sample in group.samples:
+        assert sample.token_ids.tolist() == [
+            *renderer.render_prompt(prompt.messages, num_images=1),
+            *engine.answer_ids,
+        ]
+        assert sample.loss_mask.tolist() == [False] * len(request.input_ids) + [True] * num_own
+        assert sample.logprobs[sample.loss_mask].tolist() == [-0.5] * num_own
+        assert sample.version_spans == (
+            VersionSpan(num_tokens=1, policy_version=4),
+            VersionSpan(num_tokens=num_own - 1, policy_version=5),
+        )
+        assert (sample.text, sample.finish_reason, sample.num_prompt_tokens) == (ANSWER, "stop", 99)
+        assert (sample.verdict.score, sample.verdict.status, sample.verdict.extracted) == (1.0, "OK", "3")
+
+
+async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_once(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The prompt is delivered and played again, and the bus keeps the first group."""
+    recipe = make_recipe(engine.replica.address)
+    await publish(bus, make_prompt(run_name))
+    consumer = await open_consumer(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10_000)
+    async with GenerateClient(engine.replica.address) as generator, RewardClient(recipe.worker.reward_address) as judge:
+        episodes = EpisodePlayer(
+            recipe.worker,
+            recipe.sampling,
+            renderer=Renderer.load(recipe.model.path),
+            generator=generator,
+            environments=EnvironmentRegistry(),
+        )
+        player = GroupPlayer(recipe.worker, episodes=episodes, judge=judge, worker_id="died")
+        [delivery] = await consumer.fetch(1)
+        await Desk(bus, player, worker_id="died").handle(delivery)
+    assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 1)
+    async with working(recipe):
+        [group] = await until_done(bus, 1)
+    assert group.worker_id == "died"
+    assert engine.num_answered == 4
+
+
+async def test_a_router_that_is_down_and_comes_back_loses_nothing(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """First inside one try, then over several tries of the prompt."""
+    port = free_port()
+    recipe = make_recipe(f"127.0.0.1:{port}", episode_timeout_s=1.0)
+    await publish(bus, make_prompt(run_name))
+    async with working(recipe):
+        await asyncio.sleep(2.5)
+        assert await count(bus, bus.groups) == 0
+        late = SpeakingEngine(bus, policy_version=4, port=port)
+        late.answer_ids = engine.answer_ids
+        async with late.running():
+            [group] = await until_done(bus, 1)
+            assert group.error == ""
+        await publish(bus, make_prompt(run_name, 1))
+        await asyncio.sleep(0.5)
+        async with late.running():
+            assert [group.error for group in await until_done(bus, 2)] == ["", ""]
+    assert await count(bus, bus.dead) == 0
+
+
+async def test_a_reward_service_that_is_down_and_comes_back_loses_nothing(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The played episodes wait for their verdict; they are not played again."""
+    port = free_port()
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address, reward_address=f"127.0.0.1:{port}")):
+        await until(lambda: engine.num_answered == 2)
+        await asyncio.sleep(0.5)
+        assert await count(bus, bus.groups) == 0
+        async with reward_server.running(RewardConfig(port=port, workers=1)):
+            [group] = await until_done(bus, 1)
+    assert [sample.verdict.score for sample in group.samples] == [1.0, 1.0]
+    assert engine.num_answered == 2

@@ -1,0 +1,108 @@
+"""Prompts that cannot be played, and groups that fail: reported, buried or put back."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.codec import decode
+from penstock.errors import InvalidRequestError, UnavailableError
+from penstock.records import Prompt
+from services.recipe import Recipe
+from tests.speaking_engine import (
+    SpeakingEngine,
+    count,
+    make_prompt,
+    publish,
+    read,
+    until_done,
+    working,
+)
+from tests.waiting import until
+
+
+async def test_a_prompt_that_can_never_be_played_is_reported_and_buried_at_once(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The trainer gets the reason as a group, a person gets the prompt as a dead letter, the queue goes on."""
+    engine.error = InvalidRequestError("image 0 cannot be read")
+    prompt = make_prompt(run_name)
+    await publish(bus, prompt)
+    async with working(make_recipe(engine.replica.address)):
+        [group] = await until_done(bus, 1)
+        engine.error = None
+        await publish(bus, make_prompt(run_name, 1))
+        assert (await until_done(bus, 2))[1].error == ""
+    assert group.prompt == prompt
+    assert group.samples == ()
+    assert "image 0 cannot be read" in group.error
+    [letter] = await read(bus, bus.dead)
+    reason, _, payload = letter.partition(b"\n")
+    assert b"image 0 cannot be read" in reason
+    assert decode(payload, Prompt) == prompt
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"golds": ("\\frac{",), "profile": "math"}, "gold answers"),
+        ({"profile": "astrology"}, "astrology"),
+        ({"environment": "chess"}, "environment 'chess' is unknown"),
+    ],
+)
+async def test_faults_of_the_data_fail_the_group_with_their_reason(
+    bus: Bus,
+    engine: SpeakingEngine,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    """Judged by the real reward service: never a silent zero."""
+    await publish(bus, make_prompt(run_name, **changes))
+    async with working(make_recipe(engine.replica.address)):
+        [group] = await until_done(bus, 1)
+    assert reason in group.error
+    assert await count(bus, bus.dead) == 1
+
+
+async def test_garbage_on_the_queue_is_buried(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """It goes to the dead letters, and on to the trainer, whom its id tells which group will not come."""
+    await bus.publish(bus.prompts, b"\xc1 garbage", message_id=f"{run_name}/7/0/a")
+    async with working(make_recipe(engine.replica.address)):
+        async with asyncio.timeout(30):
+            while await count(bus, bus.prompts) > 0:
+                await asyncio.sleep(0.05)
+    assert await read(bus, bus.groups) == [b"\xc1 garbage"]
+    [letter] = await read(bus, bus.dead)
+    assert letter.endswith(b"\n\xc1 garbage")
+
+
+async def test_a_prompt_that_fails_again_and_again_is_given_up(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """After max_deliveries tries, each cut off by episode_timeout_s, the trainer is told."""
+    engine.error = UnavailableError("the engine is broken")
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address, max_deliveries=2, episode_timeout_s=0.5)):
+        [group] = await until_done(bus, 1)
+    assert "the engine is broken" in group.error
+    assert await count(bus, bus.dead) == 1
+
+
+async def test_an_episode_that_takes_too_long_is_put_back_and_cancelled(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The engine is not left generating for it; the next try succeeds."""
+    engine.delay_s = 60.0
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address, episode_timeout_s=1.0)):
+        await until(lambda: engine.num_calls == 2)
+        await until(lambda: engine.num_running == 0)
+        engine.delay_s = 0.0
+        [group] = await until_done(bus, 1)
+    assert group.error == ""

@@ -1,0 +1,114 @@
+"""Workers share the queue, keep what they play alive, die and stop."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.errors import ConfigError
+from services.recipe import Recipe
+from services.rollout.worker.main import serve
+from tests.speaking_engine import (
+    SpeakingEngine,
+    count,
+    make_prompt,
+    publish,
+    until_done,
+    working,
+)
+from tests.waiting import until
+
+
+async def test_a_worker_killed_while_playing_loses_nothing(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str, tmp_path: Path
+) -> None:
+    """kill -9 in the middle: the prompts go to the next worker, and each group is published once."""
+    engine.delay_s = 60.0
+    recipe = make_recipe(engine.replica.address)
+    config = tmp_path / "recipe.json"
+    config.write_text(recipe.model_dump_json())
+    for index in range(3):
+        await publish(bus, make_prompt(run_name, index))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.worker_process", str(config))
+    await until(lambda: engine.num_running == 6, timeout_s=60)
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    await until(lambda: engine.num_running == 0)
+    assert await count(bus, bus.groups) == 0
+    engine.delay_s = 0.0
+    async with working(recipe):
+        groups = await until_done(bus, 3)
+    assert sorted(group.prompt.index for group in groups) == [0, 1, 2]
+    assert await count(bus, bus.dead) == 0
+
+
+async def test_workers_share_the_queue_and_play_each_prompt_once(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """Two workers, twelve prompts, twelve groups."""
+    engine.delay_s = 0.1
+    recipe = make_recipe(engine.replica.address, concurrency=2)
+    for index in range(12):
+        await publish(bus, make_prompt(run_name, index))
+    async with working(recipe), working(recipe):
+        groups = await until_done(bus, 12)
+    assert sorted(group.prompt.index for group in groups) == list(range(12))
+    assert len({group.worker_id for group in groups}) == 2
+    assert engine.num_answered == 24
+
+
+async def test_a_long_group_is_kept_alive_and_played_once(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """Longer than ack_wait_s (1 s here): signs of life keep the prompt from being delivered to another worker."""
+    engine.delay_s = 3.0
+    recipe = make_recipe(engine.replica.address)
+    await publish(bus, make_prompt(run_name))
+    async with working(recipe), working(recipe):
+        await until_done(bus, 1)
+    assert engine.num_calls == 2
+
+
+async def test_a_worker_that_stops_finishes_what_it_can(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """Within the grace period groups in hand are published."""
+    engine.delay_s = 1.0
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address, grace_s=10.0)) as stop:
+        await until(lambda: engine.num_running == 2)
+        stop.set()
+    assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 0)
+
+
+async def test_a_worker_that_stops_puts_back_at_once_what_it_cannot_finish(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The engine's requests are cancelled, and another worker has the prompt without waiting for the ack deadline."""
+    engine.delay_s = 60.0
+    recipe = make_recipe(engine.replica.address, grace_s=0.2)
+    slow_to_expire = recipe.model_copy(update={"bus": recipe.bus.model_copy(update={"ack_wait_s": 60.0})})
+    await publish(bus, make_prompt(run_name))
+    async with working(slow_to_expire) as stop:
+        await until(lambda: engine.num_running == 2)
+        started = time.monotonic()
+        stop.set()
+    assert time.monotonic() - started < 5
+    await until(lambda: engine.num_cancelled == 2)
+    engine.delay_s = 0.0
+    async with working(slow_to_expire):
+        await until_done(bus, 1, timeout_s=10)
+
+
+async def test_a_worker_without_addresses_says_which_setting_is_missing(make_recipe: Callable[..., Recipe]) -> None:
+    """Ports are 0 in a recipe that no launcher has resolved."""
+    with pytest.raises(ConfigError, match=r"worker\.router_address is empty and router\.port is 0"):
+        await serve(make_recipe(""), asyncio.Event())
+    with pytest.raises(ConfigError, match=r"worker\.reward_address is empty and reward\.port is 0"):
+        await serve(make_recipe("127.0.0.1:1", reward_address=""), asyncio.Event())

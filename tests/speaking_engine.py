@@ -1,0 +1,108 @@
+"""An engine that says what it is told, and prompts for a worker to play on it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+from penstock.bus.connection import Bus, Stream
+from penstock.codec import decode, encode
+from penstock.records import Group, ImagePart, Message, Prompt, TextPart
+from penstock.v1 import common_pb2, generate_pb2
+from services.recipe import Recipe
+from services.rollout.worker.main import serve
+from tests.simulated_engine import SimulatedEngine
+
+# A palette PNG's beginning, a byte of every value, and \r\n: whatever a file may hold must arrive as it is.
+PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) + b"PLTE"
+ANSWER = "The answer is \\boxed{3}"
+
+
+class SpeakingEngine(SimulatedEngine):
+    """Answers with `answer_ids`, and stops by itself."""
+
+    answer_ids: list[int]
+
+    def _answer(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
+        ids = self.answer_ids
+        return generate_pb2.GenerateResponse(
+            output_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            version_spans=[
+                common_pb2.VersionSpan(num_tokens=1, policy_version=self.replica.policy_version),
+                common_pb2.VersionSpan(num_tokens=len(ids) - 1, policy_version=self.replica.policy_version + 1),
+            ],
+            finish_reason=generate_pb2.FINISH_REASON_STOP,
+            usage=generate_pb2.Usage(num_prompt_tokens=99, num_cached_tokens=5, num_output_tokens=len(ids)),
+            replica_id=self.replica_id,
+        )
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def working(recipe: Recipe) -> AsyncIterator[asyncio.Event]:
+    """A worker during the context; yields its stop event."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(recipe, stop))
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, timeout=15)
+
+
+def make_prompt(run_name: str, index: int = 0, **changes: Any) -> Prompt:
+    """A question with a picture; two samples."""
+    fields: dict[str, Any] = {
+        "run_id": run_name,
+        "index": index,
+        "attempt": 0,
+        "incarnation": "a",
+        "admitted_version": 4,
+        "num_samples": 2,
+        "messages": (Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x.\r\n"))),),
+        "images": (PICTURE,),
+        "golds": ("3",),
+        "profile": "math",
+        "environment": "single_turn",
+    }
+    return Prompt(**(fields | changes))
+
+
+async def publish(bus: Bus, prompt: Prompt) -> None:
+    """Admit a prompt, as the trainer does."""
+    await bus.publish(bus.prompts, encode(prompt), message_id=prompt.message_id)
+
+
+async def count(bus: Bus, stream: Stream) -> int:
+    """Messages that the stream holds."""
+    return int((await bus.jetstream.stream_info(stream.name)).state.messages)
+
+
+async def read(bus: Bus, stream: Stream) -> list[bytes]:
+    """All messages of the stream, left where they are."""
+    state = (await bus.jetstream.stream_info(stream.name)).state
+    messages = [
+        await bus.jetstream.get_msg(stream.name, number) for number in range(state.first_seq, state.last_seq + 1)
+    ]
+    return [message.data or b"" for message in messages]
+
+
+async def read_groups(bus: Bus) -> list[Group]:
+    """All groups that were published."""
+    return [decode(data, Group) for data in await read(bus, bus.groups)]
+
+
+async def until_done(bus: Bus, num_groups: int, timeout_s: float = 30.0) -> list[Group]:
+    """Wait until so many groups are published and no prompt is left."""
+    async with asyncio.timeout(timeout_s):
+        while await count(bus, bus.groups) < num_groups or await count(bus, bus.prompts) > 0:
+            await asyncio.sleep(0.05)
+    return await read_groups(bus)
