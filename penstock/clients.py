@@ -17,6 +17,7 @@ import structlog
 from penstock.errors import NotReadyError, OverloadedError, PenstockError, UnavailableError
 from penstock.rpc.channel import call, connect, stream
 from penstock.rpc.status import error_of
+from penstock.security import Security
 from penstock.v1 import (
     generate_pb2,
     generate_pb2_grpc,
@@ -40,10 +41,15 @@ ResultT = TypeVar("ResultT")
 class Client:
     """A channel to one server; use it as a context manager, or `close` it."""
 
-    def __init__(self, address: str) -> None:
-        """Prepare a channel to `address` (host:port); it connects at the first call and reconnects by itself."""
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
+        """Prepare a channel to `address` (host:port); it connects at the first call and reconnects by itself.
+
+        Args:
+            address: The server.
+            security: Token and TLS; None: what this process's say, in a script the token in PENSTOCK_TOKEN.
+        """
         self.address = address
-        self._channel = connect(address)
+        self._channel = connect(address, security)
         self._failing = False
 
     async def close(self) -> None:
@@ -92,9 +98,9 @@ class Client:
 class GenerateClient(Client):
     """Generation, by a router or by an engine directly."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the router or engine at `address` (host:port)."""
-        super().__init__(address)
+        super().__init__(address, security=security)
         self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
 
     async def generate(
@@ -157,9 +163,9 @@ class GenerateClient(Client):
 class RewardClient(Client):
     """The reward service."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the reward service at `address` (host:port)."""
-        super().__init__(address)
+        super().__init__(address, security=security)
         self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
 
     async def verify(
@@ -264,9 +270,9 @@ class RewardClient(Client):
 class RouterClient(Client):
     """The router's own side: which replicas there are, places with them, and draining."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the router at `address` (host:port)."""
-        super().__init__(address)
+        super().__init__(address, security=security)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def list_replicas(self, *, timeout_s: float = 5.0) -> router_pb2.ListReplicasResponse:
@@ -296,9 +302,9 @@ class RouterClient(Client):
 class TrainerClient(Client):
     """The trainer's face."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the trainer at `address` (host:port)."""
-        super().__init__(address)
+        super().__init__(address, security=security)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
 
     async def get_run(self, *, timeout_s: float = 5.0) -> trainer_pb2.GetRunResponse:

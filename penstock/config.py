@@ -7,7 +7,7 @@ A service's own section is defined beside the service; the sections that several
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pydantic
 import tomli_w
@@ -49,6 +49,36 @@ class BusConfig(Config):
     """A worker that gave no sign of life for so long loses its prompt group to another."""
     max_deliveries: int = pydantic.Field(default=20, ge=1)
     """After so many failed tries a prompt group is given up and reported to the trainer as failed."""
+
+    @pydantic.model_validator(mode="after")
+    def _holds_no_secret(self) -> Self:
+        # Of the whole section, and before anything else, so that no message shows the URL.
+        if "@" in self.url:
+            raise ValueError("url holds a secret, which would be written down with the recipe; set PENSTOCK_NATS_TOKEN")
+        return self
+
+
+class SecurityConfig(Config):
+    """TLS of every gRPC, HTTP and NATS connection. Tokens are not here: they come from the environment alone."""
+
+    tls_cert: Path | None = None
+    """This process's certificate and those between it and the authority's (PEM). It or tls_ca switches TLS on."""
+    tls_key: Path | None = None
+    """The certificate's key (PEM, without a passphrase)."""
+    tls_ca: Path | None = None
+    """Certificates of the authorities that servers, and with `mutual` clients, are checked against (PEM).
+    None: servers are checked against the public authorities."""
+    mutual: bool = False
+    """Servers take only callers that have a certificate of tls_ca's, too."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{given} is given and {missing} is not; a certificate and its key go together")
+        if self.mutual and (self.tls_cert is None or self.tls_ca is None):
+            raise ValueError("mutual = true needs tls_cert, tls_key and tls_ca; give all three")
+        return self
 
 
 class ModelConfig(Config):

@@ -4,7 +4,8 @@
     ├── UserError              a person must change something; the command line prints it and exits with 2
     │   ├── ConfigError            a setting is wrong
     │   ├── DataError              a data file or a row of it is wrong
-    │   └── SetupError             the surroundings are wrong: a port in use, a server out of reach
+    │   ├── SetupError             the surroundings are wrong: a port in use, a server out of reach
+    │   └── AccessError            a server let this process not in: its token is missing or wrong
     ├── InvalidRequestError    this request or message can never succeed
     ├── CorruptMessageError    bytes that are no record
     ├── NotReadyError          the state does not allow it (yet)
@@ -35,6 +36,10 @@ class DataError(UserError):
 
 class SetupError(UserError):
     """The surroundings are not what they should be: a port in use, a server out of reach, a path missing."""
+
+
+class AccessError(UserError):
+    """A server did not let this process in: its token is missing or wrong. No repetition mends that."""
 
 
 class InvalidRequestError(PenstockError):

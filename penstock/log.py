@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -36,7 +36,10 @@ def configure(config: LogConfig, *, service: str, file: Path | None = None) -> N
     """
     stream = sys.stderr if file is None else file.open("a", buffering=1)
     as_json = config.format == "json" or (config.format == "auto" and not stream.isatty())
-    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    if as_json:
+        renderer: Any = structlog.processors.JSONRenderer()
+    else:  # not structlog's own tracebacks: they show variables, of which one may be a token, and take seconds
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

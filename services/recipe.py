@@ -3,7 +3,7 @@
 Imports the services' settings only, so that a mistyped key is answered before anything heavy is loaded.
 """
 
-from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig, SecurityConfig
 from penstock.launch.config import LaunchConfig
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
@@ -25,6 +25,7 @@ class ServiceRecipe(Config):
     reward: RewardConfig = RewardConfig()
     router: RouterConfig = RouterConfig()
     bus: BusConfig = BusConfig()
+    security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()
 

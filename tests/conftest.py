@@ -8,13 +8,22 @@ from pathlib import Path
 
 import nats.js.errors
 import pytest
+import structlog
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
+from penstock.security import VARIABLES
 
 # Before torch is imported: two OpenMP threads that share a busy core wait for each other far longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+for _variable in VARIABLES:  # of whoever runs the tests: servers under test ask for what the test says
+    os.environ.pop(_variable, None)
+
+# structlog's own tracebacks take seconds, within which a test's deadlines pass.
+_plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
 
 
 @pytest.fixture(scope="session")

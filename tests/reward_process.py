@@ -18,6 +18,8 @@ class RewardProcess:
     """host:port of gRPC."""
     url: str
     """http://host:port."""
+    pid: int
+    """The server's process id."""
 
 
 @contextlib.contextmanager
@@ -35,7 +37,7 @@ def reward_process(*settings: str) -> Iterator[RewardProcess]:
                 if len(addresses) == 2:
                     break
             assert len(addresses) == 2, "the service did not start"
-            yield RewardProcess(address=addresses[0], url=addresses[1])
+            yield RewardProcess(address=addresses[0], url=addresses[1], pid=process.pid)
         finally:
             process.terminate()
             process.communicate(timeout=20)

@@ -7,6 +7,7 @@ survives a kill of any process, the server's included; a server that comes back 
 import asyncio
 import dataclasses
 import functools
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -21,11 +22,16 @@ from nats.js.kv import KeyValue
 
 from penstock.bus.failures import BUS_ERRORS, Presence, setting_up
 from penstock.config import BusConfig
-from penstock.errors import InvalidRequestError, SetupError, UnavailableError
+from penstock.errors import AccessError, InvalidRequestError, SetupError, UnavailableError
+from penstock.security import NATS_TOKEN, TOKEN, Security, of_process
 
 log = structlog.get_logger()
 
 StoredT = TypeVar("StoredT")
+
+_REFUSED = "Authorization Violation"
+"""What nats-server says to who has not its token."""
+_REFUSAL = f"token missing or wrong; set {NATS_TOKEN}, or {TOKEN} where both are the same"
 
 _DUPLICATE_WINDOW_S = 600.0
 _PUBLISH_TIMEOUT_S = 5.0
@@ -58,6 +64,7 @@ class Bus:
         self.prompts = Stream(name=f"{run}_PROMPTS", subject=f"{run}.prompts", retention=work)
         self.groups = Stream(name=f"{run}_GROUPS", subject=f"{run}.groups", retention=work)
         self.dead = Stream(name=f"{run}_DEAD", subject=f"{run}.dead", retention=api.RetentionPolicy.LIMITS)
+        self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
 
     @property
     def jetstream(self) -> JetStreamContext:
@@ -169,7 +176,7 @@ class Bus:
 
     async def delete_run(self) -> None:
         """Remove the run's streams; for tests and for starting over."""
-        for stream in (self.prompts, self.groups, self.dead):
+        for stream in (self.prompts, self.groups, self.dead, self.calls):
             try:
                 await self._js.delete_stream(stream.name)
             except nats.js.errors.NotFoundError:
@@ -181,20 +188,34 @@ class Bus:
 
 
 @asynccontextmanager
-async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
+async def connect(config: BusConfig, *, run: str, security: Security | None = None) -> AsyncIterator[Bus]:
     """Connect to the server that `config` names, for the time of the context; reconnects by itself, for ever.
 
+    Args:
+        config: Where it is.
+        run: Name of the run.
+        security: Token and TLS; None: what this process's say.
+
     Raises:
-        SetupError: no server answers within the connect timeout, it refuses, or it has no JetStream.
+        AccessError: it refuses the token.
+        SetupError: no server answers within the connect timeout, or it has no JetStream.
     """
     if not config.url:
         raise SetupError(
             "bus.url is empty; start a server with `penstock serve nats` and give --bus.url=nats://host:4222"
         )
-    client = Client()
+    client, security = Client(), security or of_process()
+    has_been_in = False
+    last_error: Exception = TimeoutError()
 
     async def on_error(error: Exception) -> None:
+        nonlocal last_error
+        last_error = error
         log.debug("bus.failed", error=str(error) or type(error).__name__)
+        if _REFUSED in str(error):
+            if not has_been_in:
+                raise AccessError(f"bus.url = {config.url!r}: {_REFUSAL}")  # ends the first connecting
+            log.warning("bus.refused", url=config.url, reason=_REFUSAL)
 
     async def on_disconnect() -> None:
         if not client.is_closed:
@@ -211,12 +232,20 @@ async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
                 ping_interval=10,
                 error_cb=on_error,
                 disconnected_cb=on_disconnect,
+                token=_token_for(client, security),
+                tls=None if security.tls is None else security.tls.client_context(),
             )
+            has_been_in = True
             bus = Bus(client, config, run)
             await bus.jetstream.account_info()
+    except AccessError:
+        await _close_quietly(client)
+        raise
     except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
         await _close_quietly(client)
         reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
+        if isinstance(last_error, ssl.SSLError | _PlainTextError):
+            reason = f"no answer that TLS allows ({last_error})"
         raise SetupError(
             f"bus.url = {config.url!r}: {reason} within {config.connect_timeout_s:g} s; start one with "
             "`penstock serve nats` there, or give --bus.url=nats://host:port"
@@ -225,6 +254,25 @@ async def connect(config: BusConfig, *, run: str) -> AsyncIterator[Bus]:
         yield bus
     finally:
         await bus.close()
+
+
+def _token_for(client: Client, security: Security) -> Callable[[], str] | None:
+    """What the client asks for when it is about to introduce itself: the last moment to see who would hear it."""
+    if security.tls is None and not security.nats_token:
+        return None
+
+    def token() -> str:
+        if security.tls is not None and not client._server_info.get("tls_required"):
+            raise _PlainTextError(
+                "the server speaks plain text, and [security] asks for TLS; switch it on at the server"
+            )
+        return security.nats_token
+
+    return token
+
+
+class _PlainTextError(nats.errors.Error):
+    """nats-py would go on without TLS, and show the token to anybody."""
 
 
 async def _close_quietly(client: Client) -> None:

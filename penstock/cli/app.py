@@ -17,10 +17,11 @@ import typer
 from typer.exceptions import TyperException
 
 from penstock import config as configuration
-from penstock import log, process
+from penstock import log, process, security
 from penstock.cli import replicas
 from penstock.config import LogConfig
 from penstock.errors import ConfigError, PenstockError, SetupError, UserError
+from penstock.security import Security
 from services.recipe import Recipe, ServiceRecipe
 from services.reward.config import RewardConfig
 
@@ -84,6 +85,7 @@ def serve(
 ) -> int:
     """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
     recipe = configuration.load(ServiceRecipe if service in _WITHOUT_MODEL else Recipe, config, context.args)
+    security.install(Security.load(recipe.security))
     if service is Service.NATS:
         from penstock.bus.local_server import become_server
 
@@ -132,8 +134,12 @@ def score(
         raise ConfigError(f"give one file, or none for standard input; given: {', '.join(map(str, sources))}")
     source = None if sources in ([], [Path("-")]) else sources[0]
     if address:
-        if config is not None or overrides:
-            raise ConfigError(f"--address {address} names a service with settings of its own; leave out these here")
+        if config is not None or not all(override.startswith("--security.") for override in overrides):
+            raise ConfigError(
+                f"--address {address} names a service with settings of its own; leave out these here, all but "
+                "--security.key=value"
+            )
+        security.install(Security.load(configuration.load(ServiceRecipe, None, overrides).security))
         log.configure(LogConfig(level="warning"), service="score")
         service, max_queue = functools.partial(scoring.running_at, address), RewardConfig().max_queue
     else:
@@ -162,8 +168,10 @@ def train(
             raise ConfigError(f"--resume {resume} brings its own recipe; leave out {recipes[0]}")
         folder = RunFolder.open(resume)
         settings = configuration.load(Recipe, folder.config_file, overrides)
+        security.install(Security.load(settings.security))
     else:
         settings = configuration.load(Recipe, _only(recipes), overrides)
+        security.install(Security.load(settings.security))  # what is wrong with it is said before a folder is made
         folder = RunFolder.create(settings.run)
     with folder.locked():
         folder.write_config(settings)

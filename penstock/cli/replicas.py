@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from penstock import config as configuration
+from penstock import security
 from penstock.errors import ConfigError
+from penstock.security import Security
 from services.recipe import ServiceRecipe
 
 app = typer.Typer(help="List the replicas that the router sees, or drain one.", invoke_without_command=True)
@@ -29,7 +31,7 @@ def list_replicas(
         if config is not None or address or as_json:
             raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
         return 0
-    router_address = _router_address(config, address)
+    router_address = _find_router(config, address)
     from penstock.cli import replica_table  # gRPC: not before the arguments are known to be sound
 
     pool = replica_table.fetch_pool(router_address)
@@ -50,7 +52,7 @@ def drain(
     ] = 30.0,
 ) -> int:
     """Let a replica take nothing new, and wait until nothing runs there any more."""
-    router_address = _router_address(config, address)
+    router_address = _find_router(config, address)
     from penstock.cli import replica_table
 
     drained = replica_table.drain(router_address, replica_id, grace_s=grace_s)
@@ -61,12 +63,15 @@ def drain(
     return 0
 
 
-def _router_address(config: Path | None, address: str) -> str:
+def _find_router(config: Path | None, address: str) -> str:
+    """Its address; what the recipe says of TLS is this process's from now on."""
     if address:
         if config is not None:
             raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
         return address
-    router = configuration.load(ServiceRecipe, config).router
+    recipe = configuration.load(ServiceRecipe, config)
+    security.install(Security.load(recipe.security))
+    router = recipe.router
     if router.port == 0:
         source = f"recipe {config}" if config is not None else "without a recipe it"
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""What stands around every HTTP application: body limit, errors, cancellation, drain and the one line per request.
+"""What stands around every HTTP application: who is let in, body limit, errors, cancellation, drain, one log line.
 
-Invariant: the application runs with a body that has arrived whole, and is cancelled when its client has gone.
+Invariants: a request without the token is refused unread, with the same answer whatever it asks for; only the health
+page is everybody's. The application runs with a body that has arrived whole, and is cancelled when its client has gone.
 """
 
 import asyncio
@@ -13,30 +14,29 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
-from penstock.http.status import error_body, retry_headers, status_of
+from penstock.http.body import Bodies, GoneError
+from penstock.http.status import error_body, headers_of, status_of
+from penstock.security import REFUSAL, Security
 
 log = structlog.get_logger()
 
-_MAX_DISCARDED = 4
+_HEALTH = "/healthz"
 _STOPPING = "this server is stopping; send the request to another, or again when it is back"
 
 
 def error_response(status: int, message: str) -> JSONResponse:
     """The answer that tells of an error."""
-    return JSONResponse(error_body(status, message), status, headers=retry_headers(status))
-
-
-class _GoneError(Exception):
-    """The client went away before its request was complete."""
+    return JSONResponse(error_body(status, message), status, headers=headers_of(status))
 
 
 class Boundary:
     """ASGI application around another. The only broad `except` of the HTTP servers is here."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_memory_bytes: int, security: Security) -> None:
         self.is_serving = True
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._security = security
+        self._bodies = Bodies(max_body_bytes=max_body_bytes, max_memory_bytes=max_memory_bytes)
         self._running: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -64,9 +64,18 @@ class Boundary:
             await self._answer(scope, receive, send_noting)
         finally:
             elapsed_ms = round((time.monotonic() - started) * 1000, 2)
-            log.debug("http.handled", method=scope["method"], path=scope["path"], status=status, elapsed_ms=elapsed_ms)
+            level = log.info if status == 401 else log.debug
+            level("http.handled", method=scope["method"], path=scope["path"], status=status, elapsed_ms=elapsed_ms)
+
+    def _admits(self, scope: Scope) -> bool:
+        if not self._security.token or scope["path"] == _HEALTH:
+            return True
+        return self._security.admits(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._admits(scope):
+            await error_response(401, REFUSAL)(scope, receive, send)
+            return
         if not self.is_serving:
             await error_response(503, _STOPPING)(scope, receive, send)
             return
@@ -91,10 +100,9 @@ class Boundary:
 
         error: HTTPException | None = None
         try:
-            body = await self._body(receive)
-            async with _cancelled_when_gone(task, receive):
+            async with self._bodies.whole(receive) as body, _cancelled_when_gone(task, receive):
                 await self._app(scope, _replayed(body), send_noting)
-        except _GoneError:
+        except GoneError:
             log.info("http.abandoned", path=scope["path"])
         except asyncio.CancelledError:
             if self.is_serving:
@@ -110,30 +118,8 @@ class Boundary:
             error = HTTPException(500, f"{type(raised).__name__}: {raised}")
         if error is not None and not has_begun:
             response = error_response(error.status_code, str(error.detail))
-            if error.status_code == 413:
-                response.headers["Connection"] = "close"  # the rest of the body is not read
+            response.headers.update(error.headers or {})
             await response(scope, receive, send)
-
-    async def _body(self, receive: Receive) -> bytes:
-        too_large = HTTPException(
-            413, f"the body is larger than {self._max_body_bytes} bytes; send fewer or shorter items in one request"
-        )
-        parts, size_bytes = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _GoneError
-            part, is_last = message.get("body", b""), not message.get("more_body", False)
-            size_bytes += len(part)
-            if size_bytes <= self._max_body_bytes:
-                parts.append(part)
-            else:
-                parts.clear()
-                # Read on, in bounds: a client that is still sending would not hear the answer.
-                if is_last or size_bytes > _MAX_DISCARDED * self._max_body_bytes:
-                    raise too_large
-            if is_last:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _replayed(body: bytes) -> Receive:
@@ -150,7 +136,7 @@ def _replayed(body: bytes) -> Receive:
 
 
 class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.timeout
-    """Cancel `task`, which is in this context, when the client goes away; _GoneError leaves the context then."""
+    """Cancel `task`, which is in this context, when the client goes away; GoneError leaves the context then."""
 
     def __init__(self, task: asyncio.Task[None], receive: Receive) -> None:
         self._task = task
@@ -169,4 +155,4 @@ class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.tim
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._watching.cancel()
         if self._is_gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise _GoneError from None
+            raise GoneError from None

@@ -7,7 +7,9 @@ grace period. A client that goes away cancels what was being done for it.
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import structlog
 import uvicorn
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp
 
 from penstock.errors import SetupError
 from penstock.http.boundary import Boundary
+from penstock.security import Security, of_process
 
 log = structlog.get_logger()
 
@@ -42,7 +45,16 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """One HTTP server. `start` it, and `drain` it at the end."""
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, max_body_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        max_body_bytes: int = 64 * 2**20,
+        max_memory_bytes: int = 768 * 2**20,
+        security: Security | None = None,
+    ) -> None:
         """Serve `app` on `host`:`port`; port 0 takes any that is free.
 
         Args:
@@ -50,10 +62,19 @@ class HttpServer:
             host: Address to listen on.
             port: Port to listen on.
             max_body_bytes: A request with a larger body is answered 413.
+            max_memory_bytes: What bodies may take together, from when they arrive until they are answered; a request
+                whose body would not fit is answered 429.
+            security: What is asked of callers; None: what this process's says.
+
+        Raises:
+            ConfigError: TLS is on, and there is no certificate to serve with.
         """
         self._host = host
         self._port = port
-        self._boundary = Boundary(app, max_body_bytes=max_body_bytes)
+        self._security = security or of_process()
+        self._boundary = Boundary(
+            app, max_body_bytes=max_body_bytes, max_memory_bytes=max_memory_bytes, security=self._security
+        )
         self._config = uvicorn.Config(
             self._boundary,
             log_config=None,
@@ -64,6 +85,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
+            **_tls_options(self._security),
         )
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -86,7 +108,8 @@ class HttpServer:
         self._server = _Uvicorn(self._config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self._server.has_started.wait()
-        log.info("server.started", address=f"http://{self.address}")
+        log.info("server.started", address=self.url)
+        self._security.tell_if_open(self._host, self.url)
         return self._port
 
     def set_serving(self, serving: bool) -> None:
@@ -101,9 +124,25 @@ class HttpServer:
         await self._boundary.drain(grace_s)
         self._server.should_exit = True
         await self._serving
-        log.info("server.stopped", address=f"http://{self.address}")
+        log.info("server.stopped", address=self.url)
 
     @property
     def address(self) -> str:
         """host:port, valid after `start`."""
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    @property
+    def url(self) -> str:
+        """http or https://host:port, valid after `start`."""
+        return f"{'http' if self._security.tls is None else 'https'}://{self.address}"
+
+
+def _tls_options(security: Security) -> dict[str, Any]:
+    tls = security.tls
+    if tls is None:
+        return {}
+    tls.require_certificate()
+    options: dict[str, Any] = {"ssl_certfile": tls.certificate_file, "ssl_keyfile": tls.key_file}
+    if tls.mutual:
+        options |= {"ssl_ca_certs": str(tls.ca_file), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options

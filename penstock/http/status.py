@@ -8,6 +8,7 @@ RETRY_AFTER_S = 1
 
 _STATUS_OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (MalformedJsonError, 400),
+    (errors.AccessError, 503),  # another server's refusal: not the caller's to mend
     (errors.UserError, 422),
     (errors.InvalidRequestError, 422),
     (errors.NotReadyError, 503),
@@ -19,6 +20,7 @@ _STATUS_OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
 
 _CODE_OF_STATUS = {
     400: "INVALID_REQUEST",
+    401: "UNAUTHENTICATED",
     404: "NOT_FOUND",
     405: "METHOD_NOT_ALLOWED",
     413: "TOO_LARGE",
@@ -43,6 +45,8 @@ def error_body(status: int, message: str) -> dict[str, dict[str, str]]:
     return {"error": {"code": _CODE_OF_STATUS.get(status, f"HTTP_{status}"), "message": printable(message)}}
 
 
-def retry_headers(status: int) -> dict[str, str]:
+def headers_of(status: int) -> dict[str, str]:
     """The headers that go with an answer of that status."""
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import grpc
 
 from penstock.rpc.status import error_of
+from penstock.rpc.token_channel import TokenChannel
+from penstock.security import Security, of_process
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Largest gRPC message, for clients and servers: a long episode with many images fits."""
@@ -15,22 +17,32 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 ResponseT = TypeVar("ResponseT")
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel to `address` (host:port). It connects when first used and reconnects by itself, within a second."""
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 5_000),
-            ("grpc.http2.ping_timeout_ms", 5_000),  # its default of 60 s would outlast keepalive_timeout
-            ("grpc.http2.max_pings_without_data", 0),  # else pings stop during a long silent call
-            ("grpc.enable_http_proxy", 0),
-        ],
-    )
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # its default of 60 s would outlast keepalive_timeout
+    ("grpc.http2.max_pings_without_data", 0),  # else pings stop during a long silent call
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
+    """A channel to `address` (host:port). It connects when first used and reconnects by itself, within a second.
+
+    Its calls carry the token of `security` (None: this process's), over TLS if that says so.
+    """
+    security = security or of_process()
+    if security.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    else:
+        tls = security.tls
+        credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+        channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    return TokenChannel(channel, security.token) if security.token else channel
 
 
 async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:

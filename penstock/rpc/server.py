@@ -1,6 +1,8 @@
-"""The scaffold of every gRPC server: health, reflection, error mapping, one log line per call, orderly drain.
+"""The scaffold of every gRPC server: who is let in, health, reflection, error mapping, one log line per call, drain.
 
-A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish within the grace period.
+Invariant: a call without the token is refused unread, with the same answer whatever it asks for; only health is
+everybody's. A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish within the
+grace period.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -20,19 +22,34 @@ from grpc_reflection.v1alpha import reflection
 from penstock.errors import PenstockError, SetupError
 from penstock.rpc.channel import MAX_MESSAGE_BYTES
 from penstock.rpc.status import code_of
+from penstock.security import REFUSAL, Security, of_process
 
 log = structlog.get_logger()
 
 _MAX_STATUS_BYTES = 2000
 _MAX_PENDING = 65536
+_MAX_UNREQUESTED_S = 86_400
+_HEALTH = "/grpc.health.v1.Health/"
 _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
 class RpcServer:
     """One gRPC server. Add servicers, `start`, and `drain` at the end."""
 
-    def __init__(self, *, host: str, port: int) -> None:
-        """Listen on `host`:`port`; port 0 takes any that is free."""
+    def __init__(self, *, host: str, port: int, security: Security | None = None) -> None:
+        """Listen on `host`:`port`; port 0 takes any that is free.
+
+        Args:
+            host: Address to listen on.
+            port: Port to listen on.
+            security: What is asked of callers; None: what this process's says.
+
+        Raises:
+            ConfigError: TLS is on, and there is no certificate to serve with.
+        """
+        self._security = security or of_process()
+        if self._security.tls is not None:
+            self._security.tls.require_certificate()
         # Without so_reuseport=0 a second server on the same port would silently share its calls.
         options = [
             ("grpc.so_reuseport", 0),
@@ -43,8 +60,11 @@ class RpcServer:
             # gRPC cancels calls that arrive faster than they are picked up; servers say themselves when they are full.
             ("grpc.server.max_pending_requests", _MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+            # It also cancels those that are not picked up within 30 s, as on a machine that is far too busy; how long a
+            # call may take is its deadline's to say.
+            ("grpc.server_max_unrequested_time_in_server", _MAX_UNREQUESTED_S),
         ]
-        self._server = grpc.aio.server(interceptors=[_Boundary()], options=options)
+        self._server = grpc.aio.server(interceptors=[_Boundary(self._security)], options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._host = host
         self._port = port
@@ -64,7 +84,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+            self._port = self._add_port(f"{self._host}:{self._port}")
         except RuntimeError:
             await self._server.stop(None)
             raise SetupError(
@@ -74,7 +94,18 @@ class RpcServer:
         await self._server.start()
         await self.set_serving(True)
         log.info("server.started", address=f"{self._host}:{self._port}", rpc_services=self._names)
+        self._security.tell_if_open(self._host, self.address)
         return self._port
+
+    def _add_port(self, address: str) -> int:
+        tls = self._security.tls
+        if tls is None:
+            return self._server.add_insecure_port(address)
+        assert tls.certificate is not None
+        assert tls.key is not None
+        authorities = tls.ca if tls.mutual else None
+        credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], authorities, tls.mutual)
+        return self._server.add_secure_port(address, credentials)
 
     async def set_serving(self, serving: bool) -> None:
         """Tell health checks whether this server should be given work."""
@@ -103,15 +134,21 @@ else:
 
 
 class _Boundary(_Interceptor):
-    """Turns errors into codes and writes the one line per call. The only broad `except` of the servers is here."""
+    """Lets callers in, turns errors into codes and writes the one line per call. The only broad `except` of the servers
+    is here."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        handler = cast(Any, await continuation(handler_call_details))
         method = handler_call_details.method
+        if not self._admits(handler_call_details) and not method.startswith(_HEALTH):
+            return _refusing(method)
+        handler = cast(Any, await continuation(handler_call_details))
         if handler is None or method.startswith(_QUIET_SERVICES):
             return cast("_Handler", handler)
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
@@ -144,6 +181,23 @@ class _Boundary(_Interceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
+        if not self._security.token:
+            return True
+        metadata = cast("Sequence[tuple[str, str | bytes]]", details.invocation_metadata)
+        given = next((value for key, value in metadata if key == "authorization"), "")
+        return self._security.admits(given if isinstance(given, bytes) else given.encode())
+
+
+def _refusing(method: str) -> _Handler:
+    """A handler of whatever kind of call, for it reads nothing of the request."""
+
+    async def refuse(_: Any, context: _Context) -> None:
+        log.info("rpc.handled", method=method, outcome="UNAUTHENTICATED", peer=context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+
+    return cast("_Handler", cast(Any, grpc.stream_stream_rpc_method_handler)(refuse))
 
 
 @contextlib.asynccontextmanager

@@ -5,6 +5,7 @@ import grpc
 from penstock import errors
 
 _CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (errors.AccessError, grpc.StatusCode.UNAVAILABLE),  # another server's refusal: not the caller's to mend
     (errors.UserError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotReadyError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -23,7 +24,17 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.AccessError,
 }
+
+
+_HINTS = (
+    ("WRONG_VERSION_NUMBER", "it speaks plain text: switch TLS on there, or leave it out of [security] here"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is none of those authorities': see security.tls_ca"),
+    ("Hostname Verification", "its certificate does not name this host: make one that does"),
+    ("Socket closed", "if it asks for TLS, or for a certificate, give the same [security] section here"),
+)
+"""A sign in gRPC's words about a handshake that failed, and what it means."""
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
@@ -37,4 +48,12 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def error_of(failure: grpc.aio.AioRpcError, *, peer: str) -> errors.PenstockError:
     """The error that tells a client of `failure`; `peer` names the server in its message."""
     kind = _ERROR_OF_CODE.get(failure.code(), errors.PenstockError)
-    return kind(f"{peer}: {failure.details() or failure.code().name}")
+    details = failure.details() or failure.code().name
+    return kind(f"{peer}: {details}{_hint(details)}")
+
+
+def _hint(details: str) -> str:
+    """What to do about a connection that does not come about, where gRPC's own words do not say."""
+    if not details.startswith("failed to connect"):
+        return ""
+    return next((f"; {hint}" for sign, hint in _HINTS if sign in details), "")

@@ -1,7 +1,8 @@
 """max_staleness = 0 over every kind of picture: the asynchronous system is then plain GRPO, number for number."""
 
+import asyncio
 import io
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from penstock.bus.connection import connect
+from penstock.clients import RouterClient, TrainerClient
 from penstock.codec import decode
-from penstock.config import load
+from penstock.config import SecurityConfig, load
+from penstock.errors import AccessError, UnavailableError
 from penstock.records import Group
+from penstock.security import Security
 from penstock.tokens import forbidden_token_ids
 from services.recipe import Recipe
 from services.trainer.data.geometry import GeometryDataset
@@ -21,17 +26,23 @@ from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.policy.policy_model import load_policy
+from tests.certificates import make_certificates, security_of
 from tests.e2e.train_process import RECIPE, TrainProcess, started
+from tests.strangers import TOKEN, WRONG, assert_rpc_is_closed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_STEPS, GROUPS_PER_STEP = 4, 4
 
 
+NATS_TOKEN = "5b0e7c1d9a3f48628d1f0c2e4b6a7988"
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainProcess]:
-    """A finished run of four synchronous steps."""
+async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainProcess]:
+    """A finished run of four synchronous steps, with tokens and TLS; strangers have tried to enter."""
     tmp_path = tmp_path_factory.mktemp("synchronous")
+    certificates = make_certificates(tmp_path)
     data = tmp_path / "rows.parquet"
     write_rows(data)
     overrides = {
@@ -43,10 +54,48 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainProcess]:
         "trainer.samples_per_group": 4,
         "trainer.record_groups": "true",
         "trainer.checkpoint_every": 2,
+        **{f"security.{key}": value for key, value in certificates.model_dump(exclude={"mutual"}).items()},
     }
-    with started(tmp_path, str(RECIPE), *(f"--{key}={value}" for key, value in overrides.items())) as train:
-        assert train.wait(300) == 0, train.tail()
+    tokens = {"PENSTOCK_TOKEN": TOKEN, "PENSTOCK_NATS_TOKEN": NATS_TOKEN}
+    arguments = (f"--{key}={value}" for key, value in overrides.items())
+    with started(tmp_path, str(RECIPE), *arguments, environment=tokens) as train:
+        await asyncio.to_thread(train.wait_for_step, 1)
+        await assert_closed(train, certificates)
+        assert await asyncio.to_thread(train.wait, 300) == 0, train.tail()
         yield train
+
+
+async def assert_closed(train: TrainProcess, certificates: SecurityConfig) -> None:
+    """Every port refuses who has not the token, or no certificate of the authority's."""
+    live = load(Recipe, train.folder / "live.toml")
+    known, stranger = security_of(certificates, token=TOKEN), security_of(certificates, token=WRONG)
+    async with RouterClient(f"127.0.0.1:{live.router.port}", security=known) as router:
+        engines = [each.replica.address for each in (await router.list_replicas()).replicas]
+        assert len(engines) == live.rollout.replicas
+    async with TrainerClient(f"127.0.0.1:{live.trainer.port}", security=known) as trainer:
+        assert (await trainer.get_run()).num_steps == NUM_STEPS
+    for address, method in (
+        (f"127.0.0.1:{live.trainer.port}", "TrainerService/GetRun"),
+        (f"127.0.0.1:{live.router.port}", "RouterService/ListReplicas"),
+        (f"127.0.0.1:{live.reward.port}", "RewardService/Verify"),
+        *((address, "RolloutService/PrepareWeights") for address in engines),
+    ):
+        await assert_rpc_is_closed(address, f"/penstock.v1.{method}", security=stranger)
+        async with RouterClient(address, security=Security(token=TOKEN)) as plain:
+            with pytest.raises(UnavailableError, match="if it asks for TLS"):
+                await plain.list_replicas()
+    with pytest.raises(AccessError):
+        async with connect(live.bus, run=live.run.name, security=stranger):
+            pass
+
+
+def test_no_secret_was_written_down(run: TrainProcess) -> None:
+    """Not into a recipe, a log, a sample, or what NATS keeps."""
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix in (".toml", ".log", ".conf")]) >= 9
+    for secret in (TOKEN, NATS_TOKEN):
+        assert secret not in run.output.read_text()
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
 def write_rows(path: Path) -> None:

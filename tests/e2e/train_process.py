@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +62,19 @@ class TrainProcess:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout_s} s\n{self.tail()}") from None
 
-    def pid_of(self, service: str) -> int:
-        """A process that runs `penstock serve <service>` in this run; the lowest pid where there are several."""
+    def processes(self) -> dict[str, int]:
+        """The services that run, by the name that the launcher gave them, and their process ids."""
+        found = {}
         for pid in self.pids():
             arguments = _arguments(pid)
-            if "serve" in arguments and arguments[arguments.index("serve") + 1] == service:
+            if "serve" in arguments and "--name" in arguments and _leads_its_session(pid):
+                found[arguments[arguments.index("--name") + 1]] = pid
+        return found
+
+    def pid_of(self, service: str) -> int:
+        """A process of the service; the first by name where there are several."""
+        for name, pid in sorted(self.processes().items()):
+            if name == service or name.startswith(f"{service}-"):
                 return pid
         raise AssertionError(f"no process serves {service}")
 
@@ -106,15 +114,18 @@ class TrainProcess:
 
 
 @contextmanager
-def started(tmp_path: Path, *arguments: str) -> Iterator[TrainProcess]:
-    """`penstock train` with `arguments` (recipe, overrides), run folder below `tmp_path`; nothing of it survives."""
+def started(tmp_path: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[TrainProcess]:
+    """`penstock train` with `arguments` (recipe, overrides), run folder below `tmp_path`; nothing of it survives.
+
+    `environment` is what it has beside this process's.
+    """
     mark = f"penstock-test-{uuid.uuid4().hex}"
     runs, output = tmp_path / "runs", tmp_path / f"output-{mark[-6:]}.txt"
     with output.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock", "train", *arguments],
             cwd=ROOT,
-            env={**os.environ, "PENSTOCK_TEST_MARK": mark},
+            env={**os.environ, **(environment or {}), "PENSTOCK_TEST_MARK": mark},
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -137,3 +148,11 @@ def _arguments(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def _leads_its_session(pid: int) -> bool:
+    """Children that a service forks look like it."""
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False

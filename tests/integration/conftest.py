@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.config import SecurityConfig
+from tests.certificates import make_certificates
+
 if TYPE_CHECKING:
     from tests.engine_process import EngineProcess
     from tests.engine_reference import Reference
@@ -47,3 +50,15 @@ async def current(engine: EngineProcess, reference: Reference) -> Reference:
     policy = reference.perturbed(seed=random.randrange(1 << 30))
     await Push(engine, policy.weights, (await engine.replica()).policy_version + 1).complete()
     return policy
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
+    """An authority and a certificate, made as docs/security.md says."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def other_certificates(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
+    """Those of another authority."""
+    return make_certificates(tmp_path_factory.mktemp("others"))

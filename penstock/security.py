@@ -1,0 +1,196 @@
+"""Who is let in: the token that every server asks for, and TLS.
+
+Invariants: a process that was told a token neither serves nor calls without it, whatever its code says or forgets; a
+token is in the environment and in memory, never in a recipe, a log or the text of an error.
+"""
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from penstock.config import SecurityConfig
+from penstock.errors import ConfigError
+
+log = structlog.get_logger()
+
+TOKEN = "PENSTOCK_TOKEN"
+"""Environment variable with the token of gRPC and HTTP."""
+NATS_TOKEN = "PENSTOCK_NATS_TOKEN"
+"""Environment variable with the token of NATS; where it is not set, the other one holds there, too."""
+REMOTE_TOKEN = "PENSTOCK_REMOTE_TOKEN"
+"""Environment variable with the token that profile `remote` shows to the service it asks, which may be anybody's."""
+VARIABLES = tuple(f"{name}{suffix}" for name in (TOKEN, NATS_TOKEN, REMOTE_TOKEN) for suffix in ("", "_FILE"))
+"""All variables that lead to a secret."""
+
+REFUSAL = f"token missing or wrong; set {TOKEN}"
+"""All that a caller without the token is told."""
+
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
+"""What a bearer token is made of (RFC 6750)."""
+_SCHEME = b"bearer "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Certificates, as they were when the process started. Paths and contents are of the same files."""
+
+    certificate_file: Path | None
+    key_file: Path | None
+    ca_file: Path | None
+    certificate: bytes | None
+    key: bytes | None = field(repr=False)
+    ca: bytes | None
+    mutual: bool
+    """Whether a server takes only callers with a certificate of that authority."""
+
+    def require_certificate(self) -> None:
+        """Nothing, where a server can be started.
+
+        Raises:
+            ConfigError: there is no certificate to serve with.
+        """
+        if self.certificate is None:
+            raise ConfigError(
+                f"security.tls_ca = {str(self.ca_file)!r} switches TLS on, but security.tls_cert is not set; a server "
+                "needs a certificate of its own: give security.tls_cert and security.tls_key"
+            )
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a client: who the server must be, and who this one is."""
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.certificate_file is not None:
+            context.load_cert_chain(self.certificate_file, self.key_file)
+        return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """What servers ask of their callers, and clients show to their servers. Without arguments: nothing."""
+
+    token: str = field(default="", repr=False)
+    """Of gRPC and HTTP; empty: none is asked for."""
+    nats_token: str = field(default="", repr=False)
+    """Of NATS; empty: none."""
+    tls: Tls | None = None
+    """None: connections are plain text."""
+
+    @classmethod
+    def load(cls, config: SecurityConfig, environment: Mapping[str, str] = os.environ) -> Self:
+        """Read the tokens from the environment and the certificates from their files.
+
+        Raises:
+            ConfigError: a file cannot be read or is not what it should be, or a token cannot be sent.
+        """
+        token = read_secret(TOKEN, environment)
+        return cls(token=token, nats_token=read_secret(NATS_TOKEN, environment) or token, tls=_read_tls(config))
+
+    def tell_if_open(self, host: str, address: str) -> None:
+        """Warn, where a server at `address` that listens on `host` takes callers from other machines unasked."""
+        is_closed = bool(self.token) or (self.tls is not None and self.tls.mutual)
+        if not is_closed and not _is_loopback(host):
+            log.warning("server.left_open", address=address, remedy=f"set {TOKEN}, or keep the network private")
+
+    def admits(self, authorization: bytes) -> bool:
+        """Whether a caller with this `authorization` (header or metadata; empty where there is none) may come in.
+
+        Takes as long for a token that is nearly right as for one that is all wrong.
+        """
+        if not self.token:
+            return True
+        scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+        return scheme.lower() == _SCHEME and hmac.compare_digest(given.strip(), self.token.encode())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_of_process: Security | None = None
+
+
+def install(security: Security) -> None:
+    """Make it the one of this process, for every server and client that is given none of its own."""
+    global _of_process
+    _of_process = security
+
+
+def of_process() -> Security:
+    """What was installed; else the environment's tokens, and no TLS: so clients in a script of one's own work."""
+    return Security.load(SecurityConfig()) if _of_process is None else _of_process
+
+
+def read_secret(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The token in variable `name`, or in the file that `name`_FILE names; empty where neither is set.
+
+    Raises:
+        ConfigError: both are set, the file cannot be read or is empty, or the token has characters that cannot be sent.
+    """
+    token, file = environment.get(name, ""), environment.get(f"{name}_FILE", "")
+    if token and file:
+        raise ConfigError(f"{name} and {name}_FILE are both set; unset one of them")
+    if file:
+        try:
+            token = Path(file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"{name}_FILE = {file!r} cannot be read: {reason}; name a file with the token") from None
+        if not token:
+            raise ConfigError(f"{name}_FILE = {file!r} is empty; write the token into it")
+    if token and not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{name} has characters that a token cannot have; use letters, digits and . _ ~ + / = - only, for example "
+            "what `openssl rand -hex 32` prints"
+        )
+    return token
+
+
+def _read_tls(config: SecurityConfig) -> Tls | None:
+    if config.tls_cert is None and config.tls_ca is None:
+        return None
+    tls = Tls(
+        certificate_file=config.tls_cert,
+        key_file=config.tls_key,
+        ca_file=config.tls_ca,
+        certificate=_read("tls_cert", config.tls_cert),
+        key=_read("tls_key", config.tls_key),
+        ca=_read("tls_ca", config.tls_ca),
+        mutual=config.mutual,
+    )
+    trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if config.tls_cert is not None:
+        try:
+            trial.load_cert_chain(config.tls_cert, config.tls_key, password="")  # else it would ask on the terminal
+        except (ssl.SSLError, OSError):
+            raise ConfigError(
+                f"security.tls_cert = {str(config.tls_cert)!r} and security.tls_key = {str(config.tls_key)!r} are no "
+                "certificate and its key; give PEM files that belong together, the key without a passphrase"
+            ) from None
+    if config.tls_ca is not None:
+        with contextlib.suppress(ssl.SSLError, OSError):
+            trial.load_verify_locations(config.tls_ca)
+        if not trial.cert_store_stats()["x509"]:
+            raise ConfigError(
+                f"security.tls_ca = {str(config.tls_ca)!r} holds no certificate of an authority; give a PEM file"
+            )
+    return tls
+
+
+def _read(field_name: str, path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"security.{field_name} = {str(path)!r} cannot be read: {error.strerror}; give the path of a PEM file"
+        ) from None

@@ -1,0 +1,176 @@
+"""Each service asks for the token, and shows it to the others: real servers, and callers without it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import psutil
+import pytest
+from fastapi import Request
+
+from penstock.bus.connection import Bus
+from penstock.clients import GenerateClient, RewardClient, RouterClient, TrainerClient
+from penstock.config import SecurityConfig
+from penstock.errors import AccessError, UnavailableError
+from penstock.http.app import make_app
+from penstock.http.server import HttpServer
+from penstock.routed import RoutedGenerateClient
+from penstock.rpc.server import RpcServer
+from penstock.security import Security
+from penstock.v1 import generate_pb2, trainer_pb2_grpc
+from services.reward.config import RemoteConfig, RewardConfig
+from services.reward.item import Item
+from services.reward.remote import RemoteJudge
+from services.reward.server import running
+from services.reward.verdict import Status
+from services.router.config import RouterConfig
+from services.router.server import routing
+from services.trainer.report.progress import Progress, TrainerServicer
+from tests.certificates import security_of
+from tests.reward_service import EASY, item_of
+from tests.simulated_engine import SimulatedEngine
+from tests.strangers import TOKEN, WRONG, assert_http_is_closed, assert_rpc_is_closed
+
+GENERATE = "/penstock.v1.GenerateService/Generate"
+
+
+def become(monkeypatch: pytest.MonkeyPatch, security: Security) -> None:
+    """From now on this process has `security`, for all that is not told otherwise."""
+    monkeypatch.setattr("penstock.security._of_process", security)
+
+
+@pytest.fixture
+def secured(monkeypatch: pytest.MonkeyPatch, certificates: SecurityConfig) -> Security:
+    """A process with a token and with TLS, as the services are that it then starts."""
+    security = security_of(certificates, token=TOKEN)
+    become(monkeypatch, security)
+    return security
+
+
+def stranger_of(certificates: SecurityConfig, token: str = "") -> Security:
+    return security_of(certificates, token=token)
+
+
+def turn(**fields: object) -> generate_pb2.GenerateRequest:
+    sampling = generate_pb2.SamplingParams(max_new_tokens=4)
+    return generate_pb2.GenerateRequest(request_id="r", input_ids=[5, 6], sampling=sampling, **fields)
+
+
+@pytest.mark.usefixtures("secured")
+async def test_reward(certificates: SecurityConfig) -> None:
+    """Both faces, with a judge in a worker process."""
+    async with running(RewardConfig(workers=1)) as service:
+        for token in ("", WRONG):
+            stranger = stranger_of(certificates, token)
+            await assert_rpc_is_closed(service.rpc.address, "/penstock.v1.RewardService/Verify", security=stranger)
+        async with RewardClient(service.rpc.address) as client:
+            assert (await client.verify(item_of(*EASY), timeout_s=20.0)).score == 1.0
+        tls = stranger_of(certificates).tls
+        assert tls is not None
+        async with httpx.AsyncClient(base_url=service.http.url, verify=tls.client_context()) as http:
+            await assert_http_is_closed(http, "/v1/verify")
+            assert (await http.get("/healthz")).json() == {"status": "serving"}
+            assert (await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
+
+
+async def test_processes_that_judge_have_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold what strangers wrote; the service that starts them has the token in its environment."""
+    monkeypatch.setattr("penstock.security._of_process", None)
+    monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
+    before = set(psutil.Process().children())
+    async with running(RewardConfig(workers=1)) as service, RewardClient(service.rpc.address) as client:
+        await client.verify(item_of(*EASY), timeout_s=20.0)
+        [forkserver] = set(psutil.Process().children()) - before  # workers are forks of it
+        assert "PATH" in forkserver.environ()
+        assert TOKEN not in str(forkserver.environ())
+
+
+async def test_the_remote_judge_is_shown_its_own_token_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, certificates: SecurityConfig, secured: Security
+) -> None:
+    """It may be anybody's; this one asks for a token and speaks TLS."""
+    shown = []
+    app = make_app(title="remote", description="", version="0")
+
+    @app.post("/")
+    async def judge(request: Request) -> float:
+        shown.append(request.headers["authorization"])
+        return 0.5
+
+    server = HttpServer(app, host="127.0.0.1", port=0, security=security_of(certificates, token="remotes"))
+    await server.start()
+    item = Item(golds=["5"], response="r", profile="remote")
+    statuses = []
+    for token in ("", "remotes"):
+        monkeypatch.setenv("PENSTOCK_REMOTE_TOKEN", token)
+        remote = RemoteJudge(RemoteConfig(url=server.url))
+        judgement, _ = await remote.judge(item, 30.0)
+        statuses.append(judgement.status)
+        await remote.close()
+    await server.drain(0.0)
+    assert statuses == [Status.FAILED, Status.OK]
+    assert shown == ["Bearer remotes"]
+
+
+@contextlib.asynccontextmanager
+async def pool(bus: Bus) -> AsyncIterator[tuple[RpcServer, SimulatedEngine]]:
+    """A router and one engine that it knows."""
+    async with SimulatedEngine(bus, replica_id="one").running() as engine, routing(RouterConfig(), bus) as router:
+        yield router, engine
+
+
+async def test_router_and_engine(steady_bus: Bus, secured: Security, certificates: SecurityConfig) -> None:
+    """Both refuse strangers; a call goes through the router to the engine, and one that was routed goes there alone."""
+    async with pool(steady_bus) as (router, engine):
+        for address, method in (
+            (router.address, GENERATE),
+            (router.address, "/penstock.v1.RouterService/ListReplicas"),
+            (engine.replica.address, GENERATE),
+            (engine.replica.address, "/penstock.v1.RolloutService/DrainReplica"),
+        ):
+            await assert_rpc_is_closed(address, method, security=stranger_of(certificates, WRONG))
+        async with GenerateClient(router.address) as proxied, RoutedGenerateClient(router.address) as routed:
+            for client in (proxied, routed):
+                assert len((await client.generate(turn(), timeout_s=10.0)).output_ids) == 4
+                chunks = [chunk async for chunk in client.stream(turn(), timeout_s=10.0)]
+                assert sum(len(chunk.output_ids) for chunk in chunks) == 4
+        async with RouterClient(router.address) as client:
+            await client.drain_replica("one", grace_s=1.0, timeout_s=10.0)  # the router calls the engine
+        async with GenerateClient(router.address, security=stranger_of(certificates)) as stranger:
+            with pytest.raises(AccessError, match="set PENSTOCK_TOKEN"):  # at once: no repetition mends it
+                await stranger.generate(turn(), timeout_s=10.0, retry_until=time.monotonic() + 3600)
+
+
+async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its refusal is not the caller's: a call goes to another engine, or where there is none, says which refused."""
+    become(monkeypatch, Security(token=WRONG))
+    async with SimulatedEngine(steady_bus, replica_id="odd").running() as odd:
+        become(monkeypatch, Security(token=TOKEN))
+        async with routing(RouterConfig(), steady_bus) as router, GenerateClient(router.address) as client:
+            with pytest.raises(UnavailableError, match=r"replica odd at .*token missing or wrong"):
+                await client.generate(turn(), timeout_s=5.0)
+            async with SimulatedEngine(steady_bus, replica_id="one").running(), RouterClient(router.address) as asking:
+                while len((await asking.list_replicas()).replicas) < 2:
+                    await asyncio.sleep(0.02)
+                for number in range(8):
+                    answer = await client.generate(turn(session_id=str(number)), timeout_s=10.0)
+                    assert answer.replica_id == "one"
+        assert odd.requests == []
+
+
+@pytest.mark.usefixtures("secured")
+async def test_trainer(certificates: SecurityConfig) -> None:
+    """Where a run stands is told to those who have the token."""
+    server = RpcServer(host="127.0.0.1", port=0)
+    servicer = TrainerServicer(Progress(run_id="secret-run", num_steps=5))
+    register = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    server.add(register, servicer, "penstock.v1.TrainerService")
+    await server.start()
+    await assert_rpc_is_closed(
+        server.address, "/penstock.v1.TrainerService/GetRun", security=stranger_of(certificates, WRONG)
+    )
+    async with TrainerClient(server.address) as client:
+        assert (await client.get_run()).run_id == "secret-run"
+    await server.drain(0.0)
