@@ -1,12 +1,13 @@
 """How fast weights get to the engines, beside a raw torch.distributed broadcast of the same bytes.
 
-    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--rounds 5] [--no-engine]
+    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--ways disk ipc delta] [--rounds 5] [--no-engine]
 
 Rounds of both take turns. Raw: plain processes, a process group, the same buckets, into memory that is there already,
 nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC and the same gloo.
 Simulated engines (tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model;
 the real engine is SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each is not counted:
-it forms the group. Not generating is the time from the first pause to the last resume.
+it forms the group. Not generating is the time from the first pause to the last resume. The other ways of a push have a
+raw broadcast beside them too, though they do not broadcast.
 """
 
 import argparse
@@ -49,6 +50,8 @@ from tests.simulated_replica import simulated_replica  # noqa: E402
 HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128
 """Of Qwen3-VL-2B's language model."""
 AHEAD = 4
+DELTA_EVERY = 100
+"""One number of so many changes from version to version, where deltas are measured."""
 RUN = "bench-push"
 
 
@@ -92,16 +95,20 @@ def num_layers(num_bytes: int) -> int:
 
 
 def snapshot(version: int, tensors: dict[str, torch.Tensor], config: PushConfig) -> PublishedWeights:
-    """A version: others bytes in every tensor."""
+    """A version: others bytes in every tensor; with delta only a few, as after a small step."""
     for tensor in tensors.values():
-        tensor.view(torch.int16).add_(version)
-    return PublishedWeights.take(version, tensors.items(), max_bucket_bytes=config.bucket_bytes)
+        words = tensor.view(torch.int16).view(-1)
+        (words[::DELTA_EVERY] if config.transport == "delta" else words).add_(version)
+    shared = config.transport == "ipc"
+    return PublishedWeights.take(version, tensors.items(), max_bucket_bytes=config.bucket_bytes, shared=shared)
 
 
-def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Connection) -> None:
+def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Connection, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    buffers = [torch.full((size,), rank, dtype=torch.uint8) for size in sizes]
+    os.environ["NCCL_HOSTID"] = f"bench-raw-{rank}"  # NCCL takes processes that share a GPU for one, otherwise
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", 0)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    buffers = [torch.full((size,), rank, dtype=torch.uint8, device=device) for size in sizes]
     while control.recv():
         dist.barrier()
         started = time.perf_counter()
@@ -112,18 +119,20 @@ def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Conne
                 under_way.pop(0).wait()
         for work in under_way:
             work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         control.send(time.perf_counter() - started)
 
 
 @contextlib.contextmanager
-def raw_group(num_receivers: int, sizes: list[int]) -> Iterator[list[Connection]]:
+def raw_group(num_receivers: int, sizes: list[int], backend: str = "gloo") -> Iterator[list[Connection]]:
     """Plain processes that broadcast when they are told to."""
     context = multiprocessing.get_context("spawn")
     (port,) = free_ports(1)
     pipes = [context.Pipe() for _ in range(1 + num_receivers)]
     processes = [
-        context.Process(target=_raw, args=(rank, 1 + num_receivers, port, sizes, its), daemon=True)
+        context.Process(target=_raw, args=(rank, 1 + num_receivers, port, sizes, its, backend), daemon=True)
         for rank, (_, its) in enumerate(pipes)
     ]
     for process in processes:
@@ -146,13 +155,13 @@ def broadcast_raw(pipes: list[Connection]) -> float:
 
 @contextlib.asynccontextmanager
 async def publishing(
-    bus: Bus, config: PushConfig, num_replicas: int, folder: Path | None
+    bus: Bus, config: PushConfig, num_replicas: int, folder: Path | None, backend: str = "gloo"
 ) -> AsyncIterator[WeightPublisher]:
     """A publisher that sees so many replicas."""
     ttl_s = bus.config.lease_ttl_s
     async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
-        publisher = WeightPublisher(config=config, replicas=watch, backend="gloo", snapshots=Snapshots(folder))
-        async with asyncio.timeout(60):
+        publisher = WeightPublisher(config=config, replicas=watch, backend=backend, snapshots=Snapshots(folder))
+        async with asyncio.timeout(120):
             while publisher.num_live_replicas < num_replicas:
                 await watch.changed(0.2)
         try:
@@ -162,16 +171,23 @@ async def publishing(
 
 
 async def measure(
-    what: str, publisher: WeightPublisher, tensors: dict[str, torch.Tensor], num_receivers: int, num_rounds: int
+    what: str,
+    publisher: WeightPublisher,
+    tensors: dict[str, torch.Tensor],
+    num_receivers: int,
+    num_rounds: int,
+    *,
+    first_version: int = 1,
+    backend: str = "gloo",
 ) -> Row:
     """Rounds of both, in turn."""
     manifest = Manifest.plan(tensors.items(), max_bucket_bytes=publisher.config.bucket_bytes)
     sizes = [sum(spec.num_bytes for spec in bucket) for bucket in manifest.buckets]
     raw_s: list[float] = []
     reports: list[PushReport] = []
-    with raw_group(num_receivers, sizes) as pipes:
+    with raw_group(num_receivers, sizes, backend) as pipes:
         await asyncio.to_thread(broadcast_raw, pipes)
-        for version in range(1, num_rounds + 2):
+        for version in range(first_version, first_version + num_rounds + 1):
             raw_s.append(await asyncio.to_thread(broadcast_raw, pipes))
             weights = await asyncio.to_thread(snapshot, version, tensors, publisher.config)
             report = await publisher.publish(weights)
@@ -250,14 +266,14 @@ def table(rows: list[Row]) -> str:
     """Medians, as Markdown."""
     lines = [
         "| receivers | GB | raw GB/s | transfer GB/s | ratio | whole push GB/s | whole push s | not generating s | "
-        "prepare / pause / transfer / verify / commit / resume ms |",
+        "prepare / upload / pause / transfer / verify / commit / resume ms |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         size_gb, raw_s = row.num_bytes / 1e9, statistics.median(row.raw_s)
         stages = {
             name: statistics.median(report.stages_s[name] for report in row.reports)
-            for name in ("prepare", "pause", "transfer", "verify", "commit", "resume")
+            for name in ("prepare", "upload", "pause", "transfer", "verify", "commit", "resume")
         }
         push_s = statistics.median(report.push_s for report in row.reports)
         pause_s = statistics.median(report.pause_s for report in row.reports)
@@ -272,7 +288,7 @@ def table(rows: list[Row]) -> str:
 def delta_table() -> str:
     """What a delta saves: AdamW steps of the tiny model on random text, a third step after two others."""
     from models.tiny_qwen3_vl import build_config, build_model, build_tokenizer
-    from penstock.weights.delta import encode_delta
+    from penstock.weights.delta import encode_block
 
     lines = ["| learning rate | dtype | full bytes | delta bytes | share |", "|---|---|---|---|---|"]
     config = build_config(build_tokenizer())
@@ -289,7 +305,7 @@ def delta_table() -> str:
         for dtype in (torch.float32, torch.bfloat16):
             pairs = [(before[name].to(dtype), after.detach().to(dtype)) for name, after in model.named_parameters()]
             full = sum(after.nbytes for _, after in pairs)
-            delta = sum(len(encode_delta(old, new)) for old, new in pairs)
+            delta = sum(len(encode_block(old, new)) for old, new in pairs)
             lines.append(f"| {learning_rate:g} | {str(dtype)[6:]} | {full:,} | {delta:,} | {delta / full:.1%} |")
     return "\n".join(lines)
 
@@ -306,7 +322,7 @@ async def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
     parser.add_argument("--receivers", type=int, nargs="*", default=[1, 2], help="numbers of simulated engines")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-disk", action="store_true", help="leave out the snapshot")
+    parser.add_argument("--ways", nargs="*", default=["disk", "ipc", "delta"], help="push.transport, beside broadcast")
     parser.add_argument("--no-engine", action="store_true", help="leave out the real SGLang")
     arguments = parser.parse_args()
     log.configure(LogConfig(level="warning"), service="bench")
@@ -318,8 +334,8 @@ async def main() -> None:
             for num_receivers in arguments.receivers:
                 rows.append(await measure_simulated(url, num_receivers, arguments, "broadcast"))
                 say(table(rows[-1:]))
-            if not arguments.no_disk:
-                rows.append(await measure_simulated(url, 1, arguments, "disk"))
+            for way in arguments.ways:
+                rows.append(await measure_simulated(url, 1, arguments, way))
                 say(table(rows[-1:]))
             if not arguments.no_engine:
                 rows.append(await measure_engine(url, arguments, "retract"))

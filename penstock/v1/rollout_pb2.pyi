@@ -224,24 +224,144 @@ class WeightSnapshot(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOLDER_FIELD_NUMBER: _builtins.int
-    BASE_VERSION_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """Folder with the file model.safetensors; the replica must see it under this path."""
-    base_version: _builtins.int
-    """The version that the replica holds and against which the folder's delta.safetensors is to be taken; 0: take all."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
-        base_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "folder", b"folder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightSnapshot: _TypeAlias = WeightSnapshot  # noqa: Y015
+
+@_typing.final
+class WeightSegment(_message.Message):
+    """The weights of one version in the memory of the trainer's machine: the buckets one after the other, each beginning at a
+    multiple of 256 bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    CUDA_FIELD_NUMBER: _builtins.int
+    machine: _builtins.str
+    """Where the trainer runs: its machine's boot and its process namespace. Elsewhere the segment cannot be opened."""
+    size_bytes: _builtins.int
+    """Size of the segment, in bytes."""
+    @_builtins.property
+    def shared(self) -> Global___SharedMemory:
+        """Of a CPU."""
+
+    @_builtins.property
+    def cuda(self) -> Global___CudaMemory:
+        """Of a GPU."""
+
+    def __init__(
+        self,
+        *,
+        machine: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        shared: Global___SharedMemory | None = ...,
+        cuda: Global___CudaMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "memory", b"memory", "shared", b"shared"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "machine", b"machine", "memory", b"memory", "shared", b"shared", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_memory: _TypeAlias = _typing.Literal["shared", "cuda"]  # noqa: Y015
+    _WhichOneofArgType_memory: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_memory) -> _WhichOneofReturnType_memory | None: ...
+
+Global___WeightSegment: _TypeAlias = WeightSegment  # noqa: Y015
+
+@_typing.final
+class SharedMemory(_message.Message):
+    """Anonymous shared memory, to be opened through the trainer's entry in /proc."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    process_id: _builtins.int
+    """The trainer's process."""
+    descriptor: _builtins.int
+    """Its file descriptor."""
+    name: _builtins.str
+    """What the descriptor is called, to tell it from another that has taken its number."""
+    def __init__(
+        self,
+        *,
+        process_id: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "name", b"name", "process_id", b"process_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
+
+@_typing.final
+class CudaMemory(_message.Message):
+    """Memory that a CUDA process shares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """The handle, as cuIpcGetMemHandle gives it."""
+    device_uuid: _builtins.str
+    """The GPU, as cuDeviceGetUuid names it: 32 hexadecimal digits."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        device_uuid: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaMemory: _TypeAlias = CudaMemory  # noqa: Y015
+
+@_typing.final
+class WeightStream(_message.Message):
+    """The weights of one version as compressed pieces (penstock.weights.delta), which SendWeights brings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    base_version: _builtins.int
+    """The version that the replica holds and against which only the changes come; 0: all of it comes."""
+    size_bytes: _builtins.int
+    """What SendWeights will bring, in bytes."""
+    def __init__(
+        self,
+        *,
+        base_version: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightStream: _TypeAlias = WeightStream  # noqa: Y015
 
 @_typing.final
 class PrepareWeightsRequest(_message.Message):
@@ -251,39 +371,57 @@ class PrepareWeightsRequest(_message.Message):
 
     PUSH_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Unique name of the push."""
     policy_version: _builtins.int
     """The policy version that it publishes."""
-    @_builtins.property
-    def group(self) -> Global___WeightGroup:
-        """The group over which the buckets come; absent when they come from a snapshot."""
-
+    digest: _builtins.str
+    """Which digest VerifyWeights is to compute (penstock.weights.digest): "xxh3" or "multilinear"."""
     @_builtins.property
     def manifest(self) -> Global___WeightManifest:
         """What will come."""
 
     @_builtins.property
+    def group(self) -> Global___WeightGroup:
+        """Over a group."""
+
+    @_builtins.property
     def snapshot(self) -> Global___WeightSnapshot:
-        """The snapshot from which the buckets come; absent when they come over a group."""
+        """From files."""
+
+    @_builtins.property
+    def segment(self) -> Global___WeightSegment:
+        """From memory of this machine."""
+
+    @_builtins.property
+    def stream(self) -> Global___WeightStream:
+        """As a stream of pieces."""
 
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
         policy_version: _builtins.int = ...,
-        group: Global___WeightGroup | None = ...,
         manifest: Global___WeightManifest | None = ...,
+        group: Global___WeightGroup | None = ...,
         snapshot: Global___WeightSnapshot | None = ...,
+        segment: Global___WeightSegment | None = ...,
+        stream: Global___WeightStream | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "segment", b"segment", "snapshot", b"snapshot", "source", b"source", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group", b"group", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "segment", b"segment", "snapshot", b"snapshot", "source", b"source", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["group", "snapshot", "segment", "stream"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___PrepareWeightsRequest: _TypeAlias = PrepareWeightsRequest  # noqa: Y015
 
@@ -303,6 +441,58 @@ class PrepareWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareWeightsResponse: _TypeAlias = PrepareWeightsResponse  # noqa: Y015
+
+@_typing.final
+class SendWeightsRequest(_message.Message):
+    """A part of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUSH_ID_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    push_id: _builtins.str
+    """The push; in the first part."""
+    data: _builtins.bytes
+    """The next bytes."""
+    crc32: _builtins.int
+    """CRC-32 of the data."""
+    def __init__(
+        self,
+        *,
+        push_id: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        crc32: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data", "push_id", b"push_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendWeightsRequest: _TypeAlias = SendWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SendWeightsResponse(_message.Message):
+    """All of it has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """Bytes received."""
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendWeightsResponse: _TypeAlias = SendWeightsResponse  # noqa: Y015
 
 @_typing.final
 class PauseGenerationRequest(_message.Message):

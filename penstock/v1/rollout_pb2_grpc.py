@@ -47,6 +47,11 @@ class RolloutServiceStub:
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.PrepareWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_rollout__pb2.PrepareWeightsResponse.FromString,
                 _registered_method=True)
+        self.SendWeights = channel.stream_unary(
+                '/penstock.v1.RolloutService/SendWeights',
+                request_serializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsResponse.FromString,
+                _registered_method=True)
         self.PauseGeneration = channel.unary_unary(
                 '/penstock.v1.RolloutService/PauseGeneration',
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.PauseGenerationRequest.SerializeToString,
@@ -99,8 +104,17 @@ class RolloutServiceServicer:
 
     def PrepareWeights(self, request, context):
         """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-        joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
-        the engine cannot read it. Generation goes on.
+        joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
+        FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
+        goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendWeights(self, request_iterator, context):
+        """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
+        in a file; generation goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +128,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it.
+        """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,6 +184,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.PrepareWeights,
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.PrepareWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_rollout__pb2.PrepareWeightsResponse.SerializeToString,
+            ),
+            'SendWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.SendWeights,
+                    request_deserializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsResponse.SerializeToString,
             ),
             'PauseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseGeneration,
@@ -264,6 +283,33 @@ class RolloutService:
             '/penstock.v1.RolloutService/PrepareWeights',
             penstock_dot_v1_dot_rollout__pb2.PrepareWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_rollout__pb2.PrepareWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/penstock.v1.RolloutService/SendWeights',
+            penstock_dot_v1_dot_rollout__pb2.SendWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_rollout__pb2.SendWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

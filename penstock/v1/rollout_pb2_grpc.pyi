@@ -40,13 +40,18 @@ class RolloutServiceStub:
     """GetReplica tells what the engine's lease tells."""
     PrepareWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]
     """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-    joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
-    the engine cannot read it. Generation goes on.
+    joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
+    FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
+    goes on.
+    """
+    SendWeights: _grpc.StreamUnaryMultiCallable[_rollout_pb2.SendWeightsRequest, _rollout_pb2.SendWeightsResponse]
+    """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
+    in a file; generation goes on.
     """
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
     """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
-    """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it."""
+    """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it."""
     VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
@@ -75,13 +80,18 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """GetReplica tells what the engine's lease tells."""
     PrepareWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
     """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-    joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
-    the engine cannot read it. Generation goes on.
+    joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
+    FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
+    goes on.
+    """
+    SendWeights: _aio.StreamUnaryMultiCallable[_rollout_pb2.SendWeightsRequest, _rollout_pb2.SendWeightsResponse]  # type: ignore[assignment]
+    """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
+    in a file; generation goes on.
     """
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
     """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
-    """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it."""
+    """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it."""
     VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
@@ -119,8 +129,19 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.PrepareWeightsResponse, _abc.Awaitable[_rollout_pb2.PrepareWeightsResponse]]:
         """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-        joins it and returns when it has formed; one that comes from a snapshot is refused with FAILED_PRECONDITION where
-        the engine cannot read it. Generation goes on.
+        joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
+        FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
+        goes on.
+        """
+
+    @_abc_1.abstractmethod
+    def SendWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_rollout_pb2.SendWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.SendWeightsResponse, _abc.Awaitable[_rollout_pb2.SendWeightsResponse]]:
+        """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
+        in a file; generation goes on.
         """
 
     @_abc_1.abstractmethod
@@ -137,7 +158,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ReceiveWeightsResponse, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]]:
-        """ReceiveWeights takes every bucket of the manifest, from the group's rank 0 or from the snapshot, and loads it."""
+        """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it."""
 
     @_abc_1.abstractmethod
     def VerifyWeights(

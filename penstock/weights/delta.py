@@ -1,96 +1,122 @@
-"""What has changed between two versions, as few bytes as may be: for links that are slow.
+"""Weights as compressed pieces, for links that are slow: what has changed against another version, or all of it.
 
-A delta is the exclusive or of old and new bytes. Numbers of a tensor change in their low bytes, mostly, so first bytes
-are laid beside first bytes, second beside second; the many zeros then compress well. Applied to other weights than the
-old ones it makes neither, which the digests after a push show.
+A piece is a block of one tensor. Against a base it is the exclusive or of old and new bytes; else the new bytes.
+Numbers of a tensor change in their low bytes, mostly, and are alike in their high ones, so first bytes are laid beside
+first bytes, second beside second; that compresses well. Pieces follow each other in the manifest's order, each behind
+its length. Applied to other weights than the base they make neither, which the digests after a push show.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 import zstandard
 
-from penstock.errors import NotReadyError
-from penstock.weights.manifest import Manifest, views
+from penstock.weights.manifest import Manifest, TensorSpec, dtype_of, views
 
-DELTA_FILE_NAME = "delta.safetensors"
+BLOCK_BYTES = 1 << 24
+"""Size of a block, before compression: what each side holds at a time, a few times over."""
+
 _LEVEL = 1
 """Higher levels save a few per cent more, and take several times as long."""
 
+_LENGTH = struct.Struct("<Q")
 
-def encode_delta(old: torch.Tensor, new: torch.Tensor) -> bytes:
-    """From one tensor to another of the same dtype and shape."""
-    changed = np.bitwise_xor(_bytes_of(old), _bytes_of(new))
+
+def encode_block(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
+    """From one tensor to another of the same dtype and shape; None: all of `new`."""
+    changed = _bytes_of(new) if old is None else np.bitwise_xor(_bytes_of(old), _bytes_of(new))
     planes = changed.reshape(new.numel(), new.element_size()).T
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(planes.tobytes())
 
 
-def apply_delta(held: torch.Tensor, delta: bytes) -> None:
-    """Change `held`, which holds the old bytes, into the new ones.
+def apply_block(held: torch.Tensor, piece: bytes, *, is_delta: bool) -> None:
+    """Change `held`, which holds the old bytes if it is a delta, into the new ones. It may have gaps in memory.
 
     Raises:
-        ValueError: the delta is damaged, or of another tensor.
+        ValueError: the piece is damaged, or of another tensor.
     """
     try:
-        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(delta), dtype=np.uint8)
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(piece), dtype=np.uint8)
     except zstandard.ZstdError as error:
-        raise ValueError(f"delta is damaged: {error}") from None
-    changed = torch.from_numpy(planes.reshape(held.element_size(), held.numel()).T.copy())
-    if held.numel():
-        dense = held.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-        dense.bitwise_xor_(changed.to(held.device).view(-1))
-        held.copy_(dense.view(held.dtype).view(held.shape))
+        raise ValueError(f"piece is damaged: {error}") from None
+    if len(planes) != held.numel() * held.element_size():
+        raise ValueError(f"piece of {len(planes)} bytes is not of this tensor: {held.dtype}{list(held.shape)}")
+    if not held.numel():
+        return
+    changed = torch.from_numpy(planes.reshape(held.element_size(), held.numel()).T.copy()).view(-1).to(held.device)
+    if is_delta:
+        changed.bitwise_xor_(held.contiguous().as_strided((held.numel(),), (1,)).view(torch.uint8))
+    held.copy_(changed.view(held.dtype).view(held.shape))
 
 
-def write_delta(
-    folder: Path, manifest: Manifest, old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...], *, base_version: int
+def write_pieces(
+    file: BinaryIO, manifest: Manifest, new: Sequence[torch.Tensor], *, old: Sequence[torch.Tensor] | None
 ) -> int:
-    """Write the delta between the buckets of two versions into `folder`; returns its size in bytes. Blocking."""
-    from safetensors.numpy import save_file
-
-    blobs: dict[str, Any] = {}
-    for specs, before, after in zip(manifest.buckets, old, new, strict=True):
-        olds, news = views(specs, before), views(specs, after)
+    """Write the buckets `new` against `old` (None: all of them); returns how many bytes. Blocking."""
+    num_bytes = 0
+    for index, specs in enumerate(manifest.buckets):
+        news = views(specs, new[index])
+        olds = None if old is None else views(specs, old[index])
         for name, tensor in news.items():
-            blobs[name] = np.frombuffer(encode_delta(olds[name], tensor), dtype=np.uint8)
-    unfinished = folder / f".{DELTA_FILE_NAME}"
-    save_file(blobs, unfinished, metadata={"base_version": str(base_version)})
-    unfinished.rename(folder / DELTA_FILE_NAME)
-    return sum(len(blob) for blob in blobs.values())
+            before = [None] * _num_blocks(tensor.dtype, tensor.numel()) if olds is None else _blocks(olds[name])
+            for block, base in zip(_blocks(tensor), before, strict=True):
+                piece = encode_block(base, block)
+                num_bytes += file.write(_LENGTH.pack(len(piece))) + file.write(piece)
+    return num_bytes
 
 
-def check_delta(folder: Path, base_version: int) -> None:
-    """See that the folder holds the delta against `base_version`.
+def apply_pieces(
+    file: BinaryIO, specs: Sequence[TensorSpec], held: Mapping[str, torch.Tensor], *, is_delta: bool
+) -> None:
+    """Change the tensors that are held, one after the other.
 
     Raises:
-        NotReadyError: it does not.
+        ValueError: the file is damaged, or of other tensors.
     """
-    try:
-        with (folder / DELTA_FILE_NAME).open("rb") as file:
-            found = json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]["base_version"]
-    except (OSError, ValueError, KeyError) as error:
-        raise NotReadyError(f"delta in {folder} cannot be read here ({error}); let the trainer send all") from None
-    if found != str(base_version):
-        raise NotReadyError(f"delta in {folder} is against version {found}, announced was {base_version}")
+    for spec in specs:
+        tensor = held[spec.name]
+        dense = tensor.contiguous()  # itself, unless it has gaps
+        for block in _blocks(dense):
+            apply_block(block, _next_piece(file), is_delta=is_delta)
+        if dense is not tensor:
+            tensor.copy_(dense)
 
 
-def read_deltas(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and delta, one after the other."""
-    from safetensors import safe_open
+def read_pieces(file: BinaryIO, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other, of pieces that are against nothing.
 
-    with safe_open(folder / DELTA_FILE_NAME, framework="np") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            yield name, file.get_tensor(name).tobytes()
+    Raises:
+        ValueError: the file is damaged, or of other tensors.
+    """
+    for spec in specs:
+        tensor = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+        apply_pieces(file, [spec], {spec.name: tensor}, is_delta=False)
+        yield spec.name, tensor
 
 
-def apply_deltas(held: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Change each tensor that is held by the delta under its name."""
-    for name, delta in read_deltas(folder):
-        apply_delta(held[name], delta)
+def _next_piece(file: BinaryIO) -> bytes:
+    head = file.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise ValueError("pieces end before the last tensor")
+    (length,) = _LENGTH.unpack(head)
+    piece = file.read(length)
+    if len(piece) < length:
+        raise ValueError("pieces end within one")
+    return piece
+
+
+def _num_blocks(dtype: torch.dtype, numel: int) -> int:
+    return -(-numel // (BLOCK_BYTES // int(dtype.itemsize)))
+
+
+def _blocks(dense: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor's elements in parts of at most `BLOCK_BYTES`; each is a view."""
+    step = BLOCK_BYTES // dense.element_size()
+    flat = dense.view(-1)
+    return (flat[first : first + step] for first in range(0, flat.numel(), step))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

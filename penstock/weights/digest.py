@@ -1,20 +1,29 @@
-"""A 64-bit digest of a tensor's bytes that is the same on every device, for "does the engine hold what was trained?".
+"""A 64-bit digest of a tensor's bytes, for "does the engine hold what was trained?".
 
 It depends on every bit and its position, so a swap of two values or a flipped sign shows. It guards against mistakes,
-not against an adversary. Several GB/s on one core; it lets other threads run.
+not against an adversary. There are two kinds, each the same on every device: "xxh3" is XXH3-64 of the bytes, as fast
+as a CPU core reads memory, and it lets other threads run; "multilinear" is one that a GPU computes as fast, with what
+torch offers there. Whoever publishes weights chooses, by where its own are (`digest_kind`).
 
-The bytes are read as 32-bit words w, cut into blocks of `BLOCK_WORDS`. A block's sum is Σ w·m mod 2^64 with fixed
-pseudo-random odd 64-bit multipliers m (multilinear hashing: two words that differ cannot cancel except with probability
-2^-32); the blocks' sums are mixed with their number by splitmix64's finaliser and added up.
+Multilinear: the bytes are read as 32-bit words w, cut into blocks of `BLOCK_WORDS`. A block's sum is Σ w·m mod 2^64
+with fixed pseudo-random odd 64-bit multipliers m (multilinear hashing: two words that differ cannot cancel except with
+probability 2^-32); the blocks' sums are mixed with their number by splitmix64's finaliser and added up.
 """
 
 import functools
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 import torch
+import xxhash
+
+from penstock.errors import InvalidRequestError
+
+XXH3: Final = "xxh3"
+MULTILINEAR: Final = "multilinear"
 
 BLOCK_WORDS = 1 << 15
 """Words per block: the block and its multipliers stay in a core's cache."""
@@ -29,12 +38,49 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def tensor_digest(tensor: torch.Tensor) -> int:
+def digest_kind(device: torch.device) -> str:
+    """The kind of digest that is fast where the tensors are."""
+    return XXH3 if device.type == "cpu" else MULTILINEAR
+
+
+def require_digest_kind(kind: str) -> None:
+    """Check a kind that came from elsewhere.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    if kind not in (XXH3, MULTILINEAR):
+        raise InvalidRequestError(
+            f"digest {kind!r} is none that this engine knows; ask for {XXH3!r} or {MULTILINEAR!r}"
+        )
+
+
+def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
     """The digest of the tensor's elements in logical (row-major) order, on whatever device they are; 0 to 2^64 - 1.
 
     dtype and shape take no part: compare them by other means.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if kind == XXH3:
+        return _xxh3(data)
+    assert kind == MULTILINEAR, kind
+    return _multilinear(data)
+
+
+def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = XXH3) -> dict[str, int]:
+    """The digest of each tensor by its name, on as many of this process's cores as are of use."""
+    named = dict(tensors)
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return dict(zip(named, pool.map(lambda tensor: tensor_digest(tensor, kind), named.values()), strict=True))
+
+
+def _xxh3(data: torch.Tensor) -> int:
+    state = xxhash.xxh3_64()
+    state.update(memoryview(data.cpu().numpy()))
+    return state.intdigest()
+
+
+def _multilinear(data: torch.Tensor) -> int:
     num_bytes = data.numel()
     if num_bytes % 4 or data.storage_offset() % 4:
         data = torch.nn.functional.pad(data, (0, -num_bytes % 4))
@@ -44,13 +90,6 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     for number, block_sum in enumerate(sums, start=1):
         total += _mix(block_sum + number * _GOLDEN)
     return total & _MASK
-
-
-def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """The digest of each tensor by its name, on as many of this process's cores as are of use."""
-    named = dict(tensors)
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        return dict(zip(named, pool.map(tensor_digest, named.values()), strict=True))
 
 
 def _block_sums_cpu(words_N: torch.Tensor) -> Iterable[int]:

@@ -101,6 +101,15 @@ class Manifest:
             ]
         )
 
+    def offsets(self, alignment: int) -> list[int]:
+        """Where each bucket begins, and the last ends, if they lie end to end, each from a multiple of `alignment`."""
+        offsets, end = [], 0
+        for bucket in self.buckets:
+            offsets.append(end)
+            end += sum(spec.num_bytes for spec in bucket)
+            end += -end % alignment
+        return [*offsets, end]
+
     @property
     def tensors(self) -> list[TensorSpec]:
         """All tensors, in order."""
@@ -112,10 +121,12 @@ class Manifest:
         return sum(spec.num_bytes for spec in self.tensors)
 
 
-def pack(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def pack(
+    bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """A bucket's bytes, uint8[bytes], on the tensors' device: the tensors end to end, each in row-major order.
 
-    A copy, also of a single tensor.
+    A copy, also of a single tensor; into `out`, if there is one.
 
     Raises:
         ValueError: a tensor is not what the manifest says.
@@ -128,7 +139,7 @@ def pack(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> t
                 f"tensor {spec.name} is {tensor.dtype}{list(tensor.shape)}, announced as {spec.dtype}{spec.shape}"
             )
         parts.append(tensor.contiguous().view(-1).view(torch.uint8))
-    return torch.cat(parts)
+    return torch.cat(parts, out=out)
 
 
 def unpack(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:

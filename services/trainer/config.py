@@ -65,13 +65,15 @@ class PushConfig(Config):
     go on. in_place: they go on from what the old weights computed. drain: they finish first, new ones wait."""
     drain_s: float = pydantic.Field(default=30.0, gt=0)
     """With mode drain, how long running requests may take to finish; then they are retracted."""
-    transport: Literal["broadcast", "disk", "delta"] = "broadcast"
+    transport: Literal["broadcast", "disk", "ipc", "delta"] = "broadcast"
     """How weights travel. broadcast: over NCCL between GPUs, over gloo between CPUs. disk: replicas read them from a
-    snapshot, in a folder that they see under the same path as the trainer; those that do not are broadcast to. delta:
-    the same, but a replica that holds the version before reads only what has changed, compressed: where the folder is
-    far away. It costs the trainer time and the memory of one more copy."""
+    snapshot, in a folder that they see under the same path as the trainer. ipc: replicas on the trainer's machine copy
+    them out of its memory, on a GPU by a CUDA handle (which has not run yet). Replicas that cannot use disk or ipc are
+    broadcast to. delta: for links that are slow: over gRPC, compressed, while engines still generate; to a replica that
+    holds the version before only what has changed, to others all. It costs the trainer time, the memory of one more
+    copy, and room in its TMPDIR; the engine room in its own."""
     snapshots: bool = False
-    """With broadcast, also write each version as a snapshot, from which replicas that join later load it."""
+    """Also write each version as a snapshot, from which replicas that join later load it; with disk it is always so."""
     snapshot_dir: str = ""
     """Folder of the snapshots; empty: `snapshots` in the run's folder. The newest two are kept."""
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=1)
@@ -81,7 +83,7 @@ class PushConfig(Config):
     pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """To stop generating."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """To receive and load all buckets."""
+    """To receive and load all buckets; with delta, to send them, and as long again to load them."""
     verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """To compute the digests of the engine's weights."""
     control_timeout_s: float = pydantic.Field(default=10.0, gt=0)

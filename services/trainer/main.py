@@ -120,7 +120,7 @@ async def _build(
         config=config.push,
         replicas=replicas,
         backend="nccl" if optimizer.device.type == "cuda" else "gloo",
-        snapshots=Snapshots(_snapshot_dir(config.push, folder), with_deltas=config.push.transport == "delta"),
+        snapshots=Snapshots(_snapshot_dir(config.push, folder)),
     )
     stack.push_async_callback(publisher.close)
     log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
@@ -177,7 +177,7 @@ def _load(recipe: Recipe, checkpoint: Checkpoint | None) -> tuple[PolicyOptimize
 
 
 def _snapshot_dir(config: PushConfig, folder: Path) -> Path | None:
-    if config.transport == "broadcast" and not config.snapshots:
+    if config.transport != "disk" and not config.snapshots:
         return None
     return Path(config.snapshot_dir).absolute() if config.snapshot_dir else folder.absolute() / "snapshots"
 

@@ -111,7 +111,10 @@ class TrainingRun:
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
         weights = await asyncio.to_thread(
             lambda: PublishedWeights.take(
-                version, self.optimizer.named_weights(), max_bucket_bytes=self.config.push.bucket_bytes
+                version,
+                self.optimizer.named_weights(),
+                max_bucket_bytes=self.config.push.bucket_bytes,
+                shared=self.config.push.transport == "ipc",
             )
         )
         # Taken before any replica holds it: whoever dies in between, the number never stands for other weights.

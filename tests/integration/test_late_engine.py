@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.connection import connect
-from penstock.bus.leases import watched
+from penstock.bus.leases import Watch, watched
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2
 from services.trainer.config import PushConfig
@@ -38,40 +38,46 @@ async def assert_serves(engine: EngineProcess, policy: Reference, version: int) 
 async def test_an_engine_that_joins_late(
     tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """It loads the version that was published before it was there from the snapshot; then a group, then a delta."""
+    """It loads the version that was published before it was there from the snapshot, and the next ones all other ways.
+
+    A group, this machine's memory, a stream of all and one of what changed; real SGLang has the policy's logprobs each
+    time.
+    """
     config = PushConfig(mode="in_place", bucket_bytes=1 << 16)
 
     def taken(policy: Reference, version: int) -> PublishedWeights:
-        return PublishedWeights.take(version, policy.weights.items(), max_bucket_bytes=config.bucket_bytes)
+        return PublishedWeights.take(version, policy.weights.items(), max_bucket_bytes=config.bucket_bytes, shared=True)
+
+    def publishing(watch: Watch, **settings: object) -> WeightPublisher:
+        publisher = WeightPublisher(
+            config=config.model_copy(update=settings),
+            replicas=watch,
+            backend="gloo",
+            snapshots=Snapshots(tmp_path / "snapshots" if settings.get("snapshots") else None),
+        )
+        stack.push_async_callback(publisher.close)
+        return publisher
 
     bus_config = BusConfig(url=nats_url)
     async with connect(bus_config, run=tmp_path.name) as bus, contextlib.AsyncExitStack() as stack:
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
-        publisher = WeightPublisher(
-            config=config, replicas=watch, backend="gloo", snapshots=Snapshots(tmp_path / "snapshots", with_deltas=True)
-        )
-        stack.push_async_callback(publisher.close)
-        policies = {version: reference.perturbed(version) for version in (7, 8, 9, 10)}
+        publisher = publishing(watch, snapshots=True, transport="broadcast")
+        policies = {version: reference.perturbed(version) for version in range(7, 12)}
         await publisher.publish(taken(policies[7], 7))
         keeping = asyncio.create_task(publisher.keep_current())
         try:
             settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0}
             engine = await stack.enter_async_context(engine_process(tiny_model_path, nats_url, tmp_path, **settings))
             await assert_serves(engine, policies[7], 7)
-            for version in (8, 9, 10):
-                if version == 10:
-                    async with asyncio.timeout(30):
-                        while publisher.snapshots.newest(9) is None:
-                            await asyncio.sleep(0.05)
-                    publisher.config = config.model_copy(update={"transport": "delta"})
-                report = await publisher.publish(taken(policies[version], version))
-                assert (report.num_replicas, report.num_failed) == (1, 0)
-                await assert_serves(engine, policies[version], version)
-            received = [event for event in log_events(engine.log) if event["event"] == "weights.received"]
-            assert [event["is_snapshot"] for event in received] == [True, False, False, True]
-            assert [event["is_delta"] for event in received] == [False, False, False, True]
         finally:
             keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await keeping
+        broadcast, ipc, delta = (publishing(watch, transport=way) for way in ("broadcast", "ipc", "delta"))
+        for version, publisher in ((8, broadcast), (9, ipc), (10, delta), (11, delta)):
+            report = await publisher.publish(taken(policies[version], version))
+            assert (report.num_replicas, report.num_failed) == (1, 0)
+            await assert_serves(engine, policies[version], version)
+        received = [event["source"] for event in log_events(engine.log) if event["event"] == "weights.received"]
+        assert received == ["snapshot", "group", "segment", "stream", "delta"]

@@ -1,14 +1,14 @@
-"""Deltas: the old bytes become the new ones, bit by bit, and what is damaged is noticed."""
+"""Pieces: the old bytes become the new ones, bit by bit, and what is damaged is noticed."""
 
-from pathlib import Path
+import io
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import NotReadyError
-from penstock.weights.delta import apply_delta, check_delta, encode_delta, write_delta
+from penstock.weights import delta
+from penstock.weights.delta import apply_block, apply_pieces, encode_block, read_pieces, write_pieces
 from penstock.weights.manifest import Manifest, pack
 
 
@@ -21,41 +21,54 @@ def test_old_becomes_new(dtype: torch.dtype, shape: list[int], seed: int) -> Non
     """Whatever dtype and shape, no elements and no dimensions included, also in memory with gaps."""
     generator = torch.Generator().manual_seed(seed)
     old, new = (torch.randn(shape, generator=generator).mul(50).to(dtype) for _ in range(2))
-    delta = encode_delta(old, new)
     gapped = torch.zeros([*shape, 2], dtype=dtype)[..., 0].copy_(old)
     for held in (old.clone(), gapped):
-        apply_delta(held, delta)
+        apply_block(held, encode_block(old, new), is_delta=True)
         assert torch.equal(held, new)
+        apply_block(held, encode_block(None, old), is_delta=False)
+        assert torch.equal(held, old)
 
 
 def test_a_small_step_is_a_small_delta() -> None:
     """What an optimizer changes are low bytes, and in bfloat16 few numbers at all."""
     old = torch.randn(100_000) * 0.02
     new = old + torch.randn(100_000).sign() * 1e-6
-    assert len(encode_delta(old, new)) < 0.5 * old.nbytes
-    assert len(encode_delta(old.bfloat16(), new.bfloat16())) < 0.05 * old.bfloat16().nbytes
-    assert len(encode_delta(old, old)) < 0.01 * old.nbytes
+    assert len(encode_block(old, new)) < 0.5 * old.nbytes
+    assert len(encode_block(old.bfloat16(), new.bfloat16())) < 0.05 * old.bfloat16().nbytes
+    assert len(encode_block(old, old)) < 0.01 * old.nbytes
+    assert len(encode_block(None, old.bfloat16())) < 0.9 * old.bfloat16().nbytes
 
 
 def test_damage_is_noticed() -> None:
-    """A flipped bit, and a delta of another tensor."""
+    """A flipped bit, and a piece of another tensor."""
     old, new = torch.randn(1000), torch.randn(1000)
-    delta = bytearray(encode_delta(old, new))
-    with pytest.raises(ValueError, match="reshape"):
-        apply_delta(torch.zeros(999), bytes(delta))
-    delta[len(delta) // 2] ^= 1
+    piece = bytearray(encode_block(old, new))
+    with pytest.raises(ValueError, match="not of this tensor"):
+        apply_block(torch.zeros(999), bytes(piece), is_delta=True)
+    piece[len(piece) // 2] ^= 1
     with pytest.raises(ValueError, match="damaged"):
-        apply_delta(old.clone(), bytes(delta))
+        apply_block(old.clone(), bytes(piece), is_delta=True)
 
 
-def test_the_base_is_checked(tmp_path: Path) -> None:
-    """Before anything is touched."""
-    old, new = {"a": torch.zeros(5)}, {"a": torch.ones(5)}
-    manifest = Manifest.plan(old.items(), max_bucket_bytes=100)
-    buckets = [tuple(pack(bucket, tensors) for bucket in manifest.buckets) for tensors in (old, new)]
-    assert write_delta(tmp_path, manifest, *buckets, base_version=3) > 0
-    check_delta(tmp_path, 3)
-    with pytest.raises(NotReadyError, match="against version 3"):
-        check_delta(tmp_path, 2)
-    with pytest.raises(NotReadyError, match="cannot be read"):
-        check_delta(tmp_path / "nowhere", 3)
+def test_a_file_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets, tensors of many blocks, of one and of none, one with gaps in memory; against a base, and not."""
+    monkeypatch.setattr(delta, "BLOCK_BYTES", 64)
+    shapes = {"a": (torch.float32, (7, 11)), "b": (torch.bfloat16, (3,)), "c": (torch.float32, (0,))}
+    old, new = ({name: torch.randn(shape).to(dtype) for name, (dtype, shape) in shapes.items()} for _ in range(2))
+    manifest = Manifest.plan(old.items(), max_bucket_bytes=300)
+    buckets = [[pack(bucket, tensors) for bucket in manifest.buckets] for tensors in (old, new)]
+    for base in (buckets[0], None):
+        file = io.BytesIO()
+        assert write_pieces(file, manifest, buckets[1], old=base) == len(file.getvalue())
+        assert len(file.getvalue()) > 5 * 8  # 77 floats are five blocks
+        gapped = torch.zeros(7, 22)[:, ::2].copy_(old["a"])
+        held = {name: tensor.clone() for name, tensor in old.items()} | {"a": gapped}
+        file.seek(0)
+        apply_pieces(file, manifest.tensors, held, is_delta=base is not None)
+        assert all(torch.equal(held[name], new[name]) for name in shapes)
+        file.seek(0)
+        if base is None:
+            assert all(torch.equal(tensor, new[name]) for name, tensor in read_pieces(file, manifest.tensors))
+    for cut in (len(file.getvalue()) - 1, 4):
+        with pytest.raises(ValueError, match="pieces end"):
+            apply_pieces(io.BytesIO(file.getvalue()[:cut]), manifest.tensors, held, is_delta=False)

@@ -9,87 +9,9 @@ import torch
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
-from penstock.weights.manifest import Manifest
 from penstock.weights.snapshot import write_snapshot
-from services.rollout.engine.sglang_variables import HeldParameter
-from services.rollout.engine.weights import Source, WeightReceiver
-
-MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_bucket_bytes=8)
-
-
-class RecordedSink:
-    """An engine that notes what is asked of it, and can be made to hang or fail at one call."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.hang_at = ""
-        self.fail_at = ""
-        self.failures: list[str] = []
-
-    async def _note(self, call: str) -> None:
-        self.calls.append(call)
-        if call == self.fail_at:
-            raise UnavailableError(f"{call} failed")
-        if call == self.hang_at:
-            await asyncio.Event().wait()
-
-    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
-        await self._note(f"join {group.name}")
-
-    async def leave_group(self, name: str) -> None:
-        await self._note(f"leave {name}")
-
-    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
-        await self._note("pause")
-
-    async def resume(self) -> None:
-        await self._note("resume")
-
-    async def begin(self) -> None:
-        await self._note("begin")
-
-    async def take(self, manifest: Manifest, source: Source) -> None:
-        for spec in manifest.tensors:
-            await self._note(f"take {spec.name}")
-
-    async def end(self) -> None:
-        await self._note("end")
-
-    async def end_if_open(self) -> None:
-        await self._note("end_if_open")
-
-    async def parameters(self) -> dict[str, HeldParameter]:
-        await self._note("parameters")
-        return {name: HeldParameter(digest=7, dtype="float32", shape=(2,)) for name in "ab"}
-
-    async def set_version(self, version: int) -> None:
-        await self._note(f"version {version}")
-
-    def fail_running(self, reason: str) -> None:
-        self.failures.append(reason)
-
-
-def group(name: str = "g1") -> rollout_pb2.WeightGroup:
-    """A group of a trainer and one engine."""
-    return rollout_pb2.WeightGroup(name=name, master_host="h", master_port=1, rank_offset=1, world_size=2)
-
-
-async def receiver(sink: RecordedSink, *, push_deadline_s: float = 30.0) -> WeightReceiver:
-    """A receiver that knows its engine's parameters."""
-    made = WeightReceiver(sink, prepare_deadline_s=1.0, push_deadline_s=push_deadline_s)
-    await made.open()
-    sink.calls.clear()
-    return made
-
-
-async def push(receiver: WeightReceiver, push_id: str, version: int, *, group_name: str = "g1") -> None:
-    """A complete push."""
-    await receiver.prepare(push_id, version, group(group_name), MANIFEST)
-    await receiver.pause(push_id)
-    await receiver.receive(push_id)
-    assert await receiver.verify(push_id) == {"a": 7, "b": 7}
-    await receiver.commit(push_id)
-    await receiver.resume(push_id)
+from services.rollout.engine.weights import WeightReceiver
+from tests.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
 
 
 async def test_a_complete_push() -> None:
@@ -98,7 +20,7 @@ async def test_a_complete_push() -> None:
     one = await receiver(sink)
     await push(one, "p1", 1)
     assert sink.calls == [
-        "join g1", "pause", "begin", "take a", "take b", "end", "parameters", "version 1", "resume",
+        "join g1", "pause", "begin", "take a", "take b", "end", "digests xxh3", "version 1", "resume",
     ]  # fmt: skip
     assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
     sink.calls.clear()
@@ -138,7 +60,7 @@ async def test_versions_only_grow(version: int) -> None:
     await push(one, "p3", 5)
 
 
-@pytest.mark.parametrize("stage", ["begin", "take a", "take b", "end", "parameters", "version 2"])
+@pytest.mark.parametrize("stage", ["begin", "take a", "take b", "end", "digests xxh3", "version 2"])
 async def test_a_failure_before_commit(stage: str) -> None:
     """BROKEN from the first byte on; before that the old weights serve on. The next push heals."""
     sink = RecordedSink()
@@ -292,6 +214,13 @@ async def test_a_snapshot_takes_no_group_and_leaves_none(tmp_path: Path) -> None
     await one.prepare("p2", 2, rollout_pb2.WeightSnapshot(folder=str(folder)), MANIFEST)
     for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
         await stage("p2")
-    assert sink.calls == ["pause", "begin", "take a", "take b", "end", "parameters", "version 2", "resume"]
+    assert sink.calls == ["pause", "begin", "take a", "take b", "end", "digests xxh3", "version 2", "resume"]
     await push(one, "p3", 3)
     assert "join g1" not in sink.calls
+
+
+async def test_an_unknown_digest_is_refused() -> None:
+    """When the push is announced, not when engines stand still."""
+    one = await receiver(RecordedSink())
+    with pytest.raises(InvalidRequestError, match="digest 'md5'"):
+        await one.prepare("p1", 1, group(), MANIFEST, "md5")

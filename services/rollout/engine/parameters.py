@@ -13,19 +13,19 @@ from penstock.weights.digest import tensor_digests
 from services.rollout.engine.sglang_variables import HeldParameter, describe_parameter
 
 
-def digests_of(model: Any) -> dict[str, str]:
+def described_parameters(model: Any) -> dict[str, str]:
     """Every parameter of an SGLang model, by checkpoint name, as `describe_parameter` writes it."""
-    tensors = dict(checkpoint_parameters(model))
     return {
         name: describe_parameter(
-            HeldParameter(
-                digest=digest,
-                dtype=str(tensors[name].dtype).removeprefix("torch."),
-                shape=tuple(tensors[name].shape),
-            )
+            HeldParameter(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         )
-        for name, digest in tensor_digests(tensors.items()).items()
+        for name, tensor in checkpoint_parameters(model)
     }
+
+
+def digests_of(model: Any, kind: str) -> dict[str, str]:
+    """The digest of every parameter, by checkpoint name, as text."""
+    return {name: str(digest) for name, digest in tensor_digests(checkpoint_parameters(model), kind).items()}
 
 
 def checkpoint_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

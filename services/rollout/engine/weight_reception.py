@@ -8,6 +8,7 @@ SGLang's own loader may be the one that loads: then tensors are handed to it one
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from penstock.weights.delta import apply_deltas
-from penstock.weights.manifest import TensorSpec, views
+from penstock.weights.delta import apply_pieces, read_pieces
+from penstock.weights.manifest import Manifest, TensorSpec, views
+from penstock.weights.segment import ALIGNMENT, SegmentSource, open_segment
 from penstock.weights.snapshot import snapshot_tensors
 from services.rollout.engine.parameter_names import load_name
 from services.rollout.engine.parameters import checkpoint_parameters
+from services.rollout.engine.weight_source import Source
 
 AHEAD = 4
 """Buckets that are under way at a time."""
@@ -34,32 +37,27 @@ class Reception:
 
     bucket_lengths: tuple[int, ...]
     """Tensors in each bucket."""
-    folder: str = ""
-    """The snapshot to read; empty: the buckets come over the group."""
-    is_delta: bool = False
-    """Whether to read the snapshot's delta. It changes what is held, so it is always direct."""
+    source: Source
     direct: bool
     """Whether to write into the parameters. Otherwise SGLang's loader does."""
 
     def to_load_format(self) -> str:
         """As text."""
-        return _PREFIX + json.dumps(dataclasses.asdict(self))
+        fields = [self.bucket_lengths, self.source.to_json(), self.direct]
+        return _PREFIX + json.dumps(fields)
 
     @classmethod
     def from_load_format(cls, text: str | None) -> Self | None:
         """The inverse; None where it is some other load format."""
         if text is None or not text.startswith(_PREFIX):
             return None
-        fields = json.loads(text.removeprefix(_PREFIX))
-        return cls(**{**fields, "bucket_lengths": tuple(fields["bucket_lengths"])})
+        lengths, source, direct = json.loads(text.removeprefix(_PREFIX))
+        return cls(bucket_lengths=tuple(lengths), source=Source.from_json(source), direct=direct)
 
-    def buckets(self, specs: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
+    def manifest(self, specs: Sequence[TensorSpec]) -> Manifest:
         """The tensors, bucket by bucket."""
-        found, first = [], 0
-        for length in self.bucket_lengths:
-            found.append(specs[first : first + length])
-            first += length
-        return found
+        left = iter(specs)
+        return Manifest(tuple(tuple(itertools.islice(left, length)) for length in self.bucket_lengths))
 
 
 def load(receive: Any, updater: Any, **request: Any) -> Any:
@@ -68,84 +66,88 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
     if reception is None:
         return receive(updater, **request)
     model, device = updater.get_model(), torch.device(updater.device)
-    if not reception.direct:
-        architecture = updater.model_config.hf_config.architectures[0]
-        return (
-            (load_name(name, architecture), tensor) for name, tensor in _tensors(reception, updater, request, device)
-        )
-    held = dict(checkpoint_parameters(model))
-    if reception.is_delta:
-        apply_deltas(held, Path(reception.folder))
-    elif reception.folder:
-        read_into(held, Path(reception.folder))
-    else:
-        receive_into(
-            held, _buckets(reception, request), updater._model_update_group[request["group_name"]], device=device
-        )
-    return []
-
-
-def receive_into(
-    held: Mapping[str, torch.Tensor], buckets: Iterable[Sequence[TensorSpec]], group: Any, *, device: torch.device
-) -> None:
-    """Receive all buckets from rank 0 of `group`, each tensor into the one that is held under its name."""
-    for name, tensor in _received(buckets, group, device=device, held=held):
-        held[name].copy_(tensor)
-
-
-def receive(
-    buckets: Iterable[Sequence[TensorSpec]], group: Any, *, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Receive all buckets from rank 0 of `group`, and yield each tensor under its name; they may be kept."""
-    yield from _received(buckets, group, device=device, held={})
-
-
-def read_into(held: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Read a snapshot, each tensor into the one that is held under its name."""
-    for name, tensor in snapshot_tensors(folder):
-        held[name].copy_(tensor)
-
-
-def _tensors(
-    reception: Reception, updater: Any, request: Mapping[str, Any], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if reception.folder:
-        return snapshot_tensors(Path(reception.folder))
-    return receive(_buckets(reception, request), updater._model_update_group[request["group_name"]], device=device)
-
-
-def _buckets(reception: Reception, request: Mapping[str, Any]) -> list[Sequence[TensorSpec]]:
     described = zip(request["names"], request["dtypes"], request["shapes"], strict=True)
-    return reception.buckets(
+    manifest = reception.manifest(
         [TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in described]
     )
+    group = updater._model_update_group[request["group_name"]] if reception.source.group_name else None
+    if reception.direct:
+        take_into(dict(checkpoint_parameters(model)), manifest, reception.source, group)
+        return []
+    architecture = updater.model_config.hf_config.architectures[0]
+    arrivals = _arrivals(manifest, reception.source, group, device=device, held={})
+    return ((load_name(name, architecture), tensor) for name, tensor in arrivals)
+
+
+def take_into(held: Mapping[str, torch.Tensor], manifest: Manifest, source: Source, group: Any) -> None:
+    """Take each tensor into the one that is held under its name.
+
+    Raises:
+        NotReadyError: the segment is gone.
+        ValueError: pieces are damaged.
+    """
+    device = next(iter(held.values())).device
+    for name, tensor in _arrivals(manifest, source, group, device=device, held=held):
+        held[name].copy_(tensor)
+
+
+def _arrivals(
+    manifest: Manifest, source: Source, group: Any, *, device: torch.device, held: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, as they come, under their names, but for those that went straight into the one that is held."""
+    if source.folder:
+        yield from snapshot_tensors(Path(source.folder))
+    elif source.pieces:
+        with Path(source.pieces).open("rb") as file:
+            if held:
+                apply_pieces(file, manifest.tensors, held, is_delta=source.is_delta)
+            else:
+                yield from read_pieces(file, manifest.tensors)
+    elif source.segment is not None:
+        yield from _read(manifest, source.segment, device=device, held=held)
+    else:
+        yield from _received(manifest.buckets, group, device=device, held=held)
+
+
+def _read(
+    manifest: Manifest, source: SegmentSource, *, device: torch.device, held: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with open_segment(source) as reader:
+        for bucket, first in zip(manifest.buckets, manifest.offsets(ALIGNMENT), strict=False):
+            target, in_place = _target(bucket, held, device)
+            reader.read(first, target)
+            if not in_place:
+                yield from views(bucket, target).items()
 
 
 def _received(
     buckets: Iterable[Sequence[TensorSpec]], group: Any, *, device: torch.device, held: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Receive all buckets; yields those tensors that are not in their place yet."""
-    under_way: collections.deque[tuple[Sequence[TensorSpec], torch.Tensor | None, Any]] = collections.deque()
+    """All buckets, from rank 0 of `group`."""
+    under_way: collections.deque[tuple[Sequence[TensorSpec], torch.Tensor, bool, Any]] = collections.deque()
     for bucket in buckets:
-        target = _memory_of(held[bucket[0].name]) if len(bucket) == 1 and held else None
-        buffer = None
-        if target is None:
-            target = buffer = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8, device=device)
-        under_way.append((bucket, buffer, dist.broadcast(target, src=0, group=group, async_op=True)))
+        target, in_place = _target(bucket, held, device)
+        under_way.append((bucket, target, in_place, dist.broadcast(target, src=0, group=group, async_op=True)))
         if len(under_way) > AHEAD:
-            yield from _arrived(*under_way.popleft())
+            yield from _awaited(*under_way.popleft())
     while under_way:
-        yield from _arrived(*under_way.popleft())
+        yield from _awaited(*under_way.popleft())
 
 
-def _arrived(
-    bucket: Sequence[TensorSpec], buffer: torch.Tensor | None, work: Any
+def _awaited(
+    bucket: Sequence[TensorSpec], target: torch.Tensor, in_place: bool, work: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
     work.wait()
-    if buffer is not None:
-        yield from views(bucket, buffer).items()
+    if not in_place:
+        yield from views(bucket, target).items()
 
 
-def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's bytes, uint8[bytes], if they lie end to end."""
-    return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() and tensor.numel() else None
+def _target(
+    bucket: Sequence[TensorSpec], held: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, bool]:
+    """Where a bucket's bytes go, uint8[bytes], and whether that is where they belong."""
+    if len(bucket) == 1 and held:
+        tensor = held[bucket[0].name]
+        if tensor.is_contiguous() and tensor.numel():
+            return tensor.view(-1).view(torch.uint8), True
+    return torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8, device=device), False

@@ -1,4 +1,4 @@
-"""WeightReceiver: the engine's side of a push, prepare -> pause -> receive -> verify -> commit -> resume.
+"""WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit -> resume.
 
 Invariants: weights that were touched serve no token until a push was completed; the version changes at commit and
 nowhere else; no push outlives its deadline, so a trainer that vanishes costs `push_deadline_s`. A push that ends
@@ -11,10 +11,8 @@ import dataclasses
 import enum
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Protocol
 
 import structlog
 
@@ -26,42 +24,15 @@ from penstock.v1.common_pb2 import (
     REPLICA_STATE_UPDATING,
     ReplicaState,
 )
-from penstock.weights.delta import check_delta
+from penstock.weights.digest import XXH3, require_digest_kind
 from penstock.weights.manifest import Manifest
-from penstock.weights.snapshot import check_snapshot
 from services.rollout.engine.sglang_variables import HeldParameter
+from services.rollout.engine.weight_sink import WeightSink
+from services.rollout.engine.weight_source import Announced, Source, Spool, check_base, check_group, check_readable
 
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
-
-
-class WeightSink(Protocol):
-    """What the receiver needs of an engine (`sglang_weights.SglangWeights`)."""
-
-    async def join_group(self, group: rollout_pb2.WeightGroup) -> None: ...
-    async def leave_group(self, name: str) -> None: ...
-    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None: ...
-    async def resume(self) -> None: ...
-    async def begin(self) -> None: ...
-    async def take(self, manifest: Manifest, source: "Source") -> None: ...
-    async def end(self) -> None: ...
-    async def end_if_open(self) -> None: ...
-    async def parameters(self) -> Mapping[str, HeldParameter]: ...
-    async def set_version(self, version: int) -> None: ...
-    def fail_running(self, reason: str) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where the bytes of a push come from: one of the two."""
-
-    group_name: str = ""
-    """A group that was joined."""
-    folder: str = ""
-    """A snapshot."""
-    is_delta: bool = False
-    """What changed against the version that is held, instead of all."""
 
 
 class Stage(enum.IntEnum):
@@ -83,6 +54,10 @@ class _Push:
     version: int
     source: Source
     manifest: Manifest
+    digest: str
+    """The kind of digest that is asked for."""
+    spool: Spool | None = None
+    """For what is uploaded."""
     deadline: float
     """Of `time.monotonic()`."""
     stage: Stage = Stage.PREPARED
@@ -133,42 +108,66 @@ class WeightReceiver:
         self,
         push_id: str,
         version: int,
-        transport: rollout_pb2.WeightGroup | rollout_pb2.WeightSnapshot,
+        announced: Announced,
         manifest: Manifest,
+        digest: str = XXH3,
     ) -> None:
-        """Check the push, and join its group, unless it is the group of the push before, or see that its snapshot can
+        """Check the push, and join its group, unless it is the group of the push before, or see that its source can
         be read. An unfinished push is given up.
 
         Raises:
             InvalidRequestError: the manifest does not fit this engine's model, or the engine's version is newer.
-            NotReadyError: the snapshot is not to be seen here.
+            NotReadyError: the source cannot be used here.
             UnavailableError: the group did not form.
         """
         self._check_manifest(manifest)
+        require_digest_kind(digest)
         if version < max(1, self.version):
             raise InvalidRequestError(
                 f"policy_version = {version} is older than this engine's {self.version}; versions only grow"
             )
         if self._push is not None:
             await self.abort(self._push.push_id, f"superseded by push {push_id}")
-        if isinstance(transport, rollout_pb2.WeightSnapshot):
-            source = await self._check_snapshot(transport, version, manifest)
+        spool = None
+        if isinstance(announced, rollout_pb2.WeightGroup):
+            source = check_group(announced)
+        elif isinstance(announced, rollout_pb2.WeightStream):
+            check_base(announced.base_version, self.version, sound=self._sound)
+            spool = await asyncio.to_thread(Spool, announced.size_bytes)
+            source = Source(pieces=spool.path, is_delta=announced.base_version > 0)
         else:
-            _check_group(transport)
-            source = Source(group_name=transport.name)
+            source = await asyncio.to_thread(check_readable, announced, version, manifest)
         async with self._holding():
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the weight group"):
-                if isinstance(transport, rollout_pb2.WeightGroup) and transport.name != self._group_name:
+                if isinstance(announced, rollout_pb2.WeightGroup) and announced.name != self._group_name:
                     await self._leave_group()
-                    await self._join_group(transport)
+                    await self._join_group(announced)
             self._push = _Push(
                 push_id=push_id,
                 version=version,
                 source=source,
                 manifest=manifest,
+                digest=digest,
+                spool=spool,
                 deadline=time.monotonic() + self._push_deadline_s,
             )
             self._watchdog = asyncio.create_task(self._give_up_at_deadline(self._push))
+
+    async def upload(self, push_id: str, chunks: AsyncIterator[rollout_pb2.SendWeightsRequest]) -> int:
+        """Take the pieces of a push that comes as a stream; returns how many bytes.
+
+        The stages that follow have the push's deadline anew.
+
+        Raises:
+            InvalidRequestError: the push is none, or other bytes come than announced.
+            UnavailableError: they cannot be kept.
+        """
+        async with self._stage(push_id, Stage.PREPARED, Stage.PREPARED) as push:
+            if push.spool is None:
+                raise InvalidRequestError(f"push {push_id!r} comes from a {push.source.kind}; it takes no upload")
+            await push.spool.fill(chunks)
+            push.deadline = time.monotonic() + self._push_deadline_s
+            return push.spool.size_bytes
 
     async def pause(
         self,
@@ -186,6 +185,8 @@ class WeightReceiver:
         if not (math.isfinite(drain_s) and drain_s >= 0):
             raise InvalidRequestError(f"drain_s = {drain_s} must be 0 or greater")
         push = self._require(push_id)
+        if push.spool is not None and not push.spool.is_full:
+            raise NotReadyError(f"push {push_id!r} comes as a stream, which has not come yet; send it before the pause")
         if mode == rollout_pb2.PAUSE_MODE_DRAIN and push.stage is Stage.PREPARED:
             push.deadline += drain_s
         async with self._stage(push_id, Stage.PREPARED, Stage.PAUSED):
@@ -204,8 +205,8 @@ class WeightReceiver:
 
     async def verify(self, push_id: str) -> dict[str, int]:
         """The digest of every parameter that the engine holds now."""
-        async with self._stage(push_id, Stage.RECEIVED, Stage.VERIFIED):
-            return {name: held.digest for name, held in (await self._sink.parameters()).items()}
+        async with self._stage(push_id, Stage.RECEIVED, Stage.VERIFIED) as push:
+            return dict(await self._sink.digests(push.digest))
 
     async def commit(self, push_id: str) -> None:
         """Make the push's version the engine's."""
@@ -234,17 +235,6 @@ class WeightReceiver:
             if self._push is not None and self._push.push_id == push_id:
                 await self._end_half_way(self._push, reason)
         return self.state
-
-    async def _check_snapshot(self, snapshot: rollout_pb2.WeightSnapshot, version: int, manifest: Manifest) -> Source:
-        folder, base_version = Path(snapshot.folder), snapshot.base_version
-        if base_version and (base_version != self.version or not self._sound):
-            held = f"version {self.version}" if self._sound else "broken weights"
-            raise NotReadyError(f"the delta is against version {base_version}, but this engine holds {held}; send all")
-        if base_version:
-            await asyncio.to_thread(check_delta, folder, base_version)
-        else:
-            await asyncio.to_thread(check_snapshot, folder, version, manifest)
-        return Source(folder=snapshot.folder, is_delta=bool(base_version))
 
     def _check_manifest(self, manifest: Manifest) -> None:
         pushed = {spec.name: spec for spec in manifest.tensors}
@@ -319,8 +309,7 @@ class WeightReceiver:
             push_id=push.push_id,
             policy_version=push.version,
             size_bytes=push.manifest.num_bytes,
-            is_snapshot=bool(push.source.folder),
-            is_delta=push.source.is_delta,
+            source=push.source.kind,
             elapsed_s=round(time.monotonic() - push.started, 3),
         )
 
@@ -376,6 +365,8 @@ class WeightReceiver:
             log.debug("push.gone", push_id=push_id)
 
     def _forget_push(self) -> None:
+        if self._push is not None and self._push.spool is not None:
+            self._push.spool.close()
         self._push = None
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -389,11 +380,3 @@ class WeightReceiver:
     def _enter(self, state: ReplicaState.ValueType) -> None:
         self.state = state
         self._on_change()
-
-
-def _check_group(group: rollout_pb2.WeightGroup) -> None:
-    if not group.name or group.rank_offset < 1 or group.world_size <= group.rank_offset:
-        raise InvalidRequestError(
-            f"group {group.name!r}: rank_offset {group.rank_offset} and world_size {group.world_size} do not form "
-            "a group in which the trainer is rank 0"
-        )

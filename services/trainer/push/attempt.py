@@ -1,4 +1,4 @@
-"""One attempt to bring some replicas to a version: prepare, pause, transfer, verify, commit, resume.
+"""One attempt to bring some replicas to a version: prepare, upload, pause, transfer, verify, commit, resume.
 
 Who fails is left out and the others go on. Where the failure of one spoils a stage for all (the group's rendezvous, the
 transfer), the group is closed at once, so that nobody waits in vain, and those that only suffered are told apart from
@@ -103,6 +103,10 @@ class Attempt:
             await self._prepare()
         if stages.failures:
             return  # the group has a member that will take no part
+        with self._timed("upload"):
+            await self._upload()
+        if stages.failures:
+            return
         self._paused_at = time.monotonic()
         with self._timed("pause"):
             await self._pause()
@@ -163,7 +167,10 @@ class Attempt:
 
         def prepare(stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
             request = rollout_pb2.PrepareWeightsRequest(
-                push_id=stages.push_id, policy_version=self._weights.version, manifest=manifest
+                push_id=stages.push_id,
+                policy_version=self._weights.version,
+                manifest=manifest,
+                digest=self._weights.digest_kind,
             )
             transport.announce(member, request)
             return stub.PrepareWeights(request, timeout=timeout_s)
@@ -176,6 +183,16 @@ class Attempt:
         if error is not None and not stages.failures:
             for member in stages.members:
                 stages.fail(member, error)
+
+    async def _upload(self) -> None:
+        stages, timeout_s = self._stages, self._config.transfer_timeout_s
+
+        async def upload(stub: Stub, _: Member) -> None:
+            pending = self._transport.upload(stub, stages.push_id, timeout_s=timeout_s)
+            if pending is not None:
+                await pending
+
+        await stages.each(upload)
 
     async def _pause(self) -> None:
         config = self._config

@@ -7,8 +7,9 @@ from typing import Self
 
 import torch
 
-from penstock.weights.digest import tensor_digests
+from penstock.weights.digest import digest_kind, tensor_digests
 from penstock.weights.manifest import Manifest, pack, views
+from penstock.weights.segment import ALIGNMENT, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +20,23 @@ class PublishedWeights:
     manifest: Manifest
     buckets: tuple[torch.Tensor, ...]
     """uint8[bytes] each, in the manifest's order."""
+    segment: Segment | None
+    """The memory of which the buckets are parts, where other processes of this machine can read it."""
+    digest_kind: str
+    """See `penstock.weights.digest`."""
     pending_digests: Future[dict[str, int]]
     """Computed in the background."""
 
     @classmethod
-    def take(cls, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int) -> Self:
-        """Copy `tensors` (checkpoint name, tensor). Blocking: it reads every byte.
+    def take(
+        cls,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        max_bucket_bytes: int,
+        shared: bool = False,
+    ) -> Self:
+        """Copy `tensors` (checkpoint name, tensor); if `shared`, into a segment. Blocking: it reads every byte.
 
         Raises:
             ValueError: a name comes twice, or one tensor under two names.
@@ -35,14 +47,34 @@ class PublishedWeights:
             if tensor.numel() and (other := owners.setdefault(tensor.data_ptr(), name)) != name:
                 raise ValueError(f"{name} and {other} are one tensor; push tied parameters once")
         manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
-        buckets = tuple(pack(bucket, named) for bucket in manifest.buckets)
+        device = next(iter(named.values())).device
+        segment = None
+        if shared:
+            *firsts, size_bytes = manifest.offsets(ALIGNMENT)
+            segment = Segment.create(size_bytes, device)
+            buckets = tuple(
+                pack(bucket, named, out=segment.data[first : first + sum(spec.num_bytes for spec in bucket)])
+                for bucket, first in zip(manifest.buckets, firsts, strict=True)
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # others read it without knowing of this process's streams
+        else:
+            buckets = tuple(pack(bucket, named) for bucket in manifest.buckets)
         copied: dict[str, torch.Tensor] = {}
         for specs, data in zip(manifest.buckets, buckets, strict=True):
             copied |= views(specs, data)
+        kind = digest_kind(device)
         pool = ThreadPoolExecutor(1)
-        pending = pool.submit(tensor_digests, copied.items())
+        pending = pool.submit(tensor_digests, copied.items(), kind)
         pool.shutdown(wait=False)
-        return cls(version=version, manifest=manifest, buckets=buckets, pending_digests=pending)
+        return cls(
+            version=version,
+            manifest=manifest,
+            buckets=buckets,
+            segment=segment,
+            digest_kind=kind,
+            pending_digests=pending,
+        )
 
     @property
     def digests(self) -> Mapping[str, int]:

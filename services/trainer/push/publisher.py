@@ -21,11 +21,11 @@ from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from services.trainer.config import PushConfig
-from services.trainer.push.attempt import Attempt, ChecksumError, Outcome
+from services.trainer.push.attempt import Attempt, ChecksumError
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.snapshots import Snapshots
 from services.trainer.push.stages import Member, NobodyLeftError, Stages, Stub
-from services.trainer.push.transport import Broadcast, Disk
+from services.trainer.push.ways import Ways
 
 log = structlog.get_logger()
 
@@ -79,12 +79,16 @@ class WeightPublisher:
     snapshots: Snapshots
     """Written if so configured; late joiners read them."""
     _current: PublishedWeights | None = None
-    _epoch: Broadcast | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
     _failures: dict[Member, _Failure] = field(default_factory=dict)
     _held: dict[Member, int] = field(default_factory=dict)
     """The version that each said it held when it was last asked; 0: none that is whole."""
+    _ways: Ways = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is opened yet."""
+        self._ways = Ways(self.config, self.snapshots, backend=self.backend)
 
     async def publish(self, weights: PublishedWeights) -> PushReport:
         """Make `weights` the published version and push it to every live replica.
@@ -93,13 +97,11 @@ class WeightPublisher:
         no error.
 
         Raises:
-            SetupError: this machine cannot be reached at push.host.
+            SetupError: this machine cannot be reached at push.host, or has no room for a delta.
         """
         async with self._lock:
+            await self._ways.make_ready(weights)
             self._current = weights
-            await asyncio.to_thread(weights.wait)  # while engines generate: cores that compute digests send nothing
-            if self.config.transport != "broadcast":
-                await self.snapshots.write(weights)
             members = self._members(lambda replica: replica.state in _PUSHABLE)
             report = await self._push(weights, [member for member in members if member not in self._failures])
         self.snapshots.write_soon(weights)
@@ -132,7 +134,7 @@ class WeightPublisher:
 
     async def close(self) -> None:
         """Leave the process group, finish the snapshot that is being written, and close all channels."""
-        await self._end_epoch()
+        await self._ways.close()
         await self.snapshots.close()
         for member in tuple(self._channels):
             await self._disconnect(member)
@@ -163,23 +165,24 @@ class WeightPublisher:
         done: list[Member] = []
         stages_s: dict[str, float] = {}
         repeated: set[Member] = set()
-        without_delta: set[Member] = set()
+        failed_delta: set[Member] = set()
         left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
         while left:
-            part, disk = self._by_disk(left, weights, without_delta, only_lagging=only_lagging)
-            outcome = await (self._read(weights, part, disk) if disk else self._broadcast(weights, left))
+            part, transport = await self._ways.next(
+                left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
+            )
+            outcome = await Attempt(weights, part, stub=self._stub, config=self.config, transport=transport).run()
+            await self._ways.keep(transport, outcome)
             done += outcome.done
             paused_at = min(paused_at, outcome.paused_at)
             for stage, seconds in outcome.stages_s.items():
                 stages_s[stage] = stages_s.get(stage, 0.0) + seconds
             left = tuple(member for member in left if member not in outcome.done and member not in outcome.failed)
             for member, error in outcome.failed.items():
-                if disk is not None and disk.base_version:
-                    without_delta.add(member)
-                elif disk is not None:
-                    self.snapshots.note_failure(member, error)
-                if disk is not None and isinstance(error, NotReadyError):
-                    log.info("push.falls_back", replica_id=member.replica_id, reason=str(error))
+                has_another = self._ways.note_failure(transport, member, error)
+                failed_delta.add(member)
+                if has_another and isinstance(error, NotReadyError):
+                    log.info("push.falls_back", replica_id=member.replica_id, way=transport.kind, reason=str(error))
                 elif isinstance(error, ChecksumError) and member not in repeated:
                     log.warning("push.repeated", replica_id=member.replica_id, reason=str(error))
                     repeated.add(member)
@@ -238,39 +241,6 @@ class WeightPublisher:
         failed |= stages.failures
         return tuple(chosen)
 
-    async def _broadcast(self, weights: PublishedWeights, members: tuple[Member, ...]) -> Outcome:
-        """Over the group that these members form with the trainer; it is kept while they stay the same."""
-        epoch, self._epoch = self._epoch, None  # it is the attempt's until this tells that it is still fit
-        if epoch is not None and epoch.members != members:
-            await asyncio.to_thread(epoch.close)
-            epoch = None
-        if epoch is None:
-            epoch = await asyncio.to_thread(Broadcast.open, members, host=self.config.host, backend=self.backend)
-        outcome = await Attempt(weights, members, stub=self._stub, config=self.config, transport=epoch).run()
-        self._epoch = epoch if outcome.is_reusable else None
-        return outcome
-
-    async def _read(self, weights: PublishedWeights, members: tuple[Member, ...], disk: Disk) -> Outcome:
-        outcome = await Attempt(weights, members, stub=self._stub, config=self.config, transport=disk).run()
-        if outcome.failed:
-            await self._end_epoch()  # who gives up a push leaves its group
-        return outcome
-
-    def _by_disk(
-        self, members: tuple[Member, ...], weights: PublishedWeights, without_delta: set[Member], *, only_lagging: bool
-    ) -> tuple[tuple[Member, ...], Disk | None]:
-        """Those that read next, and what; None: the rest is for a broadcast.
-
-        All read if so configured, late joiners always do. The delta is for those that hold the version before.
-        """
-        folder = self.snapshots.newest(weights.version)
-        readers = self.snapshots.readers(members)
-        if folder is None or not readers or not (only_lagging or self.config.transport != "broadcast"):
-            return (), None
-        base = self.snapshots.base_of(weights.version)
-        near = tuple(one for one in readers if base and self._held.get(one) == base and one not in without_delta)
-        return (near, Disk(folder, base or 0)) if near else (readers, Disk(folder))
-
     async def _take_note(self, member: Member, error: PenstockError, version: int) -> None:
         failure = self._failures.setdefault(member, _Failure())
         wait_s = self.config.retry_after_s * 2 ** min(failure.count, _MAX_DOUBLINGS)
@@ -287,12 +257,7 @@ class WeightPublisher:
             await self._disconnect(member)
         self._failures = {member: failure for member, failure in self._failures.items() if member in live}
         self._held = {member: version for member, version in self._held.items() if member in live}
-        self.snapshots.forget_the_dead(live)
-
-    async def _end_epoch(self) -> None:
-        epoch, self._epoch = self._epoch, None
-        if epoch is not None:
-            await asyncio.to_thread(epoch.close)
+        self._ways.forget_the_dead(live)
 
     async def _disconnect(self, member: Member) -> None:
         channel = self._channels.pop(member, None)

@@ -1,0 +1,168 @@
+"""Weights in memory that other processes of the same machine can read: a segment, with all buckets, end to end.
+
+On a CPU it is anonymous memory (memfd), which others open through its owner's entry in /proc, by number and name. It
+has no name in any folder, so nothing can be left behind: it is gone when the last process that has it open is gone,
+however that ended. On a GPU it is memory that is shared by a CUDA handle, with the same property; see `cuda_memory`.
+"""
+
+import errno
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from penstock.errors import NotReadyError
+from penstock.v1 import rollout_pb2
+from penstock.weights import cuda_memory
+
+ALIGNMENT = 256
+"""Buckets begin at multiples of it, so that tensors of every dtype are aligned."""
+
+
+class Segment:
+    """A segment of this process. Others can open it as long as this object lasts."""
+
+    def __init__(self, data: torch.Tensor, message: rollout_pb2.WeightSegment) -> None:
+        """Use `create`."""
+        self.data = data
+        """uint8[bytes]."""
+        self.message = message
+        """How others open it."""
+
+    @classmethod
+    def create(cls, size_bytes: int, device: torch.device) -> Self:
+        """Allocate a segment of `size_bytes` (1 or more) where `device` is.
+
+        Raises:
+            OSError: there is not so much memory on the GPU.
+        """
+        message = rollout_pb2.WeightSegment(machine=machine(), size_bytes=size_bytes)
+        if device.type == "cuda":
+            memory = cuda_memory.allocate(size_bytes, device)
+            message.cuda.handle, message.cuda.device_uuid = memory.handle, cuda_memory.device_uuid(device)
+            return cls(memory.data, message)
+        name = f"penstock-{uuid.uuid4().hex}"
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size_bytes)
+        message.shared.process_id, message.shared.descriptor, message.shared.name = os.getpid(), descriptor, name
+        segment = cls(torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8), message)
+        weakref.finalize(segment, os.close, descriptor)
+        return segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSource:
+    """Another process's segment: what is needed to open it, as plain values."""
+
+    size_bytes: int
+    path: str = ""
+    """Of shared memory."""
+    name: str = ""
+    cuda_handle: str = ""
+    """Of a GPU's memory, in hexadecimal digits."""
+    cuda_device: str = ""
+
+    @classmethod
+    def of(cls, message: rollout_pb2.WeightSegment) -> Self:
+        """Check that it can be opened here, as far as that can be known without a GPU's context.
+
+        Raises:
+            NotReadyError: it cannot.
+        """
+        if message.machine != machine():
+            raise NotReadyError(
+                "the segment is on another machine than this engine, or in another container; let the trainer broadcast"
+            )
+        if message.HasField("cuda"):
+            if message.cuda.device_uuid not in cuda_memory.visible_devices():
+                raise NotReadyError("the segment is on a GPU that this engine does not see; let the trainer broadcast")
+            return cls(
+                size_bytes=message.size_bytes,
+                cuda_handle=message.cuda.handle.hex(),
+                cuda_device=message.cuda.device_uuid,
+            )
+        shared = message.shared
+        source = cls(
+            size_bytes=message.size_bytes, path=f"/proc/{shared.process_id}/fd/{shared.descriptor}", name=shared.name
+        )
+        with open_segment(source):
+            return source
+
+
+class Reader(Protocol):
+    """An open segment."""
+
+    def read(self, first: int, target: torch.Tensor) -> None:
+        """Fill `target`, uint8[bytes], contiguous, with the bytes from `first` on. Blocking."""
+
+
+@contextmanager
+def open_segment(source: SegmentSource) -> Iterator[Reader]:
+    """Open a segment of another process, for reading.
+
+    Raises:
+        NotReadyError: it is not there any more, or cannot be opened from here.
+    """
+    if source.cuda_handle:
+        with cuda_memory.opened(bytes.fromhex(source.cuda_handle), source.cuda_device, source.size_bytes) as data:
+            yield _CudaReader(data)
+        return
+    try:
+        descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotReadyError(
+            f"segment {source.path} cannot be opened here ({error}); let the trainer broadcast"
+        ) from None
+    try:
+        # Of the open file, not of the path: its owner may be gone and another process have its number.
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if source.name not in name or os.fstat(descriptor).st_size != source.size_bytes:
+            raise NotReadyError(f"segment {source.path} is {name} now, not {source.name}; let the trainer broadcast")
+        yield _FileReader(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _FileReader:
+    """Reads straight into the target: no mapping, whose pages would have to be faulted in one by one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, first: int, target: torch.Tensor) -> None:
+        if target.device.type != "cpu":
+            buffer = torch.empty(target.numel(), dtype=torch.uint8)
+            self.read(first, buffer)
+            target.copy_(buffer)
+            return
+        left = memoryview(target.numpy())
+        while left:
+            num_bytes = os.preadv(self._descriptor, [left], first)
+            if not num_bytes:
+                raise OSError(errno.EIO, "the segment ends too early")
+            first += num_bytes
+            left = left[num_bytes:]
+
+
+class _CudaReader:
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    def read(self, first: int, target: torch.Tensor) -> None:
+        target.copy_(self._data[first : first + target.numel()])
+
+
+def machine() -> str:
+    """What two processes share that see each other in /proc: the boot of a machine, and a space of process numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {uuid.getnode():x} {os.getpid()}"  # equal to nobody else's

@@ -1,0 +1,147 @@
+"""WeightPublisher: whatever becomes of one replica, the others get the version, and nothing hangs."""
+
+import asyncio
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.bus.connection import Bus
+from penstock.v1 import common_pb2
+from tests.publishing import QUICK_S, digests, kept_current, publishing, replicas_of, snapshot, until_serving
+from tests.simulated_replica import simulated_replica
+from tests.simulated_sink import Fault
+
+DEADLINE_S = 1.5
+"""Of the stage at which a test makes a replica hang."""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "GetReplica", "PrepareWeights", "join", "PauseGeneration", "ReceiveWeights", "bucket", "VerifyWeights",
+        "CommitWeights", "ResumeGeneration",
+    ],
+)  # fmt: skip
+async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -> None:
+    """kill -9 at any point: no deadline is waited for, the others serve the version, the failure is counted."""
+    async with (
+        replicas_of(bus, 2) as replicas,
+        simulated_replica(bus, replica_id="engine-0-dying", **{point: Fault("die")}),
+        publishing(bus) as publisher,
+    ):
+        started = time.monotonic()
+        report = await publisher.publish(snapshot(1))
+        assert time.monotonic() - started < QUICK_S
+        assert (report.num_replicas, report.num_failed) == (2, 1)
+        for replica in replicas:
+            await until_serving(replica, 1, timeout_s=1)
+            assert (await replica.report()).serving_digests[-1:] == [digests(1)]
+
+
+@pytest.mark.parametrize(
+    ("point", "setting"),
+    [
+        ("GetReplica", "control_timeout_s"),
+        ("PrepareWeights", "prepare_timeout_s"),
+        ("join", "prepare_timeout_s"),
+        ("PauseGeneration", "pause_timeout_s"),
+        ("ReceiveWeights", "transfer_timeout_s"),
+        ("bucket", "transfer_timeout_s"),
+        ("VerifyWeights", "verify_timeout_s"),
+        ("CommitWeights", "control_timeout_s"),
+        ("ResumeGeneration", "control_timeout_s"),
+    ],
+)
+async def test_a_hung_replica_costs_one_deadline(bus: Bus, point: str, setting: str) -> None:
+    """The others serve the version after it, and the one that hung is brought there when it is well again."""
+    async with (
+        replicas_of(bus, 1) as (first,),
+        simulated_replica(bus, replica_id="engine-9", **{point: Fault("hang")}) as second,
+        publishing(bus, **{setting: DEADLINE_S}) as publisher,
+    ):
+        started = time.monotonic()
+        report = await publisher.publish(snapshot(1))
+        assert time.monotonic() - started < DEADLINE_S + QUICK_S
+        assert (report.num_replicas, report.num_failed) == (1, 1)
+        await until_serving(first, 1, timeout_s=1)
+        async with kept_current(publisher):
+            await until_serving(second, 1)
+
+
+async def test_a_hung_relay_is_tried_again_alone(bus: Bus) -> None:
+    """Gloo passes buckets on from member to member; one that waited for the hung one is not starved by it."""
+    async with replicas_of(bus, 3) as replicas, publishing(bus, transfer_timeout_s=DEADLINE_S) as publisher:
+        await replicas[0].set_faults(ReceiveWeights=Fault("hang", times=100))
+        report = await publisher.publish(snapshot(1))
+        assert report.num_failed >= 1
+        assert report.num_replicas + report.num_failed == 3
+        async with kept_current(publisher):
+            for replica in replicas[1:]:
+                await until_serving(replica, 1)
+            assert (await publisher.publish(snapshot(2))).num_replicas >= 1
+            await replicas[0].set_faults()
+            for replica in replicas:
+                await until_serving(replica, 2, timeout_s=30)
+
+
+async def test_a_replica_that_refuses_is_left_out(bus: Bus) -> None:
+    """At once, whatever the stage, and the others go on."""
+    async with replicas_of(bus, 3) as replicas, publishing(bus) as publisher:
+        for version, point in enumerate(("PrepareWeights", "ReceiveWeights", "CommitWeights"), start=1):
+            await replicas[1].set_faults(**{point: Fault("refuse")})
+            started = time.monotonic()
+            report = await publisher.publish(snapshot(version))
+            assert time.monotonic() - started < QUICK_S
+            assert (report.num_replicas, report.num_failed) == (2, 1)
+            for replica in (replicas[0], replicas[2]):
+                await until_serving(replica, version, timeout_s=1)
+            async with kept_current(publisher):
+                await until_serving(replicas[1], version)
+
+
+async def test_a_corrupt_replica_is_not_resumed_until_it_is_healed(bus: Bus) -> None:
+    """One bit of one value, twice: refused, BROKEN, tried again after retry_after_s; it never serves wrong weights."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, retry_after_s=1.0) as publisher:
+        await publisher.publish(snapshot(1))
+        await second.set_faults(VerifyWeights=Fault("corrupt", times=2))
+        with capture_logs() as events:
+            report = await publisher.publish(snapshot(2))
+        assert (report.num_replicas, report.num_failed) == (1, 1)
+        names = [event["event"] for event in events]
+        assert (names.count("push.repeated"), names.count("replica.quarantined")) == (1, 1)
+        await until_serving(first, 2, timeout_s=1)
+        said = await second.report()
+        assert (said.state, said.version) == (common_pb2.REPLICA_STATE_BROKEN, 1)
+        async with kept_current(publisher):
+            started = time.monotonic()
+            await until_serving(second, 2)
+            assert time.monotonic() - started > 0.5
+        assert (await second.report()).serving_digests == [digests(1), digests(2)]
+        assert (await first.report()).num_paused == 2  # the healing has not disturbed it
+
+
+async def test_a_push_whose_checksum_is_wrong_is_repeated(bus: Bus) -> None:
+    """Once, at once, with that replica alone; the others do not pause again."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus) as publisher:
+        await second.set_faults(VerifyWeights=Fault("corrupt"))
+        report = await publisher.publish(snapshot(1))
+        assert (report.num_replicas, report.num_failed) == (2, 0)
+        assert (await second.report()).serving_digests == [digests(1)]
+        assert (await first.report()).num_paused == 1
+
+
+async def test_one_that_fails_again_and_again_is_tried_less_often(bus: Bus) -> None:
+    """Each failure doubles the wait, and the published versions go to the others meanwhile."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, retry_after_s=0.2) as publisher:
+        await second.set_faults(PrepareWeights=Fault("refuse", times=100))
+        async with kept_current(publisher):
+            for version in (1, 2, 3):
+                report = await publisher.publish(snapshot(version))
+                assert report.num_replicas == 1
+                await asyncio.sleep(0.7)
+            tried = (await second.report()).calls.count("PrepareWeights")
+            assert 2 <= tried <= 5
+            await until_serving(first, 3, timeout_s=1)
+            await second.set_faults()
+            await until_serving(second, 3)

@@ -1,0 +1,204 @@
+"""The ways of a push: each brings exactly the trainer's bytes, and where one does not go, another does."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from structlog.testing import capture_logs
+
+from penstock.bus.connection import Bus
+from penstock.weights.delta import write_pieces
+from penstock.weights.digest import tensor_digest
+from penstock.weights.manifest import Manifest
+from penstock.weights.snapshot import write_snapshot
+from services.trainer.push import pieces
+from services.trainer.push.publisher import WeightPublisher
+from tests.publishing import digests, kept_current, publishing, replicas_of, snapshot, until_seen, until_serving
+from tests.simulated_replica import simulated_replica
+from tests.simulated_sink import Action, Fault
+
+
+async def test_replicas_read_a_snapshot(bus: Bus, tmp_path: Path) -> None:
+    """With transport disk no group forms; the file is one that others can read, and of many two are kept."""
+    async with replicas_of(bus, 2) as replicas, publishing(bus, snapshot_dir=tmp_path, transport="disk") as publisher:
+        for version in (1, 2, 3):
+            report = await publisher.publish(snapshot(version))
+            assert (report.num_replicas, report.num_failed) == (2, 0)
+            for replica in replicas:
+                said = await replica.report()
+                assert (said.version, said.digests, said.groups) == (version, digests(version), [])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000002", "v00000003"]
+        folder = publisher.snapshots.folder_of(3)
+        assert folder is not None
+        read = load_file(folder / "model.safetensors")
+        assert {name: tensor_digest(tensor) for name, tensor in read.items()} == digests(3)
+
+
+async def test_a_late_joiner_reads_the_snapshot(bus: Bus, tmp_path: Path) -> None:
+    """Without a group, and without a pause for those that have the version."""
+    async with (
+        publishing(bus, snapshot_dir=tmp_path) as publisher,
+        kept_current(publisher),
+        replicas_of(bus, 1) as (first,),
+    ):
+        await publisher.publish(snapshot(4))
+        await until_file(publisher, 4)
+        async with simulated_replica(bus, replica_id="engine-9") as second:
+            await until_serving(second, 4)
+            assert (await second.report()).groups == []
+        assert (await first.report()).num_paused == 1
+
+
+@pytest.mark.parametrize("harm", ["gone", "other version", "cut short", "one bit", "unwritable"])
+async def test_a_snapshot_that_is_of_no_use_is_replaced_by_a_broadcast(bus: Bus, tmp_path: Path, harm: str) -> None:
+    """Whatever is wrong with the file, the replica gets exactly the published weights in the same push."""
+    folder = tmp_path / "snapshots"
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, snapshot_dir=folder, transport="disk") as publisher:
+        if harm == "unwritable":
+            folder.write_text("no folder")
+        else:
+            await publisher.snapshots.write(snapshot(2))
+            path = folder / "v00000002" / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            if harm == "gone":
+                path.unlink()
+            elif harm == "other version":
+                await asyncio.to_thread(_write_other, folder)
+            elif harm == "cut short":
+                path.write_bytes(data[:-100])
+            else:
+                data[-1] ^= 1
+                path.write_bytes(data)
+        report = await publisher.publish(snapshot(2))
+        assert (report.num_replicas, report.num_failed) == (1, 0)
+        said = await replica.report()
+        assert (said.version, len(said.groups)) == (2, 1)
+        assert said.serving_digests == [digests(2)]
+
+
+def _write_other(folder: Path) -> None:
+    other = snapshot(9)
+    written = write_snapshot(folder, 9, other.manifest, other.buckets)
+    (written / "model.safetensors").replace(folder / "v00000002" / "model.safetensors")
+
+
+async def until_file(publisher: WeightPublisher, version: int) -> None:
+    async with asyncio.timeout(10):
+        while publisher.snapshots.newest(version) is None:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_replica_that_holds_the_version_before_gets_the_delta(bus: Bus) -> None:
+    """One that joins, or has missed a version, gets all of it, the same way."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, transport="delta") as publisher:
+        for version in (1, 2):
+            assert (await publisher.publish(snapshot(version))).num_replicas == 2
+        await second.set_faults(GetReplica=Fault("refuse"))
+        for version in (3, 4):
+            assert (await publisher.publish(snapshot(version))).num_replicas == 1
+        async with kept_current(publisher):
+            await until_serving(second, 4)
+        async with simulated_replica(bus, replica_id="engine-9") as third:
+            await until_seen(publisher, lambda values: "engine-9" in values)
+            assert (await publisher.publish(snapshot(5))).num_replicas == 3
+            whole, delta = "stream", "delta"
+            expected = ((first, [whole, *[delta] * 4]), (second, [whole, delta, whole, delta]), (third, [whole]))
+            for replica, loads in expected:
+                said = await replica.report()
+                assert (said.loads, said.digests, said.groups) == (loads, digests(5), [])
+
+
+@pytest.mark.parametrize("harm", ["damaged", "of other weights"])
+async def test_a_delta_that_is_of_no_use_is_replaced(bus: Bus, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    """Weights that it made wrong serve nothing; what the replica gets in its place is exact."""
+
+    def harmed(
+        file: BinaryIO, manifest: Manifest, new: Sequence[torch.Tensor], *, old: Sequence[torch.Tensor] | None
+    ) -> int:
+        if old is None:
+            return write_pieces(file, manifest, new, old=None)
+        base = snapshot(7).buckets if harm == "of other weights" else old
+        size_bytes = write_pieces(file, manifest, new, old=base)
+        if harm == "damaged":
+            file.seek(-20, 2)
+            file.write(b"!")
+        return size_bytes
+
+    monkeypatch.setattr(pieces, "write_pieces", harmed)
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="delta") as publisher:
+        await publisher.publish(snapshot(1))
+        async with kept_current(publisher):
+            await publisher.publish(snapshot(2))
+            await until_serving(replica, 2)
+        said = await replica.report()
+        assert said.serving_digests == [digests(1), digests(2)]
+        assert said.loads == ["stream", "delta", "stream"]
+
+
+@pytest.mark.parametrize("action", ["die", "hang", "refuse"])
+async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus, action: Action) -> None:
+    """They have not paused for it; it had not either, and is brought there when it is well."""
+    async with (
+        replicas_of(bus, 1) as (first,),
+        simulated_replica(bus, replica_id="engine-0-odd", SendWeights=Fault(action)) as second,
+        publishing(bus, transport="delta", transfer_timeout_s=1.5) as publisher,
+    ):
+        report = await publisher.publish(snapshot(1))
+        assert (report.num_replicas, report.num_failed) == (1, 1)
+        said = await first.report()
+        assert (said.version, said.num_paused) == (1, 1)
+        if action != "die":
+            async with kept_current(publisher):
+                await until_serving(second, 1)
+            assert (await second.report()).num_paused == 1
+
+
+async def test_replicas_on_this_machine_copy_from_memory(bus: Bus) -> None:
+    """No group forms; one that joins late copies the same memory."""
+    async with replicas_of(bus, 2) as replicas, publishing(bus, transport="ipc") as publisher:
+        for version in (1, 2):
+            report = await publisher.publish(snapshot(version, shared=True))
+            assert (report.num_replicas, report.num_failed) == (2, 0)
+        async with simulated_replica(bus, replica_id="engine-9") as third, kept_current(publisher):
+            await until_serving(third, 2)
+            assert (await third.report()).loads == ["segment"]
+        for replica in replicas:
+            said = await replica.report()
+            assert (said.digests, said.loads, said.groups) == (digests(2), ["segment"] * 2, [])
+            assert said.serving_digests == [digests(1), digests(2)]
+
+
+async def test_a_replica_on_another_machine_is_broadcast_to(bus: Bus) -> None:
+    """In the same push, said once; the others go on copying."""
+    async with (
+        replicas_of(bus, 1) as (near,),
+        simulated_replica(bus, replica_id="engine-9", elsewhere=True) as far,
+        publishing(bus, transport="ipc") as publisher,
+    ):
+        with capture_logs() as events:
+            for version in (1, 2):
+                report = await publisher.publish(snapshot(version, shared=True))
+                assert (report.num_replicas, report.num_failed) == (2, 0)
+        falls = [event for event in events if event["event"] == "push.falls_back"]
+        assert [(event["replica_id"], event["way"]) for event in falls] == [("engine-9", "ipc")]
+        assert "another machine" in falls[0]["reason"]
+        for replica, loads in ((near, ["segment"] * 2), (far, ["group"] * 2)):
+            said = await replica.report()
+            assert (said.digests, said.loads) == (digests(2), loads)
+
+
+@pytest.mark.parametrize("point", ["PrepareWeights", "ReceiveWeights", "bucket", "VerifyWeights"])
+async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) -> None:
+    """Costs the others nothing."""
+    async with (
+        replicas_of(bus, 1) as (first,),
+        simulated_replica(bus, replica_id="engine-0-dying", **{point: Fault("die")}),
+        publishing(bus, transport="ipc") as publisher,
+    ):
+        report = await publisher.publish(snapshot(1, shared=True))
+        assert (report.num_replicas, report.num_failed) == (1, 1)
+        await until_serving(first, 1, timeout_s=1)

@@ -1,0 +1,116 @@
+"""A publisher with simulated replicas around it, for tests of pushes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.bus.connection import Bus
+from penstock.bus.leases import Watch, watched
+from penstock.v1 import common_pb2
+from penstock.weights.digest import XXH3, tensor_digest
+from services.trainer.config import PushConfig
+from services.trainer.push.published_weights import PublishedWeights
+from services.trainer.push.publisher import WeightPublisher
+from services.trainer.push.snapshots import Snapshots
+from tests.simulated_replica import SimulatedReplica, simulated_replica, weights_of
+
+QUICK_S = 3.0
+"""A push that waits for no deadline: far less than any of them."""
+CONFIG = PushConfig(
+    bucket_bytes=8192,
+    prepare_timeout_s=30.0,
+    pause_timeout_s=30.0,
+    transfer_timeout_s=30.0,
+    verify_timeout_s=30.0,
+    control_timeout_s=10.0,
+    retry_after_s=0.5,
+)
+
+
+def snapshot(version: int, *, shared: bool = False) -> PublishedWeights:
+    """The weights of a version, taken."""
+    return PublishedWeights.take(
+        version, weights_of(version).items(), max_bucket_bytes=CONFIG.bucket_bytes, shared=shared
+    )
+
+
+def digests(version: int) -> dict[str, int]:
+    """What a replica of the version holds."""
+    return {name: tensor_digest(tensor, XXH3) for name, tensor in weights_of(version).items()}
+
+
+@asynccontextmanager
+async def watching(bus: Bus) -> AsyncIterator[Watch]:
+    """The replicas' leases."""
+    ttl_s = bus.config.lease_ttl_s
+    async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
+        yield watch
+
+
+@asynccontextmanager
+async def publishing(bus: Bus, *, snapshot_dir: Path | None = None, **settings: Any) -> AsyncIterator[WeightPublisher]:
+    """A publisher whose replicas' leases are as they are now."""
+    async with watching(bus) as watch:
+        config = CONFIG.model_copy(update=settings)
+        publisher = WeightPublisher(
+            config=config,
+            replicas=watch,
+            backend="gloo",
+            snapshots=Snapshots(snapshot_dir),
+        )
+        try:
+            yield publisher
+        finally:
+            await asyncio.wait_for(publisher.close(), 10)
+
+
+@asynccontextmanager
+async def kept_current(publisher: WeightPublisher) -> AsyncIterator[None]:
+    """With the catch-up running; an error of it fails the test."""
+    task = asyncio.create_task(publisher.keep_current())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def replicas_of(bus: Bus, num: int) -> AsyncIterator[list[SimulatedReplica]]:
+    """Healthy replicas, in the order of their ids."""
+    async with contextlib.AsyncExitStack() as stack:
+        names = [f"engine-{index}" for index in range(num)]
+        yield [await stack.enter_async_context(simulated_replica(bus, replica_id=name)) for name in names]
+
+
+async def until_serving(replica: SimulatedReplica, version: int, timeout_s: float = 20.0) -> None:
+    """READY at the version, with its bytes."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            report = await replica.report()
+            if (report.version, report.state) == (version, common_pb2.REPLICA_STATE_READY):
+                break
+            await asyncio.sleep(0.05)
+    assert report.digests == digests(version)
+
+
+async def until_seen(publisher: WeightPublisher, condition: Callable[[dict[str, bytes]], bool]) -> None:
+    """The publisher has heard of leases of which `condition` holds."""
+    async with asyncio.timeout(10):
+        while not condition(publisher.replicas.values):
+            await publisher.replicas.changed(0.1)
+
+
+class FixedWatch:
+    """A watch that has stopped to hear."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self.values = values
+
+    async def changed(self, timeout_s: float) -> bool:
+        await asyncio.sleep(timeout_s)
+        return False

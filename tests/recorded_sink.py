@@ -1,0 +1,95 @@
+"""An engine that notes what a push does to it, for tests of the receiver."""
+
+import asyncio
+
+import torch
+
+from penstock.errors import UnavailableError
+from penstock.v1 import rollout_pb2
+from penstock.weights.manifest import Manifest
+from services.rollout.engine.sglang_variables import HeldParameter
+from services.rollout.engine.weight_source import Source
+from services.rollout.engine.weights import WeightReceiver
+
+MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_bucket_bytes=8)
+
+
+class RecordedSink:
+    """An engine that notes what is asked of it, and can be made to hang or fail at one call."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.sources: list[Source] = []
+        self.hang_at = ""
+        self.fail_at = ""
+        self.failures: list[str] = []
+
+    async def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_at:
+            raise UnavailableError(f"{call} failed")
+        if call == self.hang_at:
+            await asyncio.Event().wait()
+
+    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
+        await self._note(f"join {group.name}")
+
+    async def leave_group(self, name: str) -> None:
+        await self._note(f"leave {name}")
+
+    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
+        await self._note("pause")
+
+    async def resume(self) -> None:
+        await self._note("resume")
+
+    async def begin(self) -> None:
+        await self._note("begin")
+
+    async def take(self, manifest: Manifest, source: Source) -> None:
+        self.sources.append(source)
+        for spec in manifest.tensors:
+            await self._note(f"take {spec.name}")
+
+    async def end(self) -> None:
+        await self._note("end")
+
+    async def end_if_open(self) -> None:
+        await self._note("end_if_open")
+
+    async def parameters(self) -> dict[str, HeldParameter]:
+        await self._note("parameters")
+        return {name: HeldParameter(dtype="float32", shape=(2,)) for name in "ab"}
+
+    async def digests(self, kind: str) -> dict[str, int]:
+        await self._note(f"digests {kind}")
+        return dict.fromkeys("ab", 7)
+
+    async def set_version(self, version: int) -> None:
+        await self._note(f"version {version}")
+
+    def fail_running(self, reason: str) -> None:
+        self.failures.append(reason)
+
+
+def group(name: str = "g1") -> rollout_pb2.WeightGroup:
+    """A group of a trainer and one engine."""
+    return rollout_pb2.WeightGroup(name=name, master_host="h", master_port=1, rank_offset=1, world_size=2)
+
+
+async def receiver(sink: RecordedSink, *, push_deadline_s: float = 30.0) -> WeightReceiver:
+    """A receiver that knows its engine's parameters."""
+    made = WeightReceiver(sink, prepare_deadline_s=1.0, push_deadline_s=push_deadline_s)
+    await made.open()
+    sink.calls.clear()
+    return made
+
+
+async def push(receiver: WeightReceiver, push_id: str, version: int, *, group_name: str = "g1") -> None:
+    """A complete push."""
+    await receiver.prepare(push_id, version, group(group_name), MANIFEST)
+    await receiver.pause(push_id)
+    await receiver.receive(push_id)
+    assert await receiver.verify(push_id) == {"a": 7, "b": 7}
+    await receiver.commit(push_id)
+    await receiver.resume(push_id)

@@ -1,0 +1,153 @@
+"""The innermost part of a simulated engine: tensors in memory instead of a model, and faults that can strike."""
+
+import asyncio
+import datetime
+import os
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from penstock.errors import NotReadyError, UnavailableError
+from penstock.v1 import rollout_pb2
+from penstock.weights.digest import tensor_digests
+from penstock.weights.manifest import Manifest
+from services.rollout.engine.sglang_variables import HeldParameter
+from services.rollout.engine.weight_reception import take_into
+from services.rollout.engine.weight_source import Source
+
+Action = Literal["refuse", "die", "hang", "corrupt"]
+"""refuse: answer with an error. die: kill -9. hang: never answer. corrupt: change one value, and go on."""
+
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong at one point, and how often."""
+
+    action: Action
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Faults:
+    """What is still to go wrong, by the name of the point."""
+
+    left: dict[str, Fault] = field(default_factory=dict)
+
+    def take(self, point: str) -> Action | None:
+        """The action for now."""
+        fault = self.left.get(point)
+        if fault is None or fault.times < 1:
+            return None
+        self.left[point] = Fault(fault.action, fault.times - 1)
+        return fault.action
+
+    async def strike(self, point: str, corrupt: Callable[[], None] = lambda: None) -> None:
+        """Do what is to be done at `point`."""
+        action = self.take(point)
+        if action == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "refuse":
+            raise NotReadyError(f"told to refuse at {point}")
+        elif action == "hang":
+            await asyncio.Event().wait()
+        elif action == "corrupt":
+            corrupt()
+
+
+class MemorySink:
+    """Implements `weight_sink.WeightSink` with tensors in memory, loaded by one thread, as SGLang loads them."""
+
+    def __init__(self, shapes: Shapes, faults: Faults, *, group_timeout_s: float, audits: bool) -> None:
+        self.tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+        self.groups: list[str] = []
+        self.loads: list[str] = []
+        self.num_paused = 0
+        self.serving_digests: list[dict[str, int]] = []
+        self._faults = faults
+        self._timeout = datetime.timedelta(seconds=group_timeout_s)
+        self._audits = audits
+        self._thread = ThreadPoolExecutor(1)
+        self._group: Any = None
+
+    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
+        self.groups.append(group.name)
+        await self._faults.strike("join")
+        await self._run(lambda: self._join(group))
+
+    def _join(self, group: rollout_pb2.WeightGroup) -> None:
+        # As SGLang's init_custom_process_group does it.
+        address = f"tcp://{group.master_host}:{group.master_port}"
+        rendezvous = dist.rendezvous(address, group.rank_offset, group.world_size, timeout=self._timeout)
+        store, rank, world_size = next(rendezvous)
+        store.set_timeout(self._timeout)
+        self._group, _ = distributed_c10d._new_process_group_helper(
+            world_size, rank, [], dist.Backend(group.backend), dist.PrefixStore(group.name, store),
+            group_name=group.name, backend_options=None, timeout=self._timeout,
+        )  # fmt: skip
+        distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+
+    async def leave_group(self, name: str) -> None:
+        await self._run(self._leave)
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
+        self.num_paused += 1
+
+    async def resume(self) -> None:
+        self.serving_digests.append(tensor_digests(self.tensors.items()) if self._audits else {})
+
+    async def begin(self) -> None: ...
+    async def end(self) -> None: ...
+    async def end_if_open(self) -> None: ...
+    async def set_version(self, version: int) -> None: ...
+    def fail_running(self, reason: str) -> None: ...
+
+    async def take(self, manifest: Manifest, source: Source) -> None:
+        self.loads.append(source.kind)
+        # In two parts where that can be, so that something can happen between them.
+        cut = 1 if source.group_name else len(manifest.buckets)
+        for buckets in (manifest.buckets[:cut], manifest.buckets[cut:]):
+            if buckets:
+                await self._run(lambda: take_into(self.tensors, Manifest(buckets), source, self._group))  # noqa: B023
+                await self._faults.strike("bucket", self.corrupt)
+
+    def corrupt(self) -> None:
+        """Change the last bit of one value."""
+        self.tensors["norm.weight"].view(torch.int16)[3] ^= 1
+
+    async def parameters(self) -> dict[str, HeldParameter]:
+        return {
+            name: HeldParameter(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in self.tensors.items()
+        }
+
+    async def digests(self, kind: str) -> dict[str, int]:
+        tensors = self.tensors.items()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tensor_digests, tensors, kind)
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        if message := await asyncio.get_running_loop().run_in_executor(self._thread, _message_of, work):
+            raise UnavailableError(f"simulated SGLang: {message}")
+
+
+def _message_of(work: Callable[[], None]) -> str:
+    """What went wrong, as SGLang answers it: as text, so that no traceback keeps a group alive."""
+    try:
+        work()
+    except (RuntimeError, ValueError, OSError, NotReadyError) as error:
+        return str(error).splitlines()[0]
+    return ""

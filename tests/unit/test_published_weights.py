@@ -1,0 +1,40 @@
+"""What is published: a copy, each memory once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.policy.policy_model import load_policy
+from services.trainer.push.published_weights import PublishedWeights
+from tests.publishing import digests
+from tests.simulated_replica import SHAPES, weights_of
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    """What the optimizer does in place afterwards changes nothing, be it one tensor to a bucket or several."""
+    for max_bucket_bytes in (1, 1 << 20):
+        weights = weights_of(1)
+        taken = PublishedWeights.take(1, weights.items(), max_bucket_bytes=max_bucket_bytes)
+        before = [bucket.clone() for bucket in taken.buckets]
+        for tensor in weights.values():
+            tensor.to(tensor.dtype).add_(1)
+        assert all(torch.equal(bucket, copy) for bucket, copy in zip(taken.buckets, before, strict=True))
+        assert taken.differing_names(digests(1)) == []
+        assert taken.differing_names({**digests(1), "scale": 0, "other": 1}) == ["other", "scale"]
+        assert sum(bucket.numel() for bucket in taken.buckets) == taken.manifest.num_bytes
+        assert len(taken.digests) == len(SHAPES)
+
+
+def test_tied_weights_are_sent_once(tiny_model_path: Path) -> None:
+    """Each memory has one name in the manifest; one that had two is refused."""
+    policy = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=())
+    named = dict(policy.named_weights())
+    taken = PublishedWeights.take(1, named.items(), max_bucket_bytes=1 << 20)
+    storages = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.model.parameters()}
+    assert len(taken.manifest.tensors) == len(storages)
+    assert taken.manifest.num_bytes == sum(one.numel() * one.element_size() for one in storages.values())
+    assert policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
+    tied = {**named, "lm_head.weight": policy.model.lm_head.weight.detach()}
+    with pytest.raises(ValueError, match=r"lm_head\.weight and .*embed_tokens\.weight are one tensor"):
+        PublishedWeights.take(1, tied.items(), max_bucket_bytes=1 << 20)

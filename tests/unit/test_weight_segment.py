@@ -1,0 +1,116 @@
+"""Segments: another process reads exactly what was written, and whatever is killed, no memory is left behind."""
+
+import gc
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import NotReadyError
+from penstock.v1 import rollout_pb2
+from penstock.weights.manifest import Manifest, pack, views
+from penstock.weights.segment import ALIGNMENT, Segment, SegmentSource, open_segment
+
+CPU = torch.device("cpu")
+
+
+def opened_memory(name: str) -> list[str]:
+    """Entries of this process's files that are the segment."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except FileNotFoundError:  # the folder's own
+            continue
+    return [path for path in found if name in path]
+
+
+def _own_segment(pipe: Connection) -> None:
+    segment = Segment.create(3 << 20, CPU)
+    segment.data.copy_(torch.arange(3 << 20) % 251)
+    pipe.send(segment.message.SerializeToString())
+    pipe.recv()
+
+
+def test_another_process_reads_it_and_outlives_its_owner() -> None:
+    """Once open it can be read to its end though the owner was killed -9; then it is gone."""
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    owner = context.Process(target=_own_segment, args=(its,), daemon=True)
+    owner.start()
+    message = rollout_pb2.WeightSegment.FromString(mine.recv())
+    source = SegmentSource.of(message)
+    target = torch.zeros(1 << 20, dtype=torch.uint8)
+    with open_segment(source) as reader:
+        owner.kill()
+        owner.join()
+        reader.read(1 << 20, target)
+        with pytest.raises(OSError, match="ends too early"):
+            reader.read(5 << 19, torch.empty_like(target))
+    assert torch.equal(target, (torch.arange(1 << 20, 2 << 20) % 251).to(torch.uint8))
+    assert opened_memory(source.name) == []
+    with pytest.raises(NotReadyError, match="cannot be opened"):
+        SegmentSource.of(message)
+
+
+def test_it_is_gone_when_nobody_refers_to_it() -> None:
+    """Without a call to close anything, and without a name in any folder."""
+    segment = Segment.create(1 << 20, CPU)
+    message = segment.message
+    name = message.shared.name
+    assert opened_memory(name)
+    assert not [path for path in Path("/dev/shm").iterdir() if name in path.name]
+    bucket = segment.data[256:512].fill_(7)
+    del segment
+    gc.collect()
+    with pytest.raises(NotReadyError):
+        SegmentSource.of(message)
+    assert bucket.sum() == 7 * 256  # a part of it may still be used
+    del bucket
+    gc.collect()
+    assert opened_memory(name) == []
+
+
+def test_what_is_something_else_is_refused() -> None:
+    """Another machine, a number that another file has now, another size, a GPU that is not seen."""
+    segment = Segment.create(1000, CPU)
+    good = segment.message
+    SegmentSource.of(good)
+
+    def changed(**fields: object) -> rollout_pb2.WeightSegment:
+        message = rollout_pb2.WeightSegment()
+        message.CopyFrom(good)
+        for name, value in fields.items():
+            setattr(message.shared if name in ("name", "descriptor") else message, name, value)
+        return message
+
+    for message, match in (
+        (changed(machine="another"), "another machine"),
+        (changed(name="penstock-other"), "not penstock-other"),
+        (changed(descriptor=1), "is .* now"),
+        (changed(descriptor=99_999), "cannot be opened"),
+        (changed(size_bytes=1001), "is .* now"),
+        (rollout_pb2.WeightSegment(machine=good.machine, cuda=rollout_pb2.CudaMemory(device_uuid="0" * 32)), "GPU"),
+    ):
+        with pytest.raises(NotReadyError, match=match):
+            SegmentSource.of(message)
+
+
+def test_buckets_lie_in_it_aligned() -> None:
+    """Each bucket is packed in its place, and read from there, whatever its size."""
+    tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(5, 5), "c": torch.zeros(0), "d": torch.randn(65)}
+    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=110)
+    assert len(manifest.buckets) > 2
+    *firsts, size_bytes = manifest.offsets(ALIGNMENT)
+    assert [first % ALIGNMENT for first in (*firsts, size_bytes)] == [0] * (len(firsts) + 1)
+    segment = Segment.create(size_bytes, CPU)
+    with open_segment(SegmentSource.of(segment.message)) as reader:
+        for bucket, first in zip(manifest.buckets, firsts, strict=True):
+            num_bytes = sum(spec.num_bytes for spec in bucket)
+            pack(bucket, tensors, out=segment.data[first : first + num_bytes])
+            target = torch.empty(num_bytes, dtype=torch.uint8)
+            reader.read(first, target)
+            assert all(torch.equal(tensor, tensors[name]) for name, tensor in views(bucket, target).items())

@@ -1,0 +1,108 @@
+"""Uploads: pieces come before the pause, whole and undamaged, and what goes wrong with them touches nothing."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
+from penstock.v1 import rollout_pb2
+from penstock.v1.common_pb2 import REPLICA_STATE_READY
+from tests.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
+
+
+def chunks_of(data: bytes, size: int = 3, **changed: Any) -> AsyncIterator[rollout_pb2.SendWeightsRequest]:
+    """An upload."""
+
+    async def send() -> AsyncIterator[rollout_pb2.SendWeightsRequest]:
+        for first in range(0, len(data), size):
+            part = data[first : first + size]
+            fields = {"data": part, "crc32": zlib.crc32(part)} | changed
+            yield rollout_pb2.SendWeightsRequest(**fields)
+
+    return send()
+
+
+async def test_a_stream_is_taken_before_the_pause() -> None:
+    """Into a file that the sink can read until the push has ended, and that is gone then."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await push(one, "p1", 1)
+    sink.calls.clear()
+    await one.prepare("p2", 2, rollout_pb2.WeightStream(base_version=1, size_bytes=8), MANIFEST)
+    with pytest.raises(NotReadyError, match="before the pause"):
+        await one.pause("p2")
+    assert await one.upload("p2", chunks_of(b"12345678")) == 8
+    assert (one.state, sink.calls) == (REPLICA_STATE_READY, [])
+    for stage in (one.pause, one.receive):
+        await stage("p2")
+    (source,) = sink.sources[1:]
+    assert (source.kind, Path(source.pieces).read_bytes()) == ("delta", b"12345678")
+    for stage in (one.verify, one.commit, one.resume):
+        await stage("p2")
+    assert not Path(source.pieces).exists()
+    assert one.version == 2
+
+
+@pytest.mark.parametrize(
+    ("chunks", "match"),
+    [
+        (lambda: chunks_of(b"1234567"), "8 bytes were announced"),
+        (lambda: chunks_of(b"123456789"), "8 bytes were announced"),
+        (lambda: chunks_of(b"12345678", crc32=1), "damaged after 0 bytes"),
+    ],
+)
+async def test_an_upload_that_is_not_what_was_announced(chunks: Any, match: str) -> None:
+    """Ends the push before anything was touched or paused."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await one.prepare("p1", 1, rollout_pb2.WeightStream(size_bytes=8), MANIFEST)
+    with pytest.raises((InvalidRequestError, UnavailableError), match=match):
+        await one.upload("p1", chunks())
+    assert (one.state, sink.calls) == (REPLICA_STATE_READY, [])
+    with pytest.raises(NotReadyError, match="prepare it first"):
+        await one.pause("p1")
+    await push(one, "p2", 1)
+
+
+async def test_an_upload_that_hangs_costs_its_deadline() -> None:
+    """And generation has never stopped; a push that is uploaded late has the whole deadline for the rest."""
+    sink = RecordedSink()
+    one = await receiver(sink, push_deadline_s=0.4)
+
+    async def hang() -> AsyncIterator[rollout_pb2.SendWeightsRequest]:
+        await asyncio.Event().wait()
+        yield rollout_pb2.SendWeightsRequest()
+
+    stream = rollout_pb2.WeightStream(size_bytes=3)
+    await one.prepare("p1", 1, stream, MANIFEST)
+    with pytest.raises((DeadlineError, UnavailableError)):
+        await one.upload("p1", hang())
+    assert (one.state, sink.calls) == (REPLICA_STATE_READY, [])
+    await one.prepare("p2", 1, stream, MANIFEST)
+    await asyncio.sleep(0.25)
+    await one.upload("p2", chunks_of(b"abc"))
+    await asyncio.sleep(0.25)
+    for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
+        await stage("p2")
+
+
+@pytest.mark.parametrize("base_version", [1, 3])
+async def test_a_delta_against_another_version_is_refused(base_version: int) -> None:
+    """Before it is sent; so is one against weights that are broken, and an upload to a push that comes another way."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await push(one, "p1", 2)
+    with pytest.raises(NotReadyError, match=f"against version {base_version}, but this engine holds version 2"):
+        await one.prepare("p2", 4, rollout_pb2.WeightStream(base_version=base_version, size_bytes=8), MANIFEST)
+    await one.prepare("p3", 3, group(), MANIFEST)
+    with pytest.raises(InvalidRequestError, match="comes from a group"):
+        await one.upload("p3", chunks_of(b""))
+    sink.fail_at = "take b"
+    with pytest.raises(UnavailableError):
+        await push(one, "p4", 3)
+    with pytest.raises(NotReadyError, match="holds broken weights"):
+        await one.prepare("p5", 3, rollout_pb2.WeightStream(base_version=2, size_bytes=8), MANIFEST)
