@@ -1,8 +1,12 @@
-"""Whether a port can be listened on, asked before something slow or foreign is to do it."""
+"""Ports that can be listened on, looked for before something slow or foreign is to do it."""
 
+import random
 import socket
 
 from penstock.errors import SetupError
+
+_PORTS = range(15_000, 32_000)
+"""Below those that outgoing connections are given, so that none of them takes a port before its server does."""
 
 
 def require_free_port(host: str, port: int, *, key: str) -> None:
@@ -19,3 +23,22 @@ def require_free_port(host: str, port: int, *, key: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise SetupError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on now.
+
+    Raises:
+        SetupError: there are not so many.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(ports) == count:
+            return ports
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+    raise SetupError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}; give them in the recipe")

@@ -8,12 +8,13 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from penstock.weights.digest import tensor_digest
+from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.manifest import Manifest, pack
 from services.trainer.push.weight_group import WeightGroup
 
@@ -38,7 +39,12 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(
-    model_path: Path, nats_url: str, folder: Path, **rollout: object
+    model_path: Path,
+    nats_url: str,
+    folder: Path,
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **rollout: object,
 ) -> AsyncIterator[EngineProcess]:
     """Run an engine during the context; `rollout` are settings of its section."""
     recipe, log = folder / "recipe.toml", folder / "engine.log"
@@ -51,7 +57,7 @@ async def engine_process(
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-W", "ignore", "-m", "penstock", "serve", "rollout", "--config", str(recipe),
             stdout=output, stderr=output, start_new_session=True, cwd=_ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         )  # fmt: skip
     try:
         engine = EngineProcess(process, await _address(process, log), log)
@@ -124,6 +130,7 @@ class Push:
             policy_version=self.version,
             group=self.message,
             manifest=self.manifest.to_proto(),
+            digest=XXH3,
         )
         await self.engine.control.PrepareWeights(request, timeout=60)
         if opening is not None:
@@ -135,7 +142,11 @@ class Push:
             name=self.push_id, master_host="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo"
         )
         request = rollout_pb2.PrepareWeightsRequest(
-            push_id=self.push_id, policy_version=self.version, group=group, manifest=self.manifest.to_proto()
+            push_id=self.push_id,
+            policy_version=self.version,
+            group=group,
+            manifest=self.manifest.to_proto(),
+            digest=XXH3,
         )
         await self.engine.control.PrepareWeights(request, timeout=20)
 
@@ -162,7 +173,7 @@ class Push:
         answer = await self.engine.control.VerifyWeights(
             rollout_pb2.VerifyWeightsRequest(push_id=self.push_id), timeout=60
         )
-        assert dict(answer.digests) == {name: tensor_digest(tensor) for name, tensor in self.weights.items()}
+        assert dict(answer.digests) == {name: tensor_digest(tensor, XXH3) for name, tensor in self.weights.items()}
 
     async def commit(self) -> None:
         """Make the version current."""

@@ -6,8 +6,6 @@ back without the others being told.
 
 import asyncio
 import os
-import random
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +13,17 @@ from typing import Any
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
-from penstock.errors import SetupError
 from penstock.launch.child import ProcessSpec, StopStage
 from penstock.launch.display import Display, open_display
 from penstock.launch.metrics import MetricsFollower, describe_run
 from penstock.launch.run_folder import RunFolder
 from penstock.launch.supervisor import Supervisor, supervised
+from penstock.ports import free_ports
 from services.recipe import Recipe
 
 _BUS_START_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
 _LOCAL = "127.0.0.1"
-_PORTS = range(15_000, 32_000)
-"""Below those that outgoing connections are given, so that none of them takes a port before its server does."""
 
 
 async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event) -> None:
@@ -74,25 +70,6 @@ def with_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
     return Recipe.model_validate(tree)
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now.
-
-    Raises:
-        SetupError: there are not so many.
-    """
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if len(ports) == count:
-            return ports
-        with socket.socket() as probe:
-            try:
-                probe.bind((_LOCAL, port))
-            except OSError:
-                continue
-        ports.append(port)
-    raise SetupError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}; give them in the recipe")
-
-
 def process_specs(live: Recipe, folder: RunFolder, *, own_bus: bool) -> list[ProcessSpec]:
     """The processes of the run, in the order in which they are shown and started."""
     environment = child_environment(has_gpu=Path("/proc/driver/nvidia/version").exists())
@@ -100,9 +77,10 @@ def process_specs(live: Recipe, folder: RunFolder, *, own_bus: bool) -> list[Pro
     if own_bus:
         port = int(live.bus.url.rpartition(":")[2])
         command = server_command(folder.nats, host=_LOCAL, port=port)
-        specs.append(ProcessSpec(name="nats", command=command, environment=environment, stage=StopStage.BUS))
+        own = {**environment, **command.environment}
+        specs.append(ProcessSpec(name="nats", command=command.arguments, environment=own, stage=StopStage.BUS))
 
-    def add(service: str, name: str, stage: StopStage, **options: Any) -> None:
+    def add(service: str, name: str, stage: StopStage, *overrides: str, **options: Any) -> None:
         command = [
             sys.executable,
             "-P",
@@ -114,11 +92,17 @@ def process_specs(live: Recipe, folder: RunFolder, *, own_bus: bool) -> list[Pro
             str(folder.live_file),
             "--name",
             name,
+            *overrides,
         ]
         specs.append(ProcessSpec(name=name, command=command, environment=environment, stage=stage, **options))
 
-    for index in range(live.rollout.replicas):  # first, for they take longest to start
-        add("rollout", f"rollout-{index}", StopStage.SERVE)
+    # First, for they take longest to start.
+    for index in range(live.rollout.replicas):
+        add("rollout", f"rollout-{index}", StopStage.SERVE, "--rollout.role=unified")
+    for index in range(live.rollout.prefill):
+        add("rollout", f"prefill-{index}", StopStage.SERVE, "--rollout.role=prefill")
+    for index in range(live.rollout.decode):
+        add("rollout", f"decode-{index}", StopStage.SERVE, "--rollout.role=decode")
     add("trainer", "trainer", StopStage.WORK, ends_run=True)
     add("reward", "reward", StopStage.SERVE)
     add("router", "router", StopStage.SERVE)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.clients import RewardClient
-from penstock.launch.launcher import free_ports
+from penstock.ports import free_ports
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 

@@ -11,10 +11,11 @@ import pytest
 from penstock.config import load
 from penstock.errors import SetupError
 from penstock.launch.child import StopStage
-from penstock.launch.launcher import child_environment, free_ports, process_specs, with_addresses
+from penstock.launch.launcher import child_environment, process_specs, with_addresses
 from penstock.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
 from penstock.launch.reaper import groups_left
 from penstock.launch.run_folder import RunFolder
+from penstock.ports import free_ports
 from services.recipe import Recipe
 
 

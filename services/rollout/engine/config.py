@@ -9,13 +9,30 @@ class RolloutConfig(Config):
     """How the rollout engines run. Every engine of a run reads the same."""
 
     replicas: int = pydantic.Field(default=1, ge=0)
-    """Engines that `penstock train` starts."""
+    """Unified engines that `penstock train` starts: each generates by itself."""
+    prefill: int = pydantic.Field(default=0, ge=0)
+    """Prefill engines that `penstock train` starts beside them. They compute prompts, for decode engines."""
+    decode: int = pydantic.Field(default=0, ge=0)
+    """Decode engines that `penstock train` starts beside them. They go on where prefill engines end."""
+    role: str = pydantic.Field(default="unified", pattern="^(unified|prefill|decode)$")
+    """The part that the engine plays which `penstock serve rollout` starts: unified, prefill or decode."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes any that is free. With several replicas on one machine it must be 0."""
     advertise_host: str = ""
     """Host name under which others reach this engine; empty: the address it listens on."""
+
+    transfer_backend: str = pydantic.Field(default="mooncake", pattern="^(mooncake|nixl)$")
+    """What carries the KV cache from prefill to decode engines: mooncake or nixl; the same in all of them."""
+    bootstrap_port: int = pydantic.Field(default=0, ge=0, le=65535)
+    """Port on which a prefill engine tells decode engines where its KV cache is; 0 takes any that is free. With several
+    prefill engines on one machine it must be 0."""
+    pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
+    """The longest that one half of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
+    other's queue, so raise it where prompts take seconds to compute."""
+    tensor_parallel: int = pydantic.Field(default=1, ge=1)
+    """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""
 
     dtype: str = pydantic.Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
     """Of weights and KV cache. auto: on a GPU the checkpoint's own; on a CPU float32 up to 50 million parameters,
@@ -40,3 +57,19 @@ class RolloutConfig(Config):
     is BROKEN until the next push."""
     grace_s: float = pydantic.Field(default=10.0, ge=0)
     """At the end, how long running requests may take to finish; then other engines play the rest of them."""
+
+    @pydantic.model_validator(mode="after")
+    def _can_generate(self) -> "RolloutConfig":
+        if (self.prefill == 0) != (self.decode == 0) and self.replicas == 0:
+            present, missing = ("prefill", "decode") if self.prefill else ("decode", "prefill")
+            raise ValueError(
+                f"{present} = {getattr(self, present)}, but {missing} = 0 and replicas = 0: a prompt is computed by a "
+                f"prefill engine and goes on in a decode engine, so nothing would be generated; set {missing} to 1 or "
+                "more, or add unified engines with replicas"
+            )
+        if self.bootstrap_port and self.prefill > 1:
+            raise ValueError(
+                f"bootstrap_port = {self.bootstrap_port} cannot be had by prefill = {self.prefill} engines on one "
+                "machine; set it to 0"
+            )
+        return self

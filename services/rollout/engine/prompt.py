@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequestError
 from penstock.images import decode_image
 from penstock.model_folder import read_json
 from penstock.v1 import generate_pb2
+from services.rollout.engine.disaggregation import check_bootstrap
 
 _MAX_ASPECT_RATIO = 200
 """Of Qwen's image processor."""
@@ -33,14 +34,19 @@ class Turn:
     """Cut to what the context leaves."""
     stop_token_ids: list[int]
     """The model's own and the request's."""
+    bootstrap: generate_pb2.Bootstrap | None = None
+    """The pair that it is half of."""
 
 
 class PromptChecker:
     """Checks requests against one model."""
 
-    def __init__(self, model_path: Path, *, max_tokens: int) -> None:
-        """`max_tokens`: the most tokens of prompt, images expanded, and response together."""
-        self._max_tokens = max_tokens
+    def __init__(self, model_path: Path, *, max_tokens: int, disaggregated: bool = False) -> None:
+        """`max_tokens`: the most tokens of prompt, images expanded, and response together. `disaggregated`: requests
+        must be halves of pairs.
+        """
+        self.max_tokens = max_tokens
+        self._disaggregated = disaggregated
         self._vocab_size = tokens.vocab_size(model_path)
         self._image_id = tokens.image_token_id(model_path)
         self._end_ids = tokens.end_token_ids(model_path)
@@ -56,6 +62,7 @@ class PromptChecker:
             InvalidRequestError: naming the field, its value and the remedy.
         """
         sampling = request.sampling
+        bootstrap = check_bootstrap(request, disaggregated=self._disaggregated)
         self._check_sampling(sampling)
         input_ids = list(request.input_ids)
         self._check_ids(input_ids, num_images=len(request.images))
@@ -64,10 +71,10 @@ class PromptChecker:
         for index, image in enumerate(images):
             assert self._grid is not None
             num_tokens += self._grid.num_tokens(image.width, image.height, field=f"images[{index}]") - 1
-        if num_tokens >= self._max_tokens:
+        if num_tokens >= self.max_tokens:
             raise InvalidRequestError(
                 f"input_ids: the prompt has {num_tokens} tokens with its images expanded; prompt and response together "
-                f"may have {self._max_tokens}; shorten it, or raise rollout.context_length or rollout.max_total_tokens"
+                f"may have {self.max_tokens}; shorten it, or raise rollout.context_length or rollout.max_total_tokens"
             )
         return Turn(
             input_ids=input_ids,
@@ -75,8 +82,9 @@ class PromptChecker:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_new_tokens=min(sampling.max_new_tokens, self._max_tokens - num_tokens),
+            max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - num_tokens),
             stop_token_ids=sorted({*self._end_ids, *sampling.stop_token_ids}),
+            bootstrap=bootstrap,
         )
 
     def _check_sampling(self, sampling: generate_pb2.SamplingParams) -> None:

@@ -81,6 +81,8 @@ async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
     """
     # Noticed before a minute of loading.
     require_free_port(recipe.rollout.host, recipe.rollout.port, key="rollout.port")
+    if recipe.rollout.role == "prefill":
+        require_free_port(recipe.rollout.host, recipe.rollout.bootstrap_port, key="rollout.bootstrap_port")
     async with connect(recipe.bus, run=recipe.run.name):
         log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
     async with running(recipe.rollout, recipe.model.path) as server:
@@ -135,7 +137,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     try:
         await receiver.open()
         port = await server.start()
-        view.address = f"{_advertised(config)}:{port}"
+        view.listens(_advertised(config), port)
         log.info("engine.serving", replica_id=view.replica_id, address=view.address)
         running_server = EngineServer(engine, receiver, view, drain, changed)
         try:

@@ -13,11 +13,13 @@ from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError,
 from penstock.rpc.server import deadline_s
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.manifest import Manifest
+from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.generation import Generation
 from services.rollout.engine.prompt import Turn
 from services.rollout.engine.sglang_engine import Load, SglangEngine
+from services.rollout.engine.weight_source import announced
 from services.rollout.engine.weights import WeightReceiver
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,14 +35,22 @@ class ReplicaView:
     """This engine, as its lease tells others."""
 
     def __init__(self, config: RolloutConfig, engine: SglangEngine, receiver: WeightReceiver) -> None:
-        """A view of `engine` and `receiver`; `address` is set when the server listens."""
+        """A view of `engine` and `receiver`; it is complete when it `listens`."""
         self.replica_id = f"engine-{uuid.uuid4().hex[:12]}"
         self.address = ""
+        self._disaggregation: common_pb2.Disaggregation | None = None
         self.draining = False
         self._config = config
         self._engine = engine
         self._receiver = receiver
         self._load = Load(num_running=0, num_queued=0, kv_use=0.0)
+
+    def listens(self, host: str, port: int) -> None:
+        """The server listens; `host` is where others reach this machine."""
+        self.address = f"{host}:{port}"
+        self._disaggregation = disaggregation.describe(
+            self._config, host=host, bootstrap_port=self._engine.bootstrap_port
+        )
 
     async def refresh(self) -> None:
         """Take note of the engine's load."""
@@ -53,16 +63,22 @@ class ReplicaView:
 
     def describe(self) -> common_pb2.Replica:
         """The replica as it is now."""
+        num_running = self._load.num_running
+        if self._engine.is_disaggregated:
+            # Those whose KV is on its way, which SGLang counts as waiting, are being worked on.
+            num_running = min(self._engine.num_in_flight, self._config.max_running)
         return common_pb2.Replica(
             replica_id=self.replica_id,
             address=self.address,
-            role=common_pb2.REPLICA_ROLE_UNIFIED,
+            role=disaggregation.ROLES[self._config.role],
             state=self.state,
             policy_version=self._receiver.version,
-            num_running=self._load.num_running,
-            num_queued=max(0, self._engine.num_in_flight - self._load.num_running),
+            num_running=num_running,
+            num_queued=max(0, self._engine.num_in_flight - num_running),
             max_running=self._config.max_running,
             kv_use=self._load.kv_use,
+            disaggregation=self._disaggregation,
+            max_tokens=self._engine.checker.max_tokens,
         )
 
 
@@ -198,13 +214,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PrepareWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.PrepareWeightsRequest, context: Context
     ) -> rollout_pb2.PrepareWeightsResponse:
-        """Announce a push, and join its group or look at its snapshot."""
-        if request.HasField("group") == request.HasField("snapshot"):
-            raise InvalidRequestError("a push comes over a group or from a snapshot; give one of the two")
+        """Announce a push, and join its group or look at its source."""
         manifest = Manifest.from_proto(request.manifest)
-        transport = request.group if request.HasField("group") else request.snapshot
-        await self._receiver.prepare(request.push_id, request.policy_version, transport, manifest)
+        await self._receiver.prepare(
+            request.push_id, request.policy_version, announced(request), manifest, request.digest
+        )
         return rollout_pb2.PrepareWeightsResponse()
+
+    async def SendWeights(  # noqa: N802 - the contract's name
+        self, request_iterator: AsyncIterator[rollout_pb2.SendWeightsRequest], context: Context
+    ) -> rollout_pb2.SendWeightsResponse:
+        """Take the bytes of a stream."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            raise InvalidRequestError("push_id: the first part names the push; nothing came")
+        return rollout_pb2.SendWeightsResponse(size_bytes=await self._receiver.upload(first.push_id, request_iterator))
 
     async def PauseGeneration(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.PauseGenerationRequest, context: Context

@@ -13,6 +13,7 @@ from typing import Any
 from penstock import tokens
 from penstock.errors import ConfigError
 from penstock.model_folder import read_json
+from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
@@ -40,6 +41,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         GROUP_TIMEOUT_VARIABLE: str(config.prepare_deadline_s),
         "TOKENIZERS_PARALLELISM": "false",
+        **disaggregation.environment(config, cuda=cuda),
     }
     if cuda:
         return {**shared, START_METHOD_VARIABLE: "spawn"}
@@ -63,6 +65,7 @@ def server_args(config: RolloutConfig, model_path: Path, *, cuda: bool) -> dict[
         "weight_version": "0",
         "log_level": "error",
         "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
+        **disaggregation.server_args(config, cuda=cuda),
     }
     if config.context_length:
         args["context_length"] = config.context_length

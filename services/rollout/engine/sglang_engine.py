@@ -22,7 +22,9 @@ from fastapi import HTTPException
 
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 from penstock.tokens import forbidden_token_ids
-from services.rollout.engine import settings
+from penstock.v1 import generate_pb2
+from services.rollout.engine import disaggregation, settings
+from services.rollout.engine.barrier import Barrier
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.generation import Generation, read_generation, require_sound
 from services.rollout.engine.prompt import PromptChecker, Turn
@@ -51,9 +53,30 @@ class Load:
 
 
 @dataclasses.dataclass(slots=True)
-class _Running:
-    task: asyncio.Task[Any]
+class _Call:
+    """A call of `generate` or `stream` that has not ended."""
+
+    request: Any
+    """What SGLang is asked."""
+    bootstrap: generate_pb2.Bootstrap | None
+    task: asyncio.Task[Any] | None = None
     failure: str = ""
+    is_aborted: bool = False
+    version: int | None = None
+    """Half of a pair: the version under which it began, and under which it will end."""
+
+    @property
+    def hint(self) -> str:
+        """What to do when SGLang ends it."""
+        if self.bootstrap is None:
+            return ""
+        return "; the other half of the pair is late or gone, play it with another pair"
+
+    def stamped(self, part: Generation) -> Generation:
+        """`part` with a span of our own, where SGLang's cannot be relied on."""
+        if self.version is None:
+            return part
+        return dataclasses.replace(part, version_spans=[(len(part.output_ids), self.version)])
 
 
 class SglangEngine:
@@ -64,15 +87,17 @@ class SglangEngine:
         self._engine = engine
         self._tokenizer_manager = engine.tokenizer_manager
         self._logit_bias = {str(token): FORBIDDEN_BIAS for token in forbidden_token_ids(model_path)}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.died = asyncio.Event()
+        self.barrier = Barrier()
+        self.is_disaggregated = disaggregation.is_disaggregated(config)
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         context = settings.context_length(config, model_path)
         # SGLang keeps a few tokens of the context for itself.
         max_tokens = min(context - 1, int(scheduler["max_total_num_tokens"]) - 1, int(scheduler["max_req_input_len"]))
-        self.checker = PromptChecker(model_path, max_tokens=max_tokens)
+        self.checker = PromptChecker(model_path, max_tokens=max_tokens, disaggregated=self.is_disaggregated)
 
     @classmethod
     async def start(cls, config: RolloutConfig, model_path: Path) -> "SglangEngine":
@@ -86,6 +111,7 @@ class SglangEngine:
         started = time.monotonic()
         cuda = settings.has_cuda()
         os.environ.update(settings.environment(config, cuda=cuda))
+        disaggregation.require_transfer_backend(config, cuda=cuda)
         # A million objects that live for ever: looking through them takes seconds, while starting and again at the end.
         gc.disable()
         with warnings.catch_warnings(action="ignore"):  # which kernels a machine without a GPU lacks
@@ -102,6 +128,8 @@ class SglangEngine:
             ) from error
         engine = cls(raw, config, model_path)
         engine._watch()
+        if config.role == "prefill":
+            await asyncio.to_thread(disaggregation.require_registered, config, engine.bootstrap_port)
         await engine.check_health(timeout_s=120.0)
         log.info(
             "engine.started",
@@ -118,6 +146,11 @@ class SglangEngine:
         return self._tokenizer_manager
 
     @property
+    def bootstrap_port(self) -> int:
+        """Where a prefill engine tells decode engines of its KV cache."""
+        return int(self._engine.server_args.disaggregation_bootstrap_port)
+
+    @property
     def num_in_flight(self) -> int:
         """Calls of `generate` and `stream` that have not ended."""
         return len(self._running)
@@ -132,10 +165,11 @@ class SglangEngine:
         Raises:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; its tokens are lost.
+            NotReadyError: it is half of a pair that was chosen for another policy version.
         """
-        request = self._request(turn)
-        with self._in_flight(request.rid, self._collect(request)) as task:
-            return await task
+        call = _Call(self._request(turn), turn.bootstrap)
+        with self._in_flight(call, self._collect(call)) as task:
+            return call.stamped(await task)
 
     async def stream(self, turn: Turn, *, chunk_tokens: int) -> AsyncGenerator[Generation, None]:
         """Play one turn and yield its tokens, each once, in parts of at least `chunk_tokens` (see `TokenStream`).
@@ -143,20 +177,24 @@ class SglangEngine:
         Raises:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; all tokens that SGLang told of were yielded.
+            NotReadyError: it is half of a pair that was chosen for another policy version.
         """
         request = self._request(turn, stream_interval=max(1, min(MAX_STREAM_INTERVAL, chunk_tokens // 4)))
         tokens = TokenStream(min_tokens=chunk_tokens)
-        with self._in_flight(request.rid, self._pump(request, tokens)) as task:
+        call = _Call(request, turn.bootstrap)
+        with self._in_flight(call, self._pump(call, tokens)) as task:
             task.add_done_callback(lambda _: tokens.close())  # also of one that was cancelled before its first step
             while (part := await tokens.take()) is not None:
-                yield part
+                yield call.stamped(part)
             await task
 
     def fail_running(self, reason: str) -> None:
-        """End all running calls with an UnavailableError that says `reason`."""
-        for running in self._running.values():
-            running.failure = reason
-            running.task.cancel()
+        """End all running calls with an UnavailableError that says `reason`; SGLang ends its part at once."""
+        for call in self._running.values():
+            call.failure = reason
+            if call.task is not None:
+                call.task.cancel()
+            self._abort(call)  # at once: callers may be slow to take what there is
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Generate one token.
@@ -164,10 +202,15 @@ class SglangEngine:
         Raises:
             UnavailableError: it did not come within `timeout_s`.
         """
-        turn = Turn(input_ids=[0], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=[])
+        turn = Turn(
+            input_ids=[0], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=[],
+            bootstrap=disaggregation.alone(self.barrier.version) if self.is_disaggregated else None,
+        )  # fmt: skip
         try:
             async with asyncio.timeout(timeout_s):
-                await self.generate(turn)
+                call = _Call(self._request(turn), turn.bootstrap)
+                with self._in_flight(call, self._answer(call)) as task:
+                    await task
         except TimeoutError:
             raise UnavailableError(f"the engine produced no token within {timeout_s} s") from None
 
@@ -233,44 +276,64 @@ class SglangEngine:
             },
             return_logprob=True,
             stream=stream_interval > 0,
+            **disaggregation.request_args(turn.bootstrap),
         )
 
     @contextmanager
-    def _in_flight(self, request_id: str, work: Coroutine[Any, Any, ResultT]) -> "Iterator[asyncio.Task[ResultT]]":
+    def _in_flight(self, call: _Call, work: Coroutine[Any, Any, ResultT]) -> "Iterator[asyncio.Task[ResultT]]":
         """Run `work` as a task that `fail_running` ends; on leaving, whatever is left of the request is aborted."""
-        running = _Running(asyncio.create_task(work))
-        running.task.add_done_callback(_retrieve)
-        self._running[request_id] = running
+        task = asyncio.create_task(work)
+        task.add_done_callback(_retrieve)
+        call.task = task
+        request_id = call.request.rid
+        self._running[request_id] = call
         self._idle.clear()
         try:
-            yield running.task
+            yield task
         except asyncio.CancelledError:
-            if running.failure:
-                raise UnavailableError(running.failure) from None
+            if call.failure:
+                raise UnavailableError(call.failure) from None
             raise
         except ValueError as error:
             raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
         except HTTPException as error:  # so SGLang says of a unary request that the fault is its own
-            raise UnavailableError(f"SGLang ended the request: {error.detail}") from None
+            raise UnavailableError(f"SGLang ended the request: {error.detail}{call.hint}") from None
+        except UnavailableError as error:
+            raise UnavailableError(f"{error}{call.hint}") from None
         finally:
             del self._running[request_id]
             if not self._running:
                 self._idle.set()
-            running.task.cancel()
-            self._tokenizer_manager.abort_request(rid=request_id)
+            task.cancel()
+            self._abort(call)
 
-    async def _collect(self, request: Any) -> Generation:
+    def _abort(self, call: _Call) -> None:
+        """Have SGLang forget the request, once."""
+        if not call.is_aborted:
+            call.is_aborted = True
+            self._tokenizer_manager.abort_request(rid=call.request.rid)
+
+    async def _collect(self, call: _Call) -> Generation:
+        return read_generation(await self._answer(call))
+
+    async def _answer(self, call: _Call) -> dict[str, Any]:
+        await self._pass_barrier(call)
         last: dict[str, Any] = {}
-        async with aclosing(self._tokenizer_manager.generate_request(request, None)) as responses:
+        async with aclosing(self._tokenizer_manager.generate_request(call.request, None)) as responses:
             async for response in responses:
                 last = response
         require_sound(last)
-        return read_generation(last)
+        return last
 
-    async def _pump(self, request: Any, tokens: TokenStream) -> None:
-        async with aclosing(self._tokenizer_manager.generate_request(request, None)) as responses:
+    async def _pump(self, call: _Call, tokens: TokenStream) -> None:
+        await self._pass_barrier(call)
+        async with aclosing(self._tokenizer_manager.generate_request(call.request, None)) as responses:
             async for response in responses:
                 tokens.put(response)
+
+    async def _pass_barrier(self, call: _Call) -> None:
+        if call.bootstrap is not None:
+            call.version = await self.barrier.passed(call.bootstrap)
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:

@@ -14,8 +14,13 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine import version_keys
-from services.rollout.engine.sglang_variables import DIGEST_ACTION, GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
+from services.rollout.engine import transfer_hooks, version_keys
+from services.rollout.engine.sglang_variables import (
+    DIGEST_ACTION,
+    GROUP_TIMEOUT_VARIABLE,
+    PARAMETERS_ACTION,
+    START_METHOD_VARIABLE,
+)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -33,6 +38,7 @@ def register() -> None:
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)
         HookRegistry.register(_SCHEDULER + ".pause_generation", version_keys.pause, HookType.AROUND)
+    transfer_hooks.register()
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
         HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)
 
@@ -63,12 +69,15 @@ def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    if action != DIGEST_ACTION:
+    if action != PARAMETERS_ACTION and not action.startswith(DIGEST_ACTION):
         return handle(checker, action, *args, **kwargs)
-    from services.rollout.engine.parameters import digests_of
+    from services.rollout.engine.parameters import described_parameters, digests_of
 
+    model = checker._get_model()
     return {
-        "checksums": digests_of(checker._get_model()),
+        "checksums": described_parameters(model)
+        if action == PARAMETERS_ACTION
+        else digests_of(model, action.removeprefix(DIGEST_ACTION)),
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
     }

@@ -8,26 +8,34 @@ START_METHOD_VARIABLE = "PENSTOCK_SGLANG_START_METHOD"
 GROUP_TIMEOUT_VARIABLE = "PENSTOCK_WEIGHT_GROUP_TIMEOUT_S"
 """Seconds after which SGLang's part in a weight group gives up. Unset: torch's own half an hour."""
 
-DIGEST_ACTION = "penstock_digests"
-"""Action of SGLang's weight checker that answers with every parameter's `penstock.weights.digest`, by name."""
+PAIR_DEADLINE_VARIABLE = "PENSTOCK_PAIR_DEADLINE_S"
+"""Seconds that a decode engine looks for a prefill engine that does not answer. Unset: SGLang's own 15."""
+
+HOST_TRANSFER_VARIABLE = "PENSTOCK_HOST_TRANSFER"
+"""What carries the KV cache between engines that hold it in host memory: "mooncake" or "nixl". Unset: it is on GPUs."""
+
+DIGEST_ACTION = "penstock_digests:"
+"""Action of SGLang's weight checker, before a kind of digest: answers with every parameter's `penstock.weights.digest`,
+by name."""
+
+PARAMETERS_ACTION = "penstock_parameters"
+"""Action of SGLang's weight checker that answers with every parameter's dtype and shape, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
     """A parameter as the engine holds it."""
 
-    digest: int
-    """`penstock.weights.digest` of its bytes."""
     dtype: str
     shape: tuple[int, ...]
 
 
 def describe_parameter(parameter: HeldParameter) -> str:
     """The parameter as one string, the only kind of value that SGLang's weight checker carries."""
-    return f"{parameter.digest}|{parameter.dtype}|{','.join(map(str, parameter.shape))}"
+    return f"{parameter.dtype}|{','.join(map(str, parameter.shape))}"
 
 
 def parse_parameter(text: str) -> HeldParameter:
     """The inverse of `describe_parameter`."""
-    digest, dtype, shape = text.split("|")
-    return HeldParameter(digest=int(digest), dtype=dtype, shape=tuple(int(size) for size in shape.split(",") if size))
+    dtype, shape = text.split("|")
+    return HeldParameter(dtype=dtype, shape=tuple(int(size) for size in shape.split(",") if size))

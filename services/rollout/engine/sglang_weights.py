@@ -15,10 +15,15 @@ from penstock.errors import UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_engine import SglangEngine
-from services.rollout.engine.sglang_variables import DIGEST_ACTION, HeldParameter, parse_parameter
+from services.rollout.engine.sglang_variables import (
+    DIGEST_ACTION,
+    PARAMETERS_ACTION,
+    HeldParameter,
+    parse_parameter,
+)
 from services.rollout.engine.version_keys import IN_PLACE, RETRACT
 from services.rollout.engine.weight_reception import Reception
-from services.rollout.engine.weights import Source
+from services.rollout.engine.weight_source import Source
 
 log = structlog.get_logger()
 
@@ -61,14 +66,28 @@ class SglangWeights:
             log.debug("weight_group.leave_failed", group=name, reason=message)
 
     async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
-        """Stop at a token boundary; `mode` says what becomes of running requests, see the contract."""
+        """Stop at a token boundary; `mode` says what becomes of running requests, see the contract.
+
+        Halves of pairs are ended in every mode: what the other half computed would not go with the new weights.
+        """
+        if self._engine.is_disaggregated:
+            self._engine.barrier.close()
+            self._engine.fail_running("weights change; play the rest with a pair that holds the new ones")
+            await self._flush()
+            await self._pause(IN_PLACE)  # nothing is there that could be kept
+            return
         if mode == rollout_pb2.PAUSE_MODE_IN_PLACE:
             await self._pause(IN_PLACE)  # the cache is keyed by version and need not be flushed
             return
         if mode == rollout_pb2.PAUSE_MODE_DRAIN:
             await self._drain(drain_s)
         await self._pause(RETRACT)
-        # Refused while a request has just ended and its batch is not yet cleared away.
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Empty the caches, as soon as nothing holds a part of them."""
+        # Refused while a request has just ended and its batch is not yet cleared away; of halves of pairs, while KV is
+        # on its way.
         while not (await self._call(self._tokenizer_manager.flush_cache)).success:  # noqa: ASYNC110 - SGLang has no event
             await asyncio.sleep(_POLL_S)
 
@@ -93,6 +112,7 @@ class SglangWeights:
 
         request = ContinueGenerationReqInput(torch_empty_cache=False)
         await self._call(lambda: self._tokenizer_manager.continue_generation(request))
+        self._engine.barrier.open()
 
     async def begin(self) -> None:
         """Open an update; closes one that was left open."""
@@ -114,8 +134,7 @@ class SglangWeights:
         specs = manifest.tensors
         reception = Reception(
             bucket_lengths=tuple(len(bucket) for bucket in manifest.buckets),
-            folder=source.folder,
-            is_delta=source.is_delta,
+            source=source,
             direct=self._is_proven,
         )
         request = UpdateWeightsFromDistributedReqInput(
@@ -145,14 +164,21 @@ class SglangWeights:
         await self._call(lambda: self._tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def parameters(self) -> dict[str, HeldParameter]:
-        """What the engine holds, by checkpoint name. Reads every byte."""
+        """What the engine holds, by checkpoint name."""
+        return {name: parse_parameter(text) for name, text in (await self._check(PARAMETERS_ACTION)).items()}
+
+    async def digests(self, kind: str) -> dict[str, int]:
+        """The digest of every parameter, by checkpoint name. Reads every byte."""
+        return {name: int(text) for name, text in (await self._check(DIGEST_ACTION + kind)).items()}
+
+    async def _check(self, action: str) -> dict[str, str]:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        request = CheckWeightsReqInput(action=DIGEST_ACTION)
+        request = CheckWeightsReqInput(action=action)
         success, message, ranks, _ = await self._call(lambda: self._tokenizer_manager.check_weights(request))
         if not success:
-            raise UnavailableError(f"SGLang could not compute digests: {message}")
-        return {name: parse_parameter(text) for rank in ranks for name, text in rank["checksums"].items()}
+            raise UnavailableError(f"SGLang could not look at its weights: {message}")
+        return {name: text for rank in ranks for name, text in rank["checksums"].items()}
 
     async def set_version(self, version: int) -> None:
         """Stamp tokens with `version` from now on."""
@@ -160,6 +186,7 @@ class SglangWeights:
 
         request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         await self._call(lambda: self._tokenizer_manager.update_weight_version(request))
+        self._engine.barrier.version = version
         self._is_proven = True
 
     def fail_running(self, reason: str) -> None:

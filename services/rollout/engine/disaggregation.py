@@ -1,0 +1,221 @@
+"""One engine's part in prefill/decode disaggregation: what it needs, how SGLang is told, and what its lease says.
+
+A prefill engine computes the KV cache of a prompt and its first token, and hands both to a decode engine, which does
+the rest. Who is paired with whom is the router's affair; `barrier.py` keeps pushes and pairs apart.
+"""
+
+import importlib
+import importlib.util
+import ipaddress
+import math
+import urllib.request
+from typing import Any
+
+from penstock.errors import ConfigError, InvalidRequestError, SetupError
+from penstock.ports import free_ports
+from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.engine import verbs
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.sglang_variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
+
+ROLES = {
+    "unified": common_pb2.REPLICA_ROLE_UNIFIED,
+    "prefill": common_pb2.REPLICA_ROLE_PREFILL,
+    "decode": common_pb2.REPLICA_ROLE_DECODE,
+}
+
+_NO_PARTNER = "2.2.2.2"
+"""Instead of a prefill engine's host (SGLang's FAKE_BOOTSTRAP_HOST): play this half alone. The KV cache goes nowhere,
+or comes from nowhere, so the tokens mean nothing; that they come shows that the engine runs."""
+
+_DEBIAN_PACKAGES = {"libibverbs.so": "libibverbs1", "libnuma.so": "libnuma1", "libcurl.so": "libcurl4"}
+"""What the wheels leave to the system, and who brings it."""
+
+_MAX_PORT = 65_535
+_NUM_ROOMS = 1 << 62
+
+_REGISTRATION_TIMEOUT_S = 10.0
+_HEARTBEAT_S = 2
+"""So often a decode engine looks whether its prefill engines live; SGLang allows no less."""
+
+
+def is_disaggregated(config: RolloutConfig) -> bool:
+    """Whether this engine is half of a pair."""
+    return config.role != "unified"
+
+
+def require_transfer_backend(config: RolloutConfig, *, cuda: bool) -> None:
+    """See that what carries the KV cache is installed and can be loaded. It is noticed before a minute of loading.
+
+    Raises:
+        SetupError: naming what is missing and how to install it.
+    """
+    if not is_disaggregated(config):
+        return
+    if config.transfer_backend == "mooncake":
+        remedy = (
+            "pip install mooncake-transfer-engine-cuda13 (mooncake-transfer-engine for CUDA 12)"
+            if cuda
+            else "pip install 'penstock[disaggregation]', which brings mooncake-transfer-engine-non-cuda"
+        )
+        _require_module("mooncake", config, remedy)
+        verbs.require_verbs(cuda=cuda)
+        _require_import("mooncake.engine", config, remedy)
+    else:
+        remedy = "pip install --no-deps nixl nixl-cu13"
+        _require_module("nixl", config, remedy)
+        _require_import("nixl._api", config, remedy)
+
+
+def _require_module(name: str, config: RolloutConfig, remedy: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise SetupError(
+            f"rollout.role = {config.role!r} with rollout.transfer_backend = {config.transfer_backend!r} needs the "
+            f"package {name}, which is not installed; {remedy}"
+        )
+
+
+def _require_import(name: str, config: RolloutConfig, remedy: str) -> None:
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        library = next((library for library in _DEBIAN_PACKAGES if library in str(error)), "")
+        package = f"apt-get install {_DEBIAN_PACKAGES[library]}" if library else f"install it anew ({remedy})"
+        raise SetupError(
+            f"rollout.transfer_backend = {config.transfer_backend!r}: {name} is installed but does not load: {error}; "
+            f"{package}"
+        ) from None
+
+
+def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+    """Environment variables of SGLang's that a role needs, to be set before it is imported."""
+    if not is_disaggregated(config):
+        return {}
+    deadline = str(math.ceil(config.pair_deadline_s))
+    variables = {
+        # Half a pair would otherwise wait five minutes for the other half.
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": deadline,
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": deadline,
+        PAIR_DEADLINE_VARIABLE: deadline,
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(_HEARTBEAT_S),
+    }
+    if _is_loopback(config.host):
+        variables["SGLANG_HOST_IP"] = config.host  # else KV would leave by the network's address and come back
+    if not cuda:
+        variables |= {
+            HOST_TRANSFER_VARIABLE: config.transfer_backend,
+            "MC_FORCE_TCP": "1",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MC_LOG_LEVEL": "ERROR",
+        }
+    return variables
+
+
+def server_args(config: RolloutConfig, *, cuda: bool) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for this role.
+
+    Raises:
+        ConfigError: the tensor parallelism is not to be had here.
+        SetupError: there is no free port for the bootstrap server.
+    """
+    args: dict[str, Any] = {}
+    if config.tensor_parallel > 1:
+        if not cuda:
+            raise ConfigError(
+                f"rollout.tensor_parallel = {config.tensor_parallel}: an engine on a CPU is one process that computes "
+                "in one thread, and has nothing to spread layers over; set it to 1 and start more engines instead"
+            )
+        args["tp_size"] = config.tensor_parallel
+    if not is_disaggregated(config):
+        return args
+    args |= {
+        "disaggregation_mode": config.role,
+        "disaggregation_transfer_backend": config.transfer_backend,
+        "host": config.host,
+    }
+    if config.role == "prefill":
+        args["disaggregation_bootstrap_port"] = config.bootstrap_port or free_ports(1)[0]
+    elif not cuda:
+        args["disaggregation_decode_retraction_backup"] = "cpu_tensor"
+    return args
+
+
+def describe(config: RolloutConfig, *, host: str, bootstrap_port: int) -> common_pb2.Disaggregation | None:
+    """What the lease says of it; None for a unified engine. `host` is where others reach this machine."""
+    if not is_disaggregated(config):
+        return None
+    described = common_pb2.Disaggregation(
+        transfer_backend=config.transfer_backend, tensor_parallel=config.tensor_parallel
+    )
+    if config.role == "prefill":
+        described.bootstrap_host, described.bootstrap_port = host, bootstrap_port
+    return described
+
+
+def require_registered(config: RolloutConfig, bootstrap_port: int) -> None:
+    """See that decode engines can find this prefill engine: SGLang goes on without when its own registration fails.
+
+    Raises:
+        SetupError: they cannot.
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(config.host, config.host)
+    query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{bootstrap_port}/route?{query}"
+    try:
+        with urllib.request.urlopen(url, timeout=_REGISTRATION_TIMEOUT_S) as response:
+            response.read()
+    except OSError as error:
+        raise SetupError(
+            f"rollout.bootstrap_port: the prefill engine's bootstrap server does not answer as it should at "
+            f"{host}:{bootstrap_port} ({error}); is the port taken? SGLang's own log above says more"
+        ) from None
+
+
+def alone(version: int) -> generate_pb2.Bootstrap:
+    """Of a request that the engine is to play without a partner, to see whether it runs."""
+    return generate_pb2.Bootstrap(host=_NO_PARTNER, policy_version=version)
+
+
+def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
+    """What SGLang's request says of the pair."""
+    if bootstrap is None:
+        return {}
+    return {
+        "bootstrap_host": bootstrap.host,
+        "bootstrap_port": bootstrap.port or None,
+        "bootstrap_room": bootstrap.room,
+    }
+
+
+def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: bool) -> generate_pb2.Bootstrap | None:
+    """The pair that the request is half of.
+
+    Raises:
+        InvalidRequestError: there is none and must be one, or the other way round, or it cannot be one.
+    """
+    if not request.HasField("bootstrap"):
+        if disaggregated:
+            raise InvalidRequestError(
+                "bootstrap is missing: this engine plays half of a pair (rollout.role = prefill or decode); send the "
+                "request to a router, which pairs engines, or to a unified one"
+            )
+        return None
+    if not disaggregated:
+        raise InvalidRequestError(
+            "bootstrap is set, but this engine is unified and plays requests by itself; leave it out"
+        )
+    bootstrap = request.bootstrap
+    if not bootstrap.host or bootstrap.host == _NO_PARTNER:
+        raise InvalidRequestError(f"bootstrap.host = {bootstrap.host!r} must be the host in the prefill engine's lease")
+    if not 0 < bootstrap.port <= _MAX_PORT:
+        raise InvalidRequestError(f"bootstrap.port = {bootstrap.port} must be the port in the prefill engine's lease")
+    if not 0 < bootstrap.room < _NUM_ROOMS:
+        raise InvalidRequestError(f"bootstrap.room = {bootstrap.room} must be a random number of 62 bits, and not 0")
+    return bootstrap
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,62 @@
+"""Hooks for prefill/decode pairs: SGLang's transfer back ends expect KV on GPUs, and partners that come up in time."""
+
+import os
+import socket
+import time
+import urllib.parse
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from services.rollout.engine.sglang_variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
+
+_DISAGGREGATION = "sglang.srt.disaggregation"
+_START_S = 240.0
+_POLL_S = 0.1
+
+
+def register() -> None:
+    """Register those that this process needs."""
+    if os.environ.get(PAIR_DEADLINE_VARIABLE):
+        HookRegistry.register(f"{_DISAGGREGATION}.decode.DecodePreallocQueue.__init__", _bound_search, HookType.AFTER)
+        HookRegistry.register(
+            f"{_DISAGGREGATION}.common.conn.CommonKVManager._register_topology_row", _await_server, HookType.BEFORE
+        )
+    match os.environ.get(HOST_TRANSFER_VARIABLE):
+        case "mooncake":
+            HookRegistry.register(
+                f"{_DISAGGREGATION}.mooncake.conn.MooncakeKVManager.__init__", _keep_indices_off_gpus, HookType.BEFORE
+            )
+        case "nixl":
+            HookRegistry.register("nixl._api.nixl_agent.__init__", _take_host_memory, HookType.AFTER)
+
+
+def _bound_search(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
+    """A prefill engine that is gone is looked for once a second, so many times."""
+    queue._max_ensure_retries = int(os.environ[PAIR_DEADLINE_VARIABLE])
+
+
+def _await_server(_manager: Any, url: str, *_args: Any, **_kwargs: Any) -> None:
+    """SGLang's scheduler tries five times to tell its bootstrap server of itself, and then goes on untold; on a busy
+    machine the process with the server is not so far yet.
+    """
+    address = urllib.parse.urlsplit(url)
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((str(address.hostname), address.port or 0), timeout=1.0).close()
+        except OSError:
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def _keep_indices_off_gpus(*_args: Any, **_kwargs: Any) -> None:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    MooncakeKVSender.supports_host_tensor_indices = False  # they would be copied with a CUDA stream
+
+
+def _take_host_memory(_result: None, agent: Any, *_args: Any, **_kwargs: Any) -> None:
+    """What SGLang calls GPU memory is the host's here."""
+    agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]

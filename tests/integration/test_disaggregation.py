@@ -1,0 +1,345 @@
+"""Prefill and decode engines, real ones with KV that travels: together they are one unified engine."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from penstock.bus.connection import connect
+from penstock.bus.replica_lease import read_replica
+from penstock.config import BusConfig
+from penstock.continuation import Continuation
+from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
+from tests.engine_pairs import Pair, PairHost, missing_for_pairs, pair_host
+from tests.engine_process import EngineProcess, Push
+from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.routers import router
+from tests.waiting import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PAIR_DEADLINE_S = 8.0
+PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
+
+
+@pytest.fixture(scope="module")
+async def host(
+    engine: EngineProcess,
+    tiny_model_path: Path,
+    nats_url: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    reference: Reference,
+) -> AsyncIterator[PairHost]:
+    """One pair for all tests here, in the run of the unified engine."""
+    if missing := await asyncio.to_thread(missing_for_pairs):
+        pytest.skip(missing)
+    folder = tmp_path_factory.mktemp("pairs")
+    settings: dict[str, Any] = {"max_running": 32, "context_length": 1024, "pair_deadline_s": PAIR_DEADLINE_S}
+    async with pair_host(
+        tiny_model_path, nats_url, folder, run_of(engine), reference, **settings, grace_s=2.0, max_queued=32
+    ) as host:
+        yield host
+
+
+def run_of(engine: EngineProcess) -> str:
+    """The run's name, which is its folder's."""
+    return engine.log.parent.name
+
+
+@pytest.fixture
+async def pair(host: PairHost) -> Pair:
+    """A pair with a policy of its own, whatever the test before did to it."""
+    return await host.pair()
+
+
+def turn(kind: str, *, max_new_tokens: int, temperature: float = 1.0, seed: int = 0) -> generate_pb2.GenerateRequest:
+    """A turn with the pictures of `kind`."""
+    images = PICTURES[kind]
+    ids = prompt(random.Random(f"{kind} {seed}"), num_images=len(images), image_id=366)
+    return request(ids, images, max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+def require_logprobs(
+    policies: dict[int, Reference], made: generate_pb2.GenerateRequest, response: generate_pb2.GenerateResponse
+) -> None:
+    """Each token has the logprob that the policy of its version gives it."""
+    images = [image.data for image in made.images]
+    assert sum(span.num_tokens for span in response.version_spans) == len(response.output_ids) > 0
+    first = 0
+    for span in response.version_spans:
+        expected, _ = policies[span.policy_version].logprobs(
+            made.input_ids, images, response.output_ids, temperature=made.sampling.temperature or 1.0
+        )
+        end = first + span.num_tokens
+        assert (torch.tensor(list(response.logprobs)[first:end]) - expected[first:end]).abs().max() < TOLERANCE
+        first = end
+
+
+async def share_policy(engine: EngineProcess, pair: Pair) -> int:
+    """Have the unified engine hold the pair's policy too, under the same version, which is returned."""
+    version = 1 + max([(await each.replica()).policy_version for each in (engine, *pair.engines)])
+    await Push(engine, pair.policy.weights, version).complete()
+    return await pair.push(pair.policy, version=version)
+
+
+def require_code(error: object, code: grpc.StatusCode) -> None:
+    assert isinstance(error, grpc.aio.AioRpcError), error
+    assert error.code() == code, error
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+async def test_a_pair_is_a_unified_engine(engine: EngineProcess, pair: Pair, kind: str) -> None:
+    """Greedy: the same ids and logprobs, unary and streamed. Sampled: the logprobs of transformers."""
+    version = await share_policy(engine, pair)
+    for seed in range(3):
+        made = turn(kind, max_new_tokens=40, temperature=0.0, seed=seed)
+        unified = await engine.generation.Generate(made, timeout=60)
+        streamed = Continuation(made)
+        await pair.play(streamed)
+        unary = await pair.generate(made)
+        for answer in (unary, streamed.response()):
+            assert answer.output_ids == unified.output_ids
+            assert (torch.tensor(answer.logprobs) - torch.tensor(unified.logprobs)).abs().max() < TOLERANCE
+            assert answer.finish_reason == unified.finish_reason
+            assert answer.usage.num_prompt_tokens == unified.usage.num_prompt_tokens
+            assert answer.usage.num_output_tokens == unified.usage.num_output_tokens
+            assert answer.replica_id == (await pair.decode.replica()).replica_id
+            assert [span.policy_version for span in answer.version_spans] == [version]
+        assert unary.usage.num_cached_tokens > 0, "the prefill engine's prefix cache is of use"
+    for temperature in (1.0, 0.7):
+        made = turn(kind, max_new_tokens=40, temperature=temperature)
+        for answer in await asyncio.gather(*(pair.generate(made) for _ in range(6))):
+            require_logprobs({version: pair.policy}, made, answer)
+
+
+async def test_a_prefill_engine_answers_with_the_first_token(pair: Pair) -> None:
+    """As soon as its part is done, the KV cache handed over."""
+    half = await pair.bootstrapped(turn("image", max_new_tokens=300, temperature=0.0))
+    decoding = pair.decode.generation.GenerateStream(half, timeout=60)
+    first = await pair.prefill.generation.Generate(half, timeout=60)
+    rest = [chunk async for chunk in decoding]
+    assert list(first.output_ids) == list(rest[0].output_ids)[:1]
+    assert sum(len(chunk.output_ids) for chunk in rest) > 1
+
+
+async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair: Pair, nats_url: str) -> None:
+    """Role, transfer back end, parallelism, where the KV is to be had; load while requests run."""
+    prefill, decode = [await engine.replica() for engine in pair.engines]
+    assert (prefill.role, decode.role) == (common_pb2.REPLICA_ROLE_PREFILL, common_pb2.REPLICA_ROLE_DECODE)
+    for replica in (prefill, decode):
+        assert (replica.disaggregation.transfer_backend, replica.disaggregation.tensor_parallel) == ("mooncake", 1)
+        assert 0 < replica.max_tokens < 1024
+    assert (prefill.disaggregation.bootstrap_host, decode.disaggregation.bootstrap_host) == ("127.0.0.1", "")
+    assert prefill.disaggregation.bootstrap_port > 0 == decode.disaggregation.bootstrap_port
+    async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus:
+        bucket = await bus.bucket("replicas", ttl_s=BusConfig().lease_ttl_s)
+        for replica in (prefill, decode):
+            leased = read_replica(replica.replica_id, (await bucket.get(replica.replica_id)).value or b"")
+            assert leased is not None
+            assert (leased.role, leased.disaggregation) == (replica.role, replica.disaggregation)
+    running = [asyncio.ensure_future(pair.generate(turn("text", max_new_tokens=900, seed=seed))) for seed in range(24)]
+    busy = await until_replica(pair.decode, lambda replica: replica.num_running >= 6 and replica.kv_use > 0)
+    assert busy.num_running + busy.num_queued <= 24
+    for call in running:
+        call.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    # Nothing of what was given up is left in either: SGLang's queues are empty, or else no push would be taken.
+    for each in pair.engines:
+        await until_replica(each, lambda replica: replica.num_running == replica.num_queued == replica.kv_use == 0)
+    await pair.push(pair.policy)
+
+
+async def test_halves_that_cannot_be_are_refused(engine: EngineProcess, pair: Pair) -> None:
+    """No pair, an impossible one, one for a unified engine, and one chosen for another version."""
+    made = request([1, 2, 3], max_new_tokens=2)
+    sound = await pair.bootstrapped(made)
+    wrong: list[tuple[EngineProcess, generate_pb2.GenerateRequest, str]] = [(engine, sound, "this engine is unified")]
+    for half in pair.engines:
+        wrong.append((half, made, "bootstrap is missing"))
+        for field, value in (("host", ""), ("host", "2.2.2.2"), ("port", 0), ("room", 0), ("room", 1 << 62)):
+            bad = await pair.bootstrapped(made)
+            setattr(bad.bootstrap, field, value)
+            wrong.append((half, bad, f"bootstrap.{field} = "))
+    for half, bad, message in wrong:
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+            await half.generation.Generate(bad, timeout=10)
+        require_code(caught.value, grpc.StatusCode.INVALID_ARGUMENT)
+    stale = await pair.bootstrapped(made, version=await pair.version() - 1)
+    for half in pair.engines:
+        with pytest.raises(grpc.aio.AioRpcError, match="choose a pair anew") as caught:
+            await half.generation.Generate(stale, timeout=10)
+        require_code(caught.value, grpc.StatusCode.FAILED_PRECONDITION)
+    assert (await pair.generate(made)).output_ids
+
+
+@pytest.mark.parametrize(("first", "mode"), [("prefill", "PAUSE_MODE_IN_PLACE"), ("decode", "PAUSE_MODE_RETRACT")])
+async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_version(
+    pair: Pair, first: str, mode: str
+) -> None:
+    """What was delivered stays; each token has its version's logprobs; pictures seen before are seen anew."""
+    version, older = await pair.version(), pair.policy
+    made = [turn(kind, max_new_tokens=400, seed=seed) for kind in PICTURES for seed in range(3)]
+    for each in made[::3]:  # what caches there are hold these prompts and pictures
+        each.sampling.max_new_tokens = 1
+        await pair.generate(each)
+        each.sampling.max_new_tokens = 400
+    turns = [Continuation(each) for each in made]
+    playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
+    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 6, timeout_s=60.0)
+    newer = older.perturbed(seed=11)
+    pushed = [pair.prefill, pair.decode][:: 1 if first == "prefill" else -1]
+    for engine in pushed:
+        push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode))
+        await push.prepare()
+        await push.pause()
+        waiting = [
+            asyncio.ensure_future(
+                engine.generation.Generate(await pair.bootstrapped(made[0], version=each), timeout=20)
+            )
+            for each in (version, version + 1)
+        ]
+        for stage in (push.transfer, push.verify, push.commit):
+            await stage()
+        assert not any(call.done() for call in waiting), "while weights change, requests wait"
+        await push.resume()
+        await asyncio.to_thread(push.group.close)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"this engine serves version {version + 1}") as caught:
+            await waiting[0]
+        require_code(caught.value, grpc.StatusCode.FAILED_PRECONDITION)
+        waiting[1].cancel()  # it has no other half
+    results = await asyncio.gather(*playing, return_exceptions=True)
+    interrupted = [each for each in turns if not each.is_finished]
+    assert sum(each.num_tokens > 0 for each in interrupted) >= 2
+    for each, error in zip(turns, results, strict=True):
+        if not each.is_finished:
+            require_code(error, grpc.StatusCode.UNAVAILABLE)
+    await asyncio.gather(*(pair.play(each) for each in interrupted))
+    for request_, each in zip(made, turns, strict=True):
+        require_logprobs({version: older, version + 1: newer}, request_, each.response())
+    for kind in PICTURES:  # the very same pictures again
+        again = turn(kind, max_new_tokens=24)
+        answer = await pair.generate(again)
+        assert [span.policy_version for span in answer.version_spans] == [version + 1]
+        require_logprobs({version + 1: newer}, again, answer)
+
+
+async def test_a_push_that_breaks_off_leaves_no_half_waiting(pair: Pair) -> None:
+    """Aborted before weights were touched: what waited goes on under the old version."""
+    made = turn("image", max_new_tokens=24)
+    push = Push(pair.decode, pair.policy.perturbed(5).weights, await pair.version() + 1)
+    await push.prepare()
+    await push.pause()
+    playing = asyncio.ensure_future(pair.generate(made))
+    await asyncio.sleep(0.3)
+    assert not playing.done()
+    assert await push.abort("changed its mind") == common_pb2.REPLICA_STATE_READY
+    await asyncio.to_thread(push.group.close)
+    require_logprobs({await pair.version(): pair.policy}, made, await playing)
+
+
+async def test_half_a_pair_gives_up_in_seconds(pair: Pair) -> None:
+    """No decode half, no prefill half, and no prefill engine at all: UNAVAILABLE, and the next pair is served."""
+    made = turn("text", max_new_tokens=8)
+    nowhere = await pair.bootstrapped(made)
+    nowhere.bootstrap.port = 1
+    started = time.monotonic()
+    results = await asyncio.gather(
+        pair.prefill.generation.Generate(await pair.bootstrapped(made), timeout=60),
+        pair.decode.generation.Generate(await pair.bootstrapped(made), timeout=60),
+        pair.decode.generation.Generate(nowhere, timeout=60),
+        return_exceptions=True,
+    )
+    assert time.monotonic() - started < 10 * PAIR_DEADLINE_S
+    for error in results:
+        require_code(error, grpc.StatusCode.UNAVAILABLE)
+        assert "the other half of the pair is late or gone" in str(error)
+    require_logprobs({await pair.version(): pair.policy}, made, await pair.generate(made))
+    await pair.push(pair.policy.perturbed(6))  # which needs both to be empty
+
+
+def kill(engine: EngineProcess) -> None:
+    """As if the machine had gone."""
+    os.killpg(engine.process.pid, signal.SIGKILL)
+
+
+async def test_a_prefill_engine_that_dies_takes_nothing_along_that_decodes_already(pair: Pair) -> None:
+    """Streams that run go on to their end; what it had not handed over fails at once or in seconds."""
+    made = [turn(kind, max_new_tokens=200, seed=seed) for kind in PICTURES for seed in range(2)]
+    turns = [Continuation(each) for each in made]
+    halves = [await pair.bootstrapped(each.remaining()) for each in turns]
+    handed_over = await asyncio.gather(*(_begin(pair, half) for half in halves))
+    late = await pair.bootstrapped(turn("text", max_new_tokens=8, seed=9))
+    version, policy = await pair.version(), pair.policy
+    kill(pair.prefill)
+    failing = asyncio.ensure_future(pair.decode.generation.Generate(late, timeout=60))
+    for each, stream in zip(turns, handed_over, strict=True):
+        async for chunk in stream:
+            each.add(chunk)
+    for request_, each in zip(made, turns, strict=True):
+        require_logprobs({version: policy}, request_, each.response())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await failing
+    require_code(caught.value, grpc.StatusCode.UNAVAILABLE)
+    await pair.prefill.process.wait()
+
+
+async def _begin(pair: Pair, half: generate_pb2.GenerateRequest) -> Any:
+    stream = pair.decode.generation.GenerateStream(half, timeout=60)
+    await pair.prefill.generation.Generate(half, timeout=60)
+    return stream
+
+
+async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_well(pair: Pair) -> None:
+    """Drained, it hands over what it has; killed, the halves that wait for it fail in seconds."""
+    turns = [Continuation(turn("text", max_new_tokens=900, seed=seed)) for seed in range(8)]
+    playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
+    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 4, timeout_s=60.0)
+    await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)
+    for error, each in zip(await asyncio.gather(*playing, return_exceptions=True), turns, strict=True):
+        if not each.is_finished:
+            require_code(error, grpc.StatusCode.UNAVAILABLE)
+    assert any(each.num_tokens > 0 and not each.is_finished for each in turns)
+    halves = [await pair.bootstrapped(each.remaining()) for each in turns if not each.is_finished]
+    waiting = [asyncio.ensure_future(pair.prefill.generation.Generate(half, timeout=60)) for half in halves]
+    kill(pair.decode)
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        require_code(error, grpc.StatusCode.UNAVAILABLE)
+    await until_replica(pair.prefill, lambda replica: replica.num_running == replica.num_queued == 0)
+    await pair.decode.process.wait()
+
+
+async def test_a_run_loses_nothing_when_both_halves_are_killed(
+    engine: EngineProcess, pair: Pair, nats_url: str
+) -> None:
+    """Real router, kill -9 of the prefill and then of the decode engine in mid-flight: the caller sees one answer, and
+    each token has the policy's logprob; pairs and the unified engine had their part in it."""
+    version = await share_policy(engine, pair)
+    made = [turn(kind, max_new_tokens=150, seed=seed) for kind in PICTURES for seed in range(5)]
+    async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus, router(bus) as caller:
+        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 3, within_s=20.0)
+        playing = [
+            asyncio.ensure_future(
+                caller.generate(
+                    str(index), input_ids=each.input_ids, images=each.images, sampling=each.sampling, timeout_s=200.0
+                )
+            )
+            for index, each in enumerate(made)
+        ]
+        await until_replica(pair.decode, lambda replica: replica.num_running >= 4 and replica.kv_use > 0)
+        kill(pair.prefill)
+        await asyncio.sleep(0.3)
+        kill(pair.decode)
+        answers = await asyncio.gather(*playing)
+    for request_, answer in zip(made, answers, strict=True):
+        assert answer.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
+        require_logprobs({version: pair.policy}, request_, answer)
+    for each in pair.engines:
+        await each.process.wait()
