@@ -24,45 +24,68 @@ from penstock.errors import (
     PenstockError,
     UnavailableError,
 )
-from penstock.rpc.channel import call, connect, connected, stream
+from penstock.legs import Tries, UnreachableError, play_leg, seconds_until
+from penstock.pairs import Half, HalfError, play_pair
+from penstock.rpc.channel import call, connect
+from penstock.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 
 log = structlog.get_logger()
 
-_MAX_TRIES = 3
-"""A turn that so many replicas in a row took and failed without a token is given up."""
-_MAX_FAILURES = 12
-"""And one that so many failed at all."""
 _CHUNK_TOKENS = 16
 """Where the caller wants the whole turn, it comes in chunks of so many tokens: what a replica that dies costs."""
 _PREFIX_TOKENS = 1024
 """How much of the prompt a prefix-aware router is told."""
 _MAX_CHANNELS = 256
-_CONNECT_TIMEOUT_S = 2.0
 _RELEASE_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 1.0
-
-
-class _UnreachableError(UnavailableError):
-    """No connection: the replica never had the turn."""
 
 
 class _Replica:
     """A channel to a replica."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: Security | None) -> None:
         self.address = address
-        self.channel = connect(address)
+        self.channel = connect(address, security)
         self.stub = generate_pb2_grpc.GenerateServiceStub(self.channel)
         self.num_calls = 0
+
+
+class _Place:
+    """A place that the router gave, with the replica to talk to."""
+
+    def __init__(self, route_id: str, replica_id: str, replica: _Replica) -> None:
+        self.route_id = route_id
+        self.replica_id = replica_id
+        self.replica = replica
+        self.half = Half(name=f"replica {replica_id} at {replica.address}", channel=replica.channel)
+        self.outcome = router_pb2.ROUTE_OUTCOME_UNSPECIFIED
+        """What came of the call, as far as this replica is concerned."""
+        self.is_kept = True
+        replica.num_calls += 1
+
+
+class _Leg:
+    """The place of a leg, or both of a pair."""
+
+    def __init__(self, place: _Place, prefill: _Place | None) -> None:
+        self.place = place
+        self.prefill = prefill
+        self.culprit = place
+        """Whose failure it is if the leg fails."""
+
+    def blame(self, half: Half) -> None:
+        if self.prefill is not None and self.prefill.half is half:
+            self.culprit = self.prefill
 
 
 class RoutedGenerateClient(Client):
     """Generation by a pool, as `GenerateClient` at its router, but no token goes through the router."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the router at `address` (host:port); those to replicas are made as they are named."""
-        super().__init__(address)
+        super().__init__(address, security=security)
+        self._security = security
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._replicas: collections.OrderedDict[str, _Replica] = collections.OrderedDict()
         self._working: set[asyncio.Task[None]] = set()
@@ -133,25 +156,26 @@ class RoutedGenerateClient(Client):
             min_policy_version=request.min_policy_version,
             prefix_ids=request.input_ids[:_PREFIX_TOKENS],
         )
-        num_failures = num_in_a_row = 0
+        tries = Tries()
         while not turn.is_finished:
-            routing.ttl_s = _seconds_until(deadline)
+            routing.ttl_s = seconds_until(deadline)
+            routing.num_prompt_ids = max(routing.num_prompt_ids, len(request.input_ids) + turn.num_tokens)
             route, num_before = await self._take_place(routing), turn.num_tokens
+            leg = self._leg(route)
             try:
-                async with contextlib.aclosing(self._play_leg(route, turn, deadline)) as chunks:
+                async with contextlib.aclosing(self._play_leg(leg, route.bootstrap, turn, deadline)) as chunks:
                     async for chunk in chunks:
                         yield chunk
-            except (_UnreachableError, OverloadedError, NotReadyError):
-                continue  # no fault of the turn; the router was told, and leaves that replica alone for a while
-            except UnavailableError as error:
-                log.warning("generate.retried", request=request.request_id, replica=route.replica_id, error=str(error))
-                num_failures += 1
-                num_in_a_row = 0 if turn.num_tokens > num_before else num_in_a_row + 1
-                if num_in_a_row >= _MAX_TRIES or num_failures >= _MAX_FAILURES:
-                    raise UnavailableError(
-                        f"given up after {num_failures} replicas failed; the last: {error}"
-                    ) from None
-                routing.excluded_replica_ids.append(route.replica_id)
+            except InvalidRequestError:
+                if turn.num_tokens == 0 or route.max_tokens == 0:
+                    raise
+                routing.num_prompt_ids = route.max_tokens  # others took it: one that is larger may
+            except PenstockError as error:
+                tries.count(error, has_progressed=turn.num_tokens > num_before)
+                if leg.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # else the router leaves it alone by itself
+                    failed_id = leg.culprit.replica_id
+                    log.warning("generate.retried", request=request.request_id, replica=failed_id, error=str(error))
+                    routing.excluded_replica_ids.append(failed_id)
 
     async def _take_place(self, routing: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
         pending = call(self._stub.Route(routing, timeout=routing.ttl_s), peer=f"router at {self.address}")
@@ -165,60 +189,91 @@ class RoutedGenerateClient(Client):
     async def _leave_place(self, asking: asyncio.Future[router_pb2.RouteResponse]) -> None:
         """Nobody wants the place any more. It may be on its way, and a cancelled call would leave it kept by nobody."""
         with contextlib.suppress(PenstockError, TimeoutError):
-            self._release(await asyncio.wait_for(asking, _LEAVE_TIMEOUT_S), router_pb2.ROUTE_OUTCOME_UNSPECIFIED)
+            route = await asyncio.wait_for(asking, _LEAVE_TIMEOUT_S)
+            for route_id in filter(None, (route.prefill.route_id, route.route_id)):
+                await self._release_route(route_id, router_pb2.ROUTE_OUTCOME_UNSPECIFIED)
 
     async def _play_leg(
-        self, route: router_pb2.RouteResponse, turn: Continuation, deadline: float
+        self, leg: _Leg, bootstrap: generate_pb2.Bootstrap, turn: Continuation, deadline: float
     ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
-        """What one replica delivers. Unless the turn is whole then, it fails."""
-        replica, peer = self._replica(route.address), f"replica {route.replica_id} at {route.address}"
-        replica.num_calls += 1
-        has_begun = False
+        """What a replica or a pair delivers. Unless the turn is whole then, it fails. Gives the places back."""
+        place, has_begun = leg.place, False
+        error: PenstockError | None = None
         try:
-            if not await connected(replica.channel, min(_CONNECT_TIMEOUT_S, _seconds_until(deadline))):
-                if _seconds_until(deadline) == 0.0:
-                    raise DeadlineError(f"{peer}: the deadline passed before there was a connection")
-                raise _UnreachableError(f"{peer}: no connection")
-            pending = replica.stub.GenerateStream(turn.remaining(), timeout=_seconds_until(deadline))
-            async with contextlib.aclosing(stream(pending, peer=peer)) as chunks:
+            async with contextlib.aclosing(self._chunks(leg, bootstrap, turn.remaining(), deadline)) as chunks:
                 async for chunk in chunks:
                     turn.relay(chunk)
-                    has_begun = True
+                    if not has_begun:
+                        has_begun, place.outcome = True, router_pb2.ROUTE_OUTCOME_SUCCEEDED
                     yield chunk
             if not turn.is_finished:
-                raise UnavailableError(f"{peer}: its stream ended before its last chunk")
+                error = UnavailableError(f"{place.half.name}: its stream ended before its last chunk")
+        except HalfError as failure:
+            leg.blame(failure.half)
+            error = failure.error
         except PenstockError as failure:
-            if turn.is_finished:  # a break after the last token is none
-                self._release(route, router_pb2.ROUTE_OUTCOME_SUCCEEDED)
-                return
-            error: PenstockError = failure
-            if has_begun and isinstance(failure, OverloadedError | NotReadyError):
-                error = UnavailableError(f"{failure}, in mid-answer")  # gRPC says so of streams that it resets
-            await asyncio.shield(self._release(route, _outcome_of(error)))  # before asking for another
-            raise error from None
-        except BaseException:  # the caller has left
-            outcome = router_pb2.ROUTE_OUTCOME_SUCCEEDED if has_begun else router_pb2.ROUTE_OUTCOME_UNSPECIFIED
-            self._release(route, outcome)
-            raise
-        else:
-            self._release(route, router_pb2.ROUTE_OUTCOME_SUCCEEDED)
+            error = failure
         finally:
-            replica.num_calls -= 1
+            if error is not None and not turn.is_finished:  # a break after the last token is none
+                leg.culprit.outcome = _outcome_of(error)
+            releasing = [self._release(each) for each in (leg.prefill, place) if each is not None]
+        if error is not None and not turn.is_finished:
+            await asyncio.shield(asyncio.gather(*releasing))  # before asking for another
+            raise error from None
 
-    def _release(
-        self, route: router_pb2.RouteResponse, outcome: router_pb2.RouteOutcome.ValueType
-    ) -> asyncio.Task[None]:
-        """Give the place back, in the background. Where that fails, the router's own limit of time ends it."""
+    def _chunks(
+        self, leg: _Leg, bootstrap: generate_pb2.Bootstrap, request: generate_pb2.GenerateRequest, deadline: float
+    ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
+        """What the leg's replica, or its pair, streams."""
+        stub, prefill = leg.place.replica.stub, leg.prefill
+        if prefill is None:
+            half = leg.place.half
+            return play_leg(
+                half.channel,
+                lambda timeout_s: stub.GenerateStream(request, timeout=timeout_s),
+                name=half.name,
+                deadline=deadline,
+            )
+        request.bootstrap.CopyFrom(bootstrap)
 
-        async def release() -> None:
-            request = router_pb2.ReleaseRouteRequest(route_id=route.route_id, outcome=outcome)
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await self._stub.ReleaseRoute(request, timeout=_RELEASE_TIMEOUT_S)
+        def hand_over() -> None:
+            prefill.outcome = router_pb2.ROUTE_OUTCOME_SUCCEEDED
+            self._release(prefill)
 
-        return self._in_background(release())
+        return play_pair(
+            prefill.half,
+            leg.place.half,
+            start_prefill=lambda timeout_s: prefill.replica.stub.Generate(request, timeout=timeout_s),
+            start_decode=lambda timeout_s: stub.GenerateStream(request, timeout=timeout_s),
+            on_handover=hand_over,
+            deadline=deadline,
+        )
+
+    def _leg(self, route: router_pb2.RouteResponse) -> _Leg:
+        """The replicas that the route names."""
+        place = _Place(route.route_id, route.replica_id, self._replica(route.address))
+        if not route.HasField("prefill"):
+            return _Leg(place, None)
+        prefill = route.prefill
+        return _Leg(place, _Place(prefill.route_id, prefill.replica_id, self._replica(prefill.address)))
+
+    def _release(self, place: _Place) -> asyncio.Future[None]:
+        """Give the place back, in the background and once. Where that fails, the router's own limit of time ends it."""
+        if not place.is_kept:
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(None)
+            return done
+        place.is_kept = False
+        place.replica.num_calls -= 1
+        return self._in_background(self._release_route(place.route_id, place.outcome))
+
+    async def _release_route(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> None:
+        request = router_pb2.ReleaseRouteRequest(route_id=route_id, outcome=outcome)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.ReleaseRoute(request, timeout=_RELEASE_TIMEOUT_S)
 
     def _replica(self, address: str) -> _Replica:
-        replica = self._replicas.pop(address, None) or _Replica(address)
+        replica = self._replicas.pop(address, None) or _Replica(address, self._security)
         self._replicas[address] = replica  # the one used last
         if len(self._replicas) > _MAX_CHANNELS:
             idle = next((each for each in self._replicas.values() if each.num_calls == 0 and each is not replica), None)
@@ -241,10 +296,6 @@ def _outcome_of(error: PenstockError) -> router_pb2.RouteOutcome.ValueType:
         return router_pb2.ROUTE_OUTCOME_SUCCEEDED
     if isinstance(error, DeadlineError):
         return router_pb2.ROUTE_OUTCOME_UNSPECIFIED
-    if isinstance(error, _UnreachableError):
+    if isinstance(error, UnreachableError):
         return router_pb2.ROUTE_OUTCOME_UNREACHABLE
     return router_pb2.ROUTE_OUTCOME_FAILED
-
-
-def _seconds_until(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

@@ -6,13 +6,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
+import pytest
 
 from penstock.bus.connection import Bus
 from penstock.rpc.channel import connect
 from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
-from tests.simulated_engine import SimulatedEngine
+from tests.simulated_engine import FIRST_ID, SimulatedEngine
 
 
 class Caller:
@@ -50,6 +51,18 @@ class Caller:
 def _request(session: str, num_tokens: int, version: int, fields: dict) -> generate_pb2.GenerateRequest:
     fields = {"sampling": generate_pb2.SamplingParams(max_new_tokens=num_tokens)} | fields
     return generate_pb2.GenerateRequest(session_id=session, min_policy_version=version, **fields)
+
+
+async def failure(pending) -> grpc.aio.AioRpcError:
+    """What the call fails with; it must."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pending
+    return caught.value
+
+
+def ids(num_tokens: int) -> list[int]:
+    """What a simulated engine answers with."""
+    return list(range(FIRST_ID, FIRST_ID + num_tokens))
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.v1 import common_pb2 as _common_pb2
+from penstock.v1 import generate_pb2 as _generate_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -192,12 +193,17 @@ class RouteRequest(_message.Message):
     PREFIX_IDS_FIELD_NUMBER: _builtins.int
     EXCLUDED_REPLICA_IDS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Turns of one episode share it: they go to the same replica."""
     min_policy_version: _builtins.int
     """The oldest policy version that may answer; 0 takes any."""
     ttl_s: _builtins.float
     """How long the place may be kept, in seconds; 0, or more than router.route_ttl_s: so long."""
+    num_prompt_ids: _builtins.int
+    """How many ids the prompt has, those delivered of the turn included: replicas that cannot take one token more are not
+    chosen. INVALID_ARGUMENT: no replica can. 0: it is not said.
+    """
     @_builtins.property
     def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's first ids, as many as the client cares to send; they count only where router.policy = "prefix"."""
@@ -214,10 +220,11 @@ class RouteRequest(_message.Message):
         prefix_ids: _abc.Iterable[_builtins.int] | None = ...,
         excluded_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
         ttl_s: _builtins.float = ...,
+        num_prompt_ids: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_replica_ids", b"excluded_replica_ids", "min_policy_version", b"min_policy_version", "prefix_ids", b"prefix_ids", "session_id", b"session_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_replica_ids", b"excluded_replica_ids", "min_policy_version", b"min_policy_version", "num_prompt_ids", b"num_prompt_ids", "prefix_ids", b"prefix_ids", "session_id", b"session_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,14 +240,27 @@ class RouteResponse(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     route_id: _builtins.str
     """Names the place, for ReleaseRoute."""
     replica_id: _builtins.str
-    """The replica."""
+    """The replica that answers."""
     address: _builtins.str
     """host:port of its GenerateService."""
     ttl_s: _builtins.float
-    """After so many seconds the router counts the place as given back."""
+    """After so many seconds the router counts the place, and that with a prefill replica, as given back."""
+    max_tokens: _builtins.int
+    """The most tokens of prompt and response together that the replica, or the pair, takes; 0: it does not say."""
+    @_builtins.property
+    def prefill(self) -> Global___PrefillRoute:
+        """Set where the replica only decodes: who reads the prompt for it."""
+
+    @_builtins.property
+    def bootstrap(self) -> _generate_pb2.Bootstrap:
+        """Set with `prefill`: what both requests have to carry."""
+
     def __init__(
         self,
         *,
@@ -248,14 +268,47 @@ class RouteResponse(_message.Message):
         replica_id: _builtins.str = ...,
         address: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
+        prefill: Global___PrefillRoute | None = ...,
+        bootstrap: _generate_pb2.Bootstrap | None = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "replica_id", b"replica_id", "route_id", b"route_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bootstrap", b"bootstrap", "max_tokens", b"max_tokens", "prefill", b"prefill", "replica_id", b"replica_id", "route_id", b"route_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
+class PrefillRoute(_message.Message):
+    """A place with the prefill half of a pair. It is given back by itself: when the replica has answered, or the leg ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTE_ID_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    route_id: _builtins.str
+    """Names the place, for ReleaseRoute."""
+    replica_id: _builtins.str
+    """The replica."""
+    address: _builtins.str
+    """host:port of its GenerateService. It is sent the request by Generate, before or while the other is by GenerateStream."""
+    def __init__(
+        self,
+        *,
+        route_id: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "replica_id", b"replica_id", "route_id", b"route_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRoute: _TypeAlias = PrefillRoute  # noqa: Y015
 
 @_typing.final
 class ReleaseRouteRequest(_message.Message):

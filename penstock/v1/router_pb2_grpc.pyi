@@ -36,8 +36,8 @@ class RouterServiceStub:
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
     """ListReplicas tells which replicas live, and which of them may be given calls now."""
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
-    """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
-    itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+    """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
+    replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
     the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
     """
     ReleaseRoute: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]
@@ -55,8 +55,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """ListReplicas tells which replicas live, and which of them may be given calls now."""
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
-    """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
-    itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+    """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
+    replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
     the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
     """
     ReleaseRoute: _aio.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]  # type: ignore[assignment]
@@ -83,8 +83,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
-        """Route chooses a replica as for a Generate call, and keeps a place there for a client that then talks to the replica
-        itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
+        """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
+        replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
         the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
         """
 

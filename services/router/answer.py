@@ -16,7 +16,7 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
     """What the serialized GenerateRequest wants; nothing else of it is kept, for images are large.
 
     Raises:
-        InvalidRequestError: it is none, or one for no tokens.
+        InvalidRequestError: it is none, or one for no tokens, or half of a pair's.
     """
     try:
         request = generate_pb2.GenerateRequest.FromString(raw)
@@ -24,12 +24,15 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         raise InvalidRequestError(f"{len(raw)} bytes are no GenerateRequest") from None
     if request.sampling.max_new_tokens < 1:  # what is left of a turn is counted by it
         raise InvalidRequestError(f"sampling.max_new_tokens = {request.sampling.max_new_tokens} must be at least 1")
+    if request.HasField("bootstrap"):
+        raise InvalidRequestError("bootstrap is for whoever pairs replicas; leave it out of calls to a router")
     blocks = hash_blocks(request.input_ids, (image.data for image in request.images)) if with_blocks else ()
     return Query(
         session_id=request.session_id,
         request_id=request.request_id,
         min_version=request.min_policy_version,
         blocks=blocks,
+        num_tokens=len(request.input_ids) + 1,
     )
 
 

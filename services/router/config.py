@@ -45,6 +45,27 @@ class BreakerConfig(Config):
     """The longest that it gets none between two probes."""
 
 
+class OpenAIConfig(Config):
+    """The OpenAI-compatible face; router.http_port switches it on."""
+
+    model: str = pydantic.Field(default="", max_length=256)
+    """Name under which the policy is served; empty: the run's name."""
+    timeout_s: float = pydantic.Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Longest that an answer may take."""
+    max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
+    """Larger requests, in MiB, are refused."""
+    max_image_mb: int = pydantic.Field(default=20, ge=1, le=256)
+    """Larger images, in MiB, are refused."""
+    max_images: int = pydantic.Field(default=32, ge=0)
+    """The most images of a conversation."""
+    max_choices: int = pydantic.Field(default=16, ge=1)
+    """The most choices that one request may ask for, over all its prompts."""
+    recordings_max_age_s: float = pydantic.Field(default=7 * 86400.0, ge=1, allow_inf_nan=False)
+    """Recorded calls are removed when they are so old."""
+    recordings_max_mb: int = pydantic.Field(default=1024, ge=1)
+    """When the recorded calls take so many MiB, no more are taken: calls that are to be recorded fail."""
+
+
 class RouterConfig(Config):
     """How the router listens, how it chooses, and how long it tries."""
 
@@ -52,10 +73,15 @@ class RouterConfig(Config):
     """Address to listen on; 0.0.0.0 for all."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    http_port: int | None = pydantic.Field(default=None, ge=0, le=65535)
+    """Port to listen on for HTTP as OpenAI's clients speak it; 0 takes a free one; by default there is none."""
+    openai: OpenAIConfig = OpenAIConfig()
+    """The OpenAI-compatible face."""
     policy: PolicyName = PolicyName.AFFINITY
     """affinity: a session's calls go to one replica, new sessions to the least loaded. prefix: to the replica that had
     the longest part of the prompt lately, unless it is overloaded. round_robin: in turn. consistent_hash: by the
-    session's id, so that several routers agree without telling each other."""
+    session's id, so that several routers agree without telling each other. Where prefill and decode are two replicas,
+    the prefill replica is chosen so; of those that can decode for it, the least loaded does."""
     max_load_ratio: float = pydantic.Field(default=1.25, gt=1)
     """prefix and consistent_hash pass over a replica whose load is above so many times that of the others."""
     limit: LimitConfig = LimitConfig()
@@ -66,8 +92,9 @@ class RouterConfig(Config):
     """The most calls that wait for a place, first come, first served; a call beyond them fails with
     RESOURCE_EXHAUSTED, unless it has lost a replica and waits for the next."""
     wait_for_replica_s: float = pydantic.Field(default=30.0, ge=0)
-    """How long a call may wait, all in all, while there is no replica that could take it; then it fails with
-    UNAVAILABLE. Where there are some and all are at their limit, it waits until its deadline."""
+    """How long a call may wait, all in all or since its last tokens, while there is no replica that could take it; then
+    it fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED if all turn calls away. Where some are at their limit of
+    calls, it waits until its deadline."""
     max_tries: int = pydantic.Field(default=3, ge=1)
     """A call that so many replicas in a row took and failed without a token is given up: it may be what breaks them."""
     chunk_tokens: int = pydantic.Field(default=16, ge=1)

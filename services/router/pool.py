@@ -15,15 +15,17 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.bus.replica_lease import read_replica
-from penstock.rpc.channel import connect, connected
+from penstock.pairs import Half
+from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2
 from services.router.breaker import Breaker
 from services.router.config import RouterConfig
 from services.router.limits import Limit
-from services.router.policy import Candidate
+from services.router.policy import MISMATCHES, Candidate, pair_up, sizes
 
 log = structlog.get_logger()
 
+GENERATE = "/penstock.v1.GenerateService/Generate"
 GENERATE_STREAM = "/penstock.v1.GenerateService/GenerateStream"
 
 _LOOK_AGAIN_S = 0.2  # leases end, and breakers open, without an event
@@ -37,20 +39,20 @@ class Member:
         self.candidate = candidate
         self.lease = lease
         self.is_gone = False
-        self.channel = connect(candidate.replica.address)
-        self._stream = self.channel.unary_stream(GENERATE_STREAM, None, None)  # bytes to bytes
-
-    @property
-    def name(self) -> str:
+        self.name = f"replica {candidate.replica_id} at {candidate.replica.address}"
         """What it is called in messages."""
-        return f"replica {self.candidate.replica_id} at {self.candidate.replica.address}"
+        self.channel = connect(candidate.replica.address)
+        self._unary = self.channel.unary_unary(GENERATE, None, None)  # bytes to bytes
+        self._stream = self.channel.unary_stream(GENERATE_STREAM, None, None)
+        self.half = Half(name=self.name, channel=self.channel)
+        """As a half of a pair."""
 
-    async def connected(self, timeout_s: float) -> bool:
-        """Connect if need be; false when it cannot be reached. After this a failure means that it had the call."""
-        return await connected(self.channel, timeout_s)
+    def generate(self, request: bytes, *, timeout_s: float) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
+        """Start the unary call; cancelling it aborts the request in the engine."""
+        return self._unary(request, timeout=timeout_s)
 
     def generate_stream(self, request: bytes, *, timeout_s: float) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
-        """Start the call; cancelling it aborts the request in the engine."""
+        """The same, streaming."""
         return self._stream(request, timeout=timeout_s)
 
 
@@ -65,6 +67,8 @@ class Pool:
         """The policy version published last; 0 when none was."""
         self.min_version = 0
         """The oldest policy version inside the staleness bound."""
+        self.sizes: list[int] = []
+        """The different `max_tokens` of the replicas that tell theirs, the smallest first."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when anything may be different, and every so often."""
         self._config = config
@@ -102,7 +106,16 @@ class Pool:
             else:
                 member.lease = lease
                 member.candidate.update(replica)
+        self._pair_up()
         self.on_change()
+
+    def _pair_up(self) -> None:
+        candidates = self.candidates.values()
+        for candidate in pair_up(candidates):
+            assert candidate.lone is not None
+            level = log.warning if candidate.lone in MISMATCHES else log.debug  # the rest passes, as after a push
+            level("replica.unpaired", replica=candidate.replica_id, reason=candidate.lone.value)
+        self.sizes = sizes(candidates)
 
     def _add(self, replica: common_pb2.Replica, lease: bytes) -> None:
         limit = Limit(self._config.limit, replica.max_running)
@@ -151,12 +164,17 @@ class Pool:
     async def _close(self) -> None:
         for replica_id in list(self._members):
             self._remove(replica_id)
+        self._pair_up()
         await asyncio.gather(*self._closing)
 
 
 @asynccontextmanager
 async def open_pool(config: RouterConfig, bus: Bus) -> AsyncIterator[Pool]:
-    """Follow the run's replicas during the context; on entry all of now are known."""
+    """Follow the run's replicas during the context; on entry all of now are known.
+
+    The context is cancelled when that fails, and the error raised in its place: it would go on with the replicas of
+    that moment for ever.
+    """
     ttl_s = bus.config.lease_ttl_s
     replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket("policy")
     async with (
@@ -166,15 +184,21 @@ async def open_pool(config: RouterConfig, bus: Bus) -> AsyncIterator[Pool]:
         pool = Pool(config, replica_watch, policy_watch)
         pool._read_policy()
         pool._refresh()
-        followers = [
-            asyncio.create_task(pool._follow_replicas()),
-            asyncio.create_task(pool._follow_policy()),
-            asyncio.create_task(pool._adapt_limits(ttl_s / 3)),  # leases are renewed as often
-        ]
         try:
-            yield pool
+            async with asyncio.TaskGroup() as tasks:
+                followers = [
+                    tasks.create_task(pool._follow_replicas()),
+                    tasks.create_task(pool._follow_policy()),
+                    tasks.create_task(pool._adapt_limits(ttl_s / 3)),  # leases are renewed as often
+                ]
+                try:
+                    yield pool
+                finally:
+                    for follower in followers:
+                        follower.cancel()
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) > 1:
+                raise
+            raise group.exceptions[0] from None
         finally:
-            for follower in followers:
-                follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
             await pool._close()

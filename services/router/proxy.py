@@ -1,4 +1,4 @@
-"""GenerateService over a pool: finds a replica for a call, and goes on elsewhere when the replica fails.
+"""GenerateService over a pool: finds a replica or a pair for a call, and goes on elsewhere when that fails.
 
 Both Generate and GenerateStream are played as streams, so that a replica that dies costs a call only the tokens that it
 had not delivered. Invariant: the caller sees one answer, as of one engine.
@@ -11,19 +11,26 @@ from collections.abc import AsyncGenerator
 import grpc.aio
 import structlog
 
-from penstock.errors import DeadlineError, NotReadyError, OverloadedError, PenstockError, UnavailableError
+from penstock.errors import (
+    AccessError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    PenstockError,
+    UnavailableError,
+)
+from penstock.legs import Tries, play_leg
+from penstock.pairs import HalfError, play_pair
 from penstock.rpc.server import deadline_s, service_name
-from penstock.rpc.status import error_of
 from penstock.v1 import generate_pb2
 from services.router.answer import Answer, read_query
 from services.router.config import RouterConfig
-from services.router.places import Claim, Place, Places, UnreachableError
+from services.router.line import Claim
+from services.router.place import Place
+from services.router.places import Places
+from services.router.policy import Query
 
 log = structlog.get_logger()
-
-_CONNECT_TIMEOUT_S = 2.0
-_MAX_TRIES_FACTOR = 4
-"""A call is given up after so many times `max_tries` replicas failed, even if each of them delivered tokens."""
 
 SERVICE_NAME = service_name(generate_pb2.DESCRIPTOR, "GenerateService")
 
@@ -31,10 +38,10 @@ SERVICE_NAME = service_name(generate_pb2.DESCRIPTOR, "GenerateService")
 class GenerateServicer:
     """A caller cannot tell it from one engine."""
 
-    def __init__(self, config: RouterConfig, places: Places) -> None:
-        """Play calls on the replicas of `places`."""
+    def __init__(self, config: RouterConfig, player: "Player") -> None:
+        """Have `player` play the calls."""
         self._config = config
-        self._places = places
+        self._player = player
 
     def register(self, server: grpc.aio.Server) -> None:
         """What the generated add_GenerateServiceServicer_to_server does, without reading and writing the messages."""
@@ -46,9 +53,8 @@ class GenerateServicer:
 
     async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:  # noqa: N802 - gRPC's name
         """Play one turn; bytes in, bytes out."""
-        claim = self._claim(raw, context)
         answer = Answer(raw, chunk_tokens=self._config.chunk_tokens)
-        async with contextlib.aclosing(self._play(answer, claim)) as chunks:
+        async with contextlib.aclosing(self._player.play(raw, answer, timeout_s=self._timeout_s(context))) as chunks:
             async for _ in chunks:
                 pass
         return answer.response()
@@ -57,18 +63,34 @@ class GenerateServicer:
         self, raw: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> AsyncGenerator[bytes, None]:
         """Play one turn and pass its chunks on as they come."""
-        claim = self._claim(raw, context)
-        async with contextlib.aclosing(self._play(Answer(raw), claim)) as chunks:
+        async with contextlib.aclosing(
+            self._player.play(raw, Answer(raw), timeout_s=self._timeout_s(context))
+        ) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    def _claim(self, raw: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> Claim:
-        deadline = time.monotonic() + deadline_s(context, default=self._config.max_call_s)
-        return Claim(query=read_query(raw, with_blocks=self._places.policy.reads_blocks), deadline=deadline)
+    def _timeout_s(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> float:
+        return deadline_s(context, default=self._config.max_call_s)
 
-    async def _play(self, answer: Answer, claim: Claim) -> AsyncGenerator[bytes, None]:
-        """The chunks of the answer, from one replica after another until it is whole."""
-        num_failed = num_in_a_row = 0
+
+class Player:
+    """Plays calls on the replicas of `places`, whichever face of the router they came to."""
+
+    def __init__(self, config: RouterConfig, places: Places) -> None:
+        """Play on the replicas of `places`."""
+        self._config = config
+        self._places = places
+
+    async def play(self, raw: bytes, answer: Answer, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
+        """The chunks of the answer to the serialized GenerateRequest `raw`, from one replica after another until it is
+        whole. Leaving it early aborts the request in the engine.
+
+        Raises:
+            PenstockError: the request is none, or nobody could play it to its end.
+        """
+        query = read_query(raw, with_blocks=self._places.policy.reads_blocks)
+        claim = Claim(query=query, deadline=time.monotonic() + timeout_s)
+        tries, num_tokens = Tries(self._config.max_tries), query.num_tokens
         while True:
             place, num_before = await self._places.take(claim), answer.num_tokens
             try:
@@ -76,47 +98,75 @@ class GenerateServicer:
                     async for chunk in chunks:
                         yield chunk
                 return
-            except (UnreachableError, OverloadedError, NotReadyError) as error:
-                claim.last_error = error  # the replica never had the call, or turned it away: no fault of the call
-            except UnavailableError as error:
+            except PenstockError as error:
+                if not self._fits_elsewhere(error, place, answer, query):
+                    tries.count(error, has_progressed=answer.num_tokens > num_before)
                 claim.last_error = error
-                num_failed += 1
-                num_in_a_row = 0 if answer.num_tokens > num_before else num_in_a_row + 1
-            replica_id, why = place.member.candidate.replica_id, str(claim.last_error)
-            log.warning("generate.retried", request=claim.query.request_id, replica=replica_id, error=why)
-            if num_in_a_row >= self._config.max_tries or num_failed >= _MAX_TRIES_FACTOR * self._config.max_tries:
-                raise UnavailableError(f"given up after {num_failed} replicas failed; the last: {why}")
-            claim.query.excluded |= {replica_id}
+            replica_id, why = place.culprit.member.candidate.replica_id, str(claim.last_error)
+            log.warning("generate.retried", request=query.request_id, replica=replica_id, error=why)
+            query.excluded |= {replica_id}
+            if answer.num_tokens > num_before:
+                claim.waited_s = 0.0
+                query.num_tokens = max(query.num_tokens, num_tokens + answer.num_tokens)
+
+    def _fits_elsewhere(self, error: PenstockError, place: Place, answer: Answer, query: Query) -> bool:
+        """Whether the call was refused by a replica that is too small for what others have begun; then it goes on with
+        larger ones, if there are any."""
+        if not isinstance(error, InvalidRequestError) or answer.num_tokens == 0 or place.max_tokens == 0:
+            return False
+        query.num_tokens = place.max_tokens + 1
+        return not self._places.is_too_long(query)
 
 
 async def _play_leg(place: Place, answer: Answer, deadline: float) -> AsyncGenerator[bytes, None]:
-    """What the replica delivers of the answer; gives the place back. Unless the answer is whole then, it fails."""
-    member = place.member
+    """What the place's replica or pair delivers of the answer; gives the place back. Unless the answer is whole then,
+    it fails, and `place.culprit` says who did."""
     with place:
-        if not await member.connected(min(_CONNECT_TIMEOUT_S, _seconds_until(deadline))):
-            if _seconds_until(deadline) == 0.0:
-                raise DeadlineError(f"{member.name}: the deadline passed before there was a connection")
-            raise UnreachableError(f"{member.name}: no connection")
-        stream, has_begun = member.generate_stream(answer.leg, timeout_s=_seconds_until(deadline)), False
+        has_begun = False
         error: PenstockError
         try:
-            async for chunk in stream:
-                place.answered()
-                has_begun = True
-                yield answer.take(chunk)
-            error = UnavailableError(f"{member.name}: its stream ended before its last chunk")
-        except grpc.aio.AioRpcError as failure:
-            error = error_of(failure, peer=member.name)
-        finally:
-            stream.cancel()
-        if isinstance(error, OverloadedError | NotReadyError):
-            if not has_begun:
-                raise error  # a refusal; the leg is still to be played
-            error = UnavailableError(f"{error}, in mid-answer")  # gRPC says so of streams that it resets
+            async with contextlib.aclosing(_chunks(place, answer.leg, deadline)) as chunks:
+                async for chunk in chunks:
+                    place.answered()
+                    has_begun = True
+                    yield answer.take(chunk)
+            error = UnavailableError(f"{place.member.name}: its stream ended before its last chunk")
+        except HalfError as failure:
+            if place.prefill is not None and failure.half is place.prefill.member.half:
+                place.culprit = place.prefill
+            error = await place.judge(failure.error)
+        except PenstockError as failure:
+            error = failure
+        if isinstance(error, AccessError):  # the replica's fault or this router's, but not the caller's
+            error = UnavailableError(str(error))
+        if isinstance(error, OverloadedError | NotReadyError) and not has_begun:
+            raise error  # a refusal; the leg is still to be played
         if not answer.end_leg():
             raise error
         place.settle(None)
 
 
-def _seconds_until(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
+def _chunks(place: Place, leg: bytes, deadline: float) -> AsyncGenerator[bytes, None]:
+    """What the replica streams, or the pair."""
+    member, prefill = place.member, place.prefill
+    if prefill is None:
+        return play_leg(
+            member.channel,
+            lambda timeout_s: member.generate_stream(leg, timeout_s=timeout_s),
+            name=member.name,
+            deadline=deadline,
+        )
+    request = leg + generate_pb2.GenerateRequest(bootstrap=place.bootstrap).SerializeToString()
+
+    def hand_over() -> None:
+        prefill.settle(None)
+        prefill.give_back()
+
+    return play_pair(
+        prefill.member.half,
+        member.half,
+        start_prefill=lambda timeout_s: prefill.member.generate(request, timeout_s=timeout_s),
+        start_decode=lambda timeout_s: member.generate_stream(request, timeout_s=timeout_s),
+        on_handover=hand_over,
+        deadline=deadline,
+    )

@@ -10,7 +10,9 @@ from penstock.rpc.server import deadline_s
 from penstock.v1 import rollout_pb2, rollout_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.breaker import BreakerState
 from services.router.config import RouterConfig
-from services.router.places import Claim, Places
+from services.router.line import Claim
+from services.router.place import Place
+from services.router.places import Places
 from services.router.policy import Query, find_obstacle, hash_blocks
 from services.router.pool import Pool
 from services.router.routes import Routes
@@ -52,7 +54,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 unroutable_reason="" if obstacle is None else obstacle.value,
                 num_in_flight=candidate.num_in_flight,
                 limit=candidate.limit.places,
-                load=candidate.load,
+                load=candidate.own_load,
                 breaker=_BREAKER_STATES[candidate.breaker.state],
             )
         return response
@@ -62,24 +64,34 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         request: router_pb2.RouteRequest,
         context: grpc.aio.ServicerContext[router_pb2.RouteRequest, router_pb2.RouteResponse],
     ) -> router_pb2.RouteResponse:
-        """Choose a replica and keep a place there."""
+        """Choose a replica or a pair, and keep the place there, or both places."""
         query = Query(
             session_id=request.session_id,
             min_version=request.min_policy_version,
             excluded=frozenset(request.excluded_replica_ids),
             blocks=hash_blocks(request.prefix_ids) if self._places.policy.reads_blocks else (),
+            num_tokens=request.num_prompt_ids + 1 if request.num_prompt_ids else 0,
         )
         if not request.ttl_s >= 0:
             raise InvalidRequestError(f"ttl_s = {request.ttl_s} is no length of time; give seconds, or 0")
         ttl_s = min(request.ttl_s or self._config.route_ttl_s, self._config.route_ttl_s)
         deadline = time.monotonic() + deadline_s(context, default=self._config.max_call_s)
         place = await self._places.take(Claim(query=query, deadline=deadline))
-        replica = place.member.candidate.replica
+        replica, max_tokens, prefill = place.member.candidate.replica, place.max_tokens, place.split()
         return router_pb2.RouteResponse(
             route_id=self._routes.open(place, ttl_s=ttl_s),
             replica_id=replica.replica_id,
             address=replica.address,
             ttl_s=ttl_s,
+            prefill=None if prefill is None else self._open_prefill(prefill, ttl_s=ttl_s),
+            bootstrap=place.bootstrap,
+            max_tokens=max_tokens,
+        )
+
+    def _open_prefill(self, place: Place, *, ttl_s: float) -> router_pb2.PrefillRoute:
+        replica = place.member.candidate.replica
+        return router_pb2.PrefillRoute(
+            route_id=self._routes.open(place, ttl_s=ttl_s), replica_id=replica.replica_id, address=replica.address
         )
 
     async def ReleaseRoute(  # noqa: N802 - gRPC's name
@@ -88,7 +100,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         context: grpc.aio.ServicerContext[router_pb2.ReleaseRouteRequest, router_pb2.ReleaseRouteResponse],
     ) -> router_pb2.ReleaseRouteResponse:
         """Give the place back."""
-        return router_pb2.ReleaseRouteResponse(was_kept=self._routes.release(request.route_id, request.outcome))
+        return router_pb2.ReleaseRouteResponse(was_kept=await self._routes.release(request.route_id, request.outcome))
 
     async def DrainReplica(  # noqa: N802 - gRPC's name
         self,

@@ -9,8 +9,9 @@ import uuid
 import structlog
 
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
+from penstock.legs import UnreachableError
 from penstock.v1 import router_pb2
-from services.router.places import Place, UnreachableError
+from services.router.place import Place
 
 log = structlog.get_logger()
 
@@ -35,31 +36,43 @@ class Routes:
         self._places[route_id] = place, ending
         return route_id
 
-    def release(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> bool:
+    async def release(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> bool:
         """Give the place back; false if that has happened already.
 
         Args:
             route_id: Its name.
             outcome: What came of the call.
         """
-        kept = self._places.pop(route_id, None)
-        if kept is None:
+        place = self._end(route_id)
+        if place is None:
             return False
-        place, ending = kept
-        ending.cancel()
-        if outcome == router_pb2.ROUTE_OUTCOME_SUCCEEDED:
-            place.settle(None)
-        elif outcome in _ERROR_OF_OUTCOME:
-            place.settle(_ERROR_OF_OUTCOME[outcome]())
-        place.give_back()
+        with place:
+            if outcome == router_pb2.ROUTE_OUTCOME_SUCCEEDED:
+                place.settle(None)
+            elif outcome in _ERROR_OF_OUTCOME:
+                place.settle(await place.judge(_ERROR_OF_OUTCOME[outcome]()))
         return True
 
     def close(self) -> None:
         """Give all back."""
         for route_id in list(self._places):
-            self.release(route_id, router_pb2.ROUTE_OUTCOME_UNSPECIFIED)
+            self._give_back(route_id)
 
     def _expire(self, route_id: str) -> None:
         place, _ = self._places[route_id]
         log.warning("route.expired", route=route_id, replica=place.member.candidate.replica_id)
-        self.release(route_id, router_pb2.ROUTE_OUTCOME_UNSPECIFIED)
+        self._give_back(route_id)
+
+    def _give_back(self, route_id: str) -> None:
+        place = self._end(route_id)
+        if place is not None:
+            place.give_back()
+
+    def _end(self, route_id: str) -> Place | None:
+        """The place, which is no route's any more."""
+        kept = self._places.pop(route_id, None)
+        if kept is None:
+            return None
+        place, ending = kept
+        ending.cancel()
+        return place

@@ -6,46 +6,85 @@ It keeps nothing that another router would need: several serve one pool, and not
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from penstock.bus.connection import Bus, connect
+from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.torch_free import torch_hidden
 from penstock.v1 import router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.places import Places
 from services.router.pool import open_pool
-from services.router.proxy import SERVICE_NAME, GenerateServicer
+from services.router.proxy import SERVICE_NAME, GenerateServicer, Player
 from services.router.router_service import RouterServicer
 from services.router.routes import Routes
 
 if TYPE_CHECKING:
     from services.recipe import ServiceRecipe
+    from services.router.openai.server import Voice
 
 
 @asynccontextmanager
-async def routing(config: RouterConfig, bus: Bus) -> AsyncIterator[RpcServer]:
-    """Run a router during the context; it drains at the end."""
+async def routing(config: RouterConfig, bus: Bus, *, voice: "Voice | None" = None) -> AsyncIterator[RpcServer]:
+    """Run a router during the context, with the OpenAI-compatible face if it has a voice; it drains at the end."""
     async with open_pool(config, bus) as pool:
         places, routes = Places(config, pool), Routes()
+        player = Player(config, places)
         server = RpcServer(host=config.host, port=config.port)
-        server.add(GenerateServicer.register, GenerateServicer(config, places), SERVICE_NAME)
+        server.add(GenerateServicer.register, GenerateServicer(config, player), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
         servicer = RouterServicer(config, pool, places, routes)
         server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, servicer, router_name)
         await server.start()
         try:
-            yield server
+            async with AsyncExitStack() as faces:
+                if voice is not None:
+                    from services.router.openai.server import speaking
+
+                    await faces.enter_async_context(speaking(config, bus, player, voice))
+                yield server
         finally:
             await server.drain(config.grace_s)
             routes.close()
 
 
 async def serve(recipe: "ServiceRecipe", stop: asyncio.Event) -> None:
-    """Run the router of `recipe` until `stop`."""
-    async with connect(recipe.bus, run=recipe.run.name) as bus, routing(recipe.router, bus):
+    """Run the router of `recipe` until `stop`.
+
+    Meant for a process of its own: transformers is kept from importing torch.
+
+    Raises:
+        ConfigError: the OpenAI-compatible face is wanted, and no model or none with a tokenizer is given.
+        SetupError: NATS is out of reach, a port is in use, or a package is missing.
+    """
+    voice = None if recipe.router.http_port is None else await asyncio.to_thread(_load_voice, recipe)
+    async with (
+        connect(recipe.bus, run=recipe.run.name) as bus,
+        routing(recipe.router, bus, voice=voice),
+    ):
         with _rare_collections():
             await stop.wait()
+
+
+def _load_voice(recipe: "ServiceRecipe") -> "Voice":
+    if recipe.model is None:
+        raise ConfigError(
+            f"router.http_port = {recipe.router.http_port} needs the model's tokenizer; give --model.path=FOLDER"
+        )
+    try:
+        from services.router.openai.server import Voice
+
+        with torch_hidden():
+            return Voice.load(
+                recipe.router, run=recipe.run.name, model_path=recipe.model.path, sampling=recipe.sampling
+            )  # fmt: skip
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"router.http_port needs the Python package {error.name!r}, which is not installed; "
+            "`pip install 'penstock[router]'`"
+        ) from None
 
 
 @contextmanager

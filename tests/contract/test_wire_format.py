@@ -11,6 +11,7 @@ from penstock.records import (
     Message,
     Prompt,
     Record,
+    RecordedCall,
     Sample,
     TextPart,
     Verdict,
@@ -46,6 +47,24 @@ SAMPLE = Sample(
     text="3",
 )
 GROUP = Group(prompt=PROMPT, samples=(SAMPLE,), worker_id="w")
+CALL = RecordedCall(
+    session="s",
+    request_id="q",
+    choice=1,
+    created=2.5,
+    input_ids=np.array([5], np.int32),
+    images=(b"\x89PNG",),
+    output_ids=np.array([6, 7], np.int32),
+    logprobs=np.array([-0.5, -1.25], np.float32),
+    version_spans=(VersionSpan(num_tokens=2, policy_version=3),),
+    finish_reason="stop",
+    temperature=0.5,
+    top_p=1.0,
+    top_k=0,
+    num_prompt_tokens=9,
+    num_cached_tokens=4,
+    text="3",
+)
 
 PROMPT_WIRE = (
     "8ba672756e5f6964a572756e2d31a5696e64657807a7617474656d707401ab696e6361726e6174696f6ea161b061646d"
@@ -66,6 +85,15 @@ GROUP_WIRE = (
     "6e756d5f6c6173745f7475726e5f746f6b656e7302ad66696e6973685f726561736f6ea473746f70a776657264696374"
     "84a573636f7265cb3ff0000000000000a6737461747573a24f4ba9657874726163746564a133a66d6574686f64a54558"
     "414354a474657874a133a9776f726b65725f6964a177a56572726f72a0"
+)
+
+CALL_WIRE = (
+    "de0010a773657373696f6ea173aa726571756573745f6964a171a663686f69636501a763726561746564cb4004000000"
+    "000000a9696e7075745f69647393a33c69349101c40405000000a6696d6167657391c40489504e47aa6f75747075745f"
+    "69647393a33c69349102c4080600000007000000a86c6f6770726f627393a33c66349102c408000000bf0000a0bfad76"
+    "657273696f6e5f7370616e7391920203ad66696e6973685f726561736f6ea473746f70ab74656d7065726174757265cb"
+    "3fe0000000000000a5746f705f70cb3ff0000000000000a5746f705f6b00b16e756d5f70726f6d70745f746f6b656e73"
+    "09b16e756d5f6361636865645f746f6b656e7304a474657874a133"
 )
 
 MESSAGES: list[tuple[ProtoMessage, str]] = [
@@ -135,6 +163,18 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
     (
         router_pb2.RouteResponse(route_id="r", replica_id="e", address="h:1", ttl_s=0.5),
         "0a01721201651a03683a31250000003f",
+    ),
+    (router_pb2.RouteRequest(num_prompt_ids=300), "30ac02"),
+    (
+        router_pb2.RouteResponse(
+            route_id="r",
+            replica_id="d",
+            address="h:1",
+            prefill=router_pb2.PrefillRoute(route_id="q", replica_id="p", address="h:2"),
+            bootstrap=generate_pb2.Bootstrap(host="h", port=8998, room=1 << 61, policy_version=3),
+            max_tokens=9,
+        ),
+        "0a01721201641a03683a312a0b0a01711201701a03683a3232120a016810a6461880808080808080802020033809",
     ),
     (
         router_pb2.ReleaseRouteRequest(route_id="r", outcome=router_pb2.ROUTE_OUTCOME_REFUSED),
@@ -216,7 +256,9 @@ def test_messages_keep_their_wire_format(message: ProtoMessage, wire: str) -> No
     assert type(message).FromString(bytes.fromhex(wire)) == message
 
 
-@pytest.mark.parametrize(("record", "wire"), [(PROMPT, PROMPT_WIRE), (GROUP, GROUP_WIRE)], ids=["prompt", "group"])
+@pytest.mark.parametrize(
+    ("record", "wire"), [(PROMPT, PROMPT_WIRE), (GROUP, GROUP_WIRE), (CALL, CALL_WIRE)], ids=["prompt", "group", "call"]
+)
 def test_records_on_the_bus_are_still_read(record: Record, wire: str) -> None:
     """What an earlier version stored decodes to the same record, and is stored the same way today."""
     assert encode(record).hex() == wire

@@ -10,6 +10,7 @@ from penstock.bus.connection import Bus
 from services.router.config import RouterConfig
 from services.router.server import routing
 from tests.simulated_engine import SimulatedEngine
+from tests.simulated_pair import SimulatedDecode, SimulatedPrefill
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -21,8 +22,11 @@ async def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 async def test_lists_and_drains_replicas(bus: Bus, tmp_path: Path) -> None:
-    """A table, the same as JSON, by address or recipe; a drained replica is listed as draining."""
+    """A table, the same as JSON, by address or recipe; a drained replica is listed as draining, and half a pair with
+    its role and why it has no partner."""
     async with (
+        SimulatedPrefill(bus, replica_id="x-prefill", tensor_parallel=2).running(),
+        SimulatedDecode(bus, replica_id="y-decode").running(),
         SimulatedEngine(bus, replica_id="one", policy_version=3, max_running=4).running(),
         SimulatedEngine(bus, replica_id="two", policy_version=3).running() as two,
         routing(RouterConfig(), bus) as server,
@@ -33,7 +37,7 @@ async def test_lists_and_drains_replicas(bus: Bus, tmp_path: Path) -> None:
         assert listed.returncode == 0, listed.stderr
         pool = json.loads(listed.stdout)
         assert (pool["published_version"], pool["num_waiting"]) == (0, 0)
-        first, second = pool["replicas"]
+        first, second, prefill, decode = pool["replicas"]
         assert first == {
             "replica_id": "one",
             "address": first["address"],
@@ -52,6 +56,11 @@ async def test_lists_and_drains_replicas(bus: Bus, tmp_path: Path) -> None:
             "reason": "",
         }
         assert (second["kv_use"], second["load"]) == (0.25, 0.25)
+        assert [(each["role"], each["routable"]) for each in (prefill, decode)] == [
+            ("prefill", False),
+            ("decode", False),
+        ]
+        assert "of another tensor_parallel than its partners" in prefill["reason"]
 
         host, _, port = server.address.rpartition(":")
         recipe = tmp_path / "recipe.toml"

@@ -19,7 +19,7 @@ from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing, serve
 from tests.engine_processes import engine_process
-from tests.routers import Caller, pool, router
+from tests.routers import Caller, failure, pool, router
 from tests.simulated_engine import SimulatedEngine
 from tests.waiting import until
 
@@ -31,12 +31,6 @@ OPEN = router_pb2.BREAKER_STATE_OPEN
 async def publish(bus: Bus, version: int, min_version: int) -> None:
     value = {"version": version, "min_version": min_version, "run_id": "r", "step": version}
     await (await bus.bucket("policy")).put("current", json.dumps(value).encode())
-
-
-async def failure(pending) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pending
-    return caught.value
 
 
 async def test_a_call_passes_through_unchanged(bus: Bus) -> None:

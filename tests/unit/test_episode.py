@@ -12,12 +12,12 @@ import pytest
 from penstock.config import SamplingConfig
 from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, UnavailableError
 from penstock.records import ImagePart, Message, Prompt, TextPart, Verdict, VersionSpan
+from penstock.render import Renderer
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Observation, StepResult
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
-from services.rollout.worker.render import Renderer
 from services.rollout.worker.trace import LENGTH, STOP
 
 PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"

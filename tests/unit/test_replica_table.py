@@ -6,12 +6,13 @@ from rich.console import Console
 
 from penstock.cli import replica_table
 from penstock.v1 import common_pb2, router_pb2
+from services.router.policy import Obstacle
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     """Eighty columns: ids are whole, for one has to be typed to drain it, and so is every word of a reason."""
     pool = router_pb2.ListReplicasResponse(published_version=1200, min_policy_version=1196, num_waiting=7)
-    for number, reason in enumerate(("", "of a role that answers no whole requests", "failing or not reachable")):
+    for number, reason in enumerate(("", Obstacle.OTHER_TENSOR_PARALLEL.value, "failing or not reachable")):
         pool.replicas.add(
             replica=common_pb2.Replica(
                 replica_id=f"engine-0123456789{number:02}",
@@ -34,6 +35,6 @@ def test_the_table_fits_a_narrow_terminal() -> None:
     assert max(map(len, text.splitlines())) <= 80
     for word in ("engine-012345678901", "unified", "updating", "1200", "12.34", "100%", "1024/1536", "half-open"):
         assert word in text
-    for word in ("yes", "no:", "role", "answers", "requests", "failing", "reachable"):
+    for word in ("yes", "no:", "SGLang", "cannot", "cache", "failing", "reachable"):
         assert word in text.split()
     assert "published version 1200, oldest allowed 1196, 7 calls waiting" in text

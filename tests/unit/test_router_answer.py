@@ -49,8 +49,12 @@ def test_reads_what_a_call_wants() -> None:
     sampling = generate_pb2.SamplingParams(max_new_tokens=1)
     long = generate_pb2.GenerateRequest(input_ids=[1] * 130, sampling=sampling).SerializeToString()
     assert len(read_query(long, with_blocks=True).blocks) == 2
+    assert read_query(long, with_blocks=False).num_tokens == 131
     with pytest.raises(InvalidRequestError, match="3 bytes are no GenerateRequest"):
         read_query(b"\xff\xff\xff", with_blocks=False)
+    half = generate_pb2.GenerateRequest(sampling=sampling, bootstrap=generate_pb2.Bootstrap(room=1))
+    with pytest.raises(InvalidRequestError, match="bootstrap"):
+        read_query(half.SerializeToString(), with_blocks=False)
 
 
 def test_an_unbroken_answer_is_that_of_the_replica() -> None:

@@ -107,3 +107,15 @@ def test_two_routers_come_to_share_a_replica_evenly() -> None:
         one.report(max_running=64, num_queued=num_queued, kv_use=0.0)
         other.report(max_running=64, num_queued=num_queued, kv_use=0.0)
     assert abs(one.places - other.places) <= 2
+
+
+def test_does_not_grow_in_the_time_in_which_it_turned_a_call_away() -> None:
+    """Nor is what was used before it or after it a reason to grow; a time without a refusal is."""
+    limit = Limit(CONFIG, 16)
+    limit.use(16)
+    limit.refuse()
+    limit.use(8)
+    limit.report(max_running=16, num_queued=0, kv_use=0.5)
+    assert limit.places == 8
+    keep_up(limit)
+    assert limit.places == 10

@@ -7,14 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.v1 import common_pb2
-from services.router.breaker import Breaker
-from services.router.config import BreakerConfig, LimitConfig, PolicyName, RouterConfig
-from services.router.limits import Limit
+from services.router.config import PolicyName, RouterConfig
 from services.router.policy import (
     Candidate,
     NoReplica,
     Obstacle,
-    Policy,
     Query,
     explain,
     find_obstacle,
@@ -23,62 +20,19 @@ from services.router.policy import (
 )
 from services.router.policy.affinity import AffinityPolicy, Sessions
 from services.router.policy.choice import is_overloaded
-
-READY = common_pb2.REPLICA_STATE_READY
-UPDATING = common_pb2.REPLICA_STATE_UPDATING
-DRAINING = common_pb2.REPLICA_STATE_DRAINING
-UNIFIED = common_pb2.REPLICA_ROLE_UNIFIED
-
-Pool = dict[str, Candidate]
-
-
-def replica(
-    replica_id: str = "a",
-    *,
-    state: int = READY,
-    version: int = 0,
-    running: int = 0,
-    queued: int = 0,
-    max_running: int = 8,
-    role: int = UNIFIED,
-) -> common_pb2.Replica:
-    return common_pb2.Replica(
-        replica_id=replica_id,
-        role=role,
-        state=state,
-        policy_version=version,
-        num_running=running,
-        num_queued=queued,
-        max_running=max_running,
-    )
-
-
-def candidate(
-    replica_id: str, *, in_flight: int = 0, failing: bool = False, refusing: bool = False, factor: float = 2.0, **fields
-) -> Candidate:
-    lease = replica(replica_id, **fields)
-    limit = Limit(LimitConfig(factor=factor), lease.max_running)
-    made = Candidate(lease, limit=limit, breaker=Breaker(BreakerConfig()))
-    made.num_in_flight = in_flight
-    made.refusing_until = 1.0 if refusing else 0.0
-    if failing:
-        made.breaker.fail(0.0, probe=False, unreachable=True)
-    return made
-
-
-def pool_of(*candidates: Candidate) -> Pool:
-    return {each.replica_id: each for each in candidates}
-
-
-def chosen(policy: Policy, pool: Pool, query: Query | None = None) -> str | None:
-    """Choose and record, as the router does."""
-    query = query or Query()
-    picked = policy.choose(query, pool, 0.0)
-    if picked is None:
-        return None
-    policy.record(query, picked.replica_id)
-    return picked.replica_id
-
+from tests.candidates import (
+    DECODE,
+    DRAINING,
+    PREFILL,
+    READY,
+    UNIFIED,
+    UPDATING,
+    Pool,
+    candidate,
+    chosen,
+    pool_of,
+    replica,
+)
 
 pools = st.lists(
     st.builds(
@@ -90,6 +44,9 @@ pools = st.lists(
         queued=st.integers(0, 20),
         max_running=st.integers(0, 16),
         role=st.sampled_from(common_pb2.ReplicaRole.values()),
+        backend=st.sampled_from(["mooncake", "mooncake", "nixl", ""]),
+        tensor_parallel=st.sampled_from([1, 1, 2]),
+        max_tokens=st.sampled_from([0, 10, 20]),
         in_flight=st.integers(0, 20),
         failing=st.booleans(),
         refusing=st.booleans(),
@@ -104,6 +61,7 @@ queries = st.builds(
     min_version=st.integers(0, 6),
     excluded=st.frozensets(st.sampled_from("abcdefgh")),
     blocks=st.tuples(st.integers(0, 3)),
+    num_tokens=st.sampled_from([0, 10, 11, 21]),
 )
 
 
@@ -118,18 +76,32 @@ def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
     if own is not None:
         policy.record(query, own)
     picked = policy.choose(query, pool, 0.5)
-    fit = {
+    able = {
         each.replica_id
         for each in pool.values()
         if each.replica.state in (READY, UPDATING)
-        and each.replica.role == UNIFIED
         and each.replica.policy_version >= query.min_version
+        and (each.replica.max_tokens or 99) >= query.num_tokens
         and each.replica_id not in query.excluded
         and each.breaker.allows(0.5)
         and each.refusing_until <= 0.5
         and each.num_in_flight < each.limit.places
     }
-    assert fit == {name for name, each in pool.items() if find_obstacle(each, query, 0.5) is None}
+    pairs = {
+        (one.replica_id, other.replica_id)
+        for one in pool.values()
+        for other in pool.values()
+        if (one.replica.role, other.replica.role) == (PREFILL, DECODE)
+        and {one.replica_id, other.replica_id} <= able
+        and one.replica.state == other.replica.state == READY
+        and one.replica.policy_version == other.replica.policy_version
+        and one.replica.disaggregation.tensor_parallel == other.replica.disaggregation.tensor_parallel > 0
+        and one.replica.disaggregation.transfer_backend == other.replica.disaggregation.transfer_backend
+    }
+    unified = {name for name in able if pool[name].replica.role == UNIFIED}
+    fit = unified | {prefill for prefill, _ in pairs}
+    useful = unified | {name for pair in pairs for name in pair}
+    assert useful == {name for name, each in pool.items() if find_obstacle(each, query, 0.5) is None}
     if picked is None:
         assert not fit
         why = explain(pool.values(), query, 0.5)
@@ -137,6 +109,15 @@ def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
         assert str(why)
     else:
         assert picked.replica_id in fit
+        if picked.replica.role == PREFILL:
+            partner = picked.find_partner(query, 0.5)
+            assert partner is not None
+            assert (picked.replica_id, partner.replica_id) in pairs
+            able = [pool[decode] for prefill, decode in pairs if prefill == picked.replica_id]
+            next_load, least = (
+                min(each.own_load + 1 / each.num_places for each in those) for those in ([partner], able)
+            )
+            assert next_load == least
         if own in fit and query.session_id and name is PolicyName.AFFINITY:
             assert picked.replica_id == own
 
@@ -146,9 +127,9 @@ def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
 def test_affinity_prefers_ready_and_then_the_least_loaded(pool: Pool) -> None:
     """Without a session, no fit replica is better than the chosen one: ready before updating, then by load."""
     picked = AffinityPolicy(max_sessions=1).choose(Query(), pool, 0.0)
-    fit = [each for each in pool.values() if find_obstacle(each, Query(), 0.0) is None]
+    fit = [each for each in pool.values() if each.is_fit(Query(), 0.0)]
     if picked is not None:
-        rank = {each.replica_id: (each.replica.state != READY, each.load) for each in fit}
+        rank = {each.replica_id: (each.replica.state != READY, each.next_load) for each in fit}
         assert rank[picked.replica_id] == min(rank.values())
 
 
@@ -180,6 +161,12 @@ def test_load_is_relative_to_what_a_replica_can_run() -> None:
     pool = pool_of(
         candidate("small", running=2, max_running=4), candidate("large", running=3, queued=1, max_running=16)
     )
+    assert chosen(AffinityPolicy(max_sessions=1), pool) == "large"
+
+
+def test_a_call_goes_where_it_weighs_least() -> None:
+    """An idle replica of four has a quarter of its places taken with it, a busier one of sixteen an eighth."""
+    pool = pool_of(candidate("small", running=0, max_running=4), candidate("large", running=1, max_running=16))
     assert chosen(AffinityPolicy(max_sessions=1), pool) == "large"
 
 

@@ -12,6 +12,11 @@ class WorkerConfig(Config):
     """Worker processes that `penstock train` starts."""
     concurrency: int = pydantic.Field(default=16, ge=1)
     """Prompt groups that one worker process plays at once."""
+    host: str = "127.0.0.1"
+    """Address on which it answers health checks."""
+    port: int = pydantic.Field(default=0, ge=0, le=65535)
+    """Port on which it answers health checks; 0 takes any that is free. With several workers on one machine it must be
+    0."""
     router_address: str = ""
     """host:port of the router, or of a single engine. Empty: the router's port on this machine."""
     reward_address: str = ""

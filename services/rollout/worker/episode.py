@@ -17,11 +17,11 @@ import structlog
 from penstock.config import SamplingConfig
 from penstock.errors import DeadlineError, PenstockError
 from penstock.records import Prompt, Sample, Verdict
+from penstock.render import Renderer
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Environment, Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.render import Renderer
 from services.rollout.worker.trace import LENGTH, Trace
 
 log = structlog.get_logger()

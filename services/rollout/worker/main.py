@@ -21,12 +21,13 @@ from penstock.clients import GenerateClient, RewardClient
 from penstock.codec import decode, encode
 from penstock.errors import ConfigError, CorruptMessageError
 from penstock.records import Group, Prompt
+from penstock.render import Renderer
+from penstock.rpc.server import RpcServer
 from penstock.tokens import context_length, forbidden_token_ids
+from penstock.torch_free import torch_hidden
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
 from services.rollout.worker.group import GroupPlayer
-from services.rollout.worker.render import Renderer
-from services.rollout.worker.torch_free import torch_hidden
 
 if TYPE_CHECKING:
     from services.recipe import Recipe
@@ -71,6 +72,9 @@ async def serve(recipe: Recipe, stop: asyncio.Event) -> None:
         await bus.ensure_streams()
         ack_wait_s = recipe.bus.ack_wait_s
         consumer = await open_consumer(bus, bus.prompts, _CONSUMER, ack_wait_s=ack_wait_s, max_ack_pending=_MAX_IN_HAND)
+        health = RpcServer(host=config.host, port=config.port)
+        await health.start()
+        stack.push_async_callback(health.drain, 0.0)
         log.info("worker.started", worker=worker_id, router=router_address, reward=reward_address)
         await work(
             consumer,

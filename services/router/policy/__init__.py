@@ -1,17 +1,32 @@
 """Which replica gets a call. Pure: no network, and no clock: time is passed in.
 
-Invariant: a replica that a policy chooses is alive, able to take calls and at least of the wanted policy version.
+Policies choose who reads the prompt: a unified or a prefill replica, for its prefix cache is what a session comes back
+for. Who decodes for a prefill replica is not theirs to choose: it is the least loaded of its partners (`pairing`).
+
+Invariant: a replica that a policy chooses is alive, able to take calls, large enough and at least of the wanted policy
+version; a prefill replica has a partner of which the same is true.
 """
 
 from services.router.config import PolicyName, RouterConfig
 from services.router.policy.affinity import AffinityPolicy
-from services.router.policy.candidate import Candidate, NoReplica, Obstacle, Query, explain, find_obstacle
+from services.router.policy.candidate import (
+    PASSING,
+    Candidate,
+    NoReplica,
+    Obstacle,
+    Query,
+    explain,
+    find_obstacle,
+)
 from services.router.policy.choice import Policy
 from services.router.policy.consistent_hash import ConsistentHashPolicy
+from services.router.policy.pairing import MISMATCHES, largest, pair_up, sizes
 from services.router.policy.prefix import PrefixPolicy, hash_blocks
 from services.router.policy.round_robin import RoundRobinPolicy
 
 __all__ = [
+    "MISMATCHES",
+    "PASSING",
     "Candidate",
     "NoReplica",
     "Obstacle",
@@ -20,7 +35,10 @@ __all__ = [
     "explain",
     "find_obstacle",
     "hash_blocks",
+    "largest",
     "make_policy",
+    "pair_up",
+    "sizes",
 ]
 
 

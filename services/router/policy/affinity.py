@@ -50,7 +50,10 @@ class Sessions:
 
 
 class AffinityPolicy:
-    """The session's own replica if it is fit; else the least loaded, and of these the one with the fewest sessions."""
+    """The session's own replica if it is fit; else the least loaded, and of these the one with the fewest sessions.
+
+    Both are counted by place, and the load with the call that is to be given (shortest expected delay).
+    """
 
     reads_blocks = False
 
@@ -64,8 +67,11 @@ class AffinityPolicy:
         if own is not None and own.is_fit(query, now):
             return own
         fit = find_fit(query, candidates, now)
-        num_of = self.sessions.num_of
-        return min(fit, key=lambda each: (each.load, num_of(each.replica_id), each.replica_id), default=None)
+        return min(fit, key=self._rank, default=None)
+
+    def _rank(self, candidate: Candidate) -> tuple[float, float, str]:
+        num_sessions = self.sessions.num_of(candidate.replica_id)
+        return candidate.next_load, num_sessions / candidate.num_places, candidate.replica_id
 
     def record(self, query: Query, replica_id: str) -> None:
         """The session belongs to this replica from now on."""

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import sys
 from collections.abc import Iterable
 
 from penstock.v1 import common_pb2
@@ -16,13 +17,32 @@ class Obstacle(enum.Enum):
     STARTING = "starting"
     BROKEN = "broken by a push that ended half-way"
     DRAINING = "draining"
-    ROLE = "of a role that answers no whole requests"
+    UPDATING = "taking a push"
+    ROLE = "of no role that can answer"
+    NO_PARTNER = "without a partner: it takes a prefill and a decode replica to answer"
+    OTHER_BACKEND = "of another transfer_backend than its partners"
+    OTHER_TENSOR_PARALLEL = (
+        "of another tensor_parallel than its partners: SGLang cannot move a KV cache between unequal ones"
+    )
+    OTHER_VERSION = "without a partner of its policy version"
+    SMALL = "too small for it"
     STALE = "below policy version"
     TRIED = "tried already"
     FAILING = "failing or not reachable"
-    REFUSING = "refusing calls"
+    PARTNERS_UNFIT = "without a partner that can take calls"
+    PARTNERS_FULL = "without a partner that has places left"
     FULL = "at the limit of calls"
+    REFUSING = "refusing calls"
 
+
+PASSING = frozenset((Obstacle.UPDATING, Obstacle.PARTNERS_FULL, Obstacle.FULL))
+"""What goes away by itself, for certain: worth waiting for until a call's deadline."""
+
+HALVES = (common_pb2.REPLICA_ROLE_PREFILL, common_pb2.REPLICA_ROLE_DECODE)
+"""Roles that answer in pairs only."""
+
+UNBOUNDED = sys.maxsize
+"""The `max_tokens` of a replica that does not say."""
 
 _OBSTACLE_OF_STATE = {
     common_pb2.REPLICA_STATE_UNSPECIFIED: Obstacle.STARTING,
@@ -46,24 +66,35 @@ class Query:
     """Ids of replicas that failed this very call."""
     blocks: tuple[int, ...] = ()
     """What `prefix.hash_blocks` makes of the prompt, if the policy wants it."""
+    num_tokens: int = 0
+    """Tokens that it takes at least: its prompt's ids, and one. 0: not known."""
+    num_small: int = 0
+    """How many of the sizes that replicas have (`pairing.sizes`) are too small for `num_tokens`."""
 
     @property
-    def need(self) -> tuple[int, frozenset[str]]:
+    def need(self) -> tuple[int, frozenset[str], int]:
         """Calls of equal needs can be taken by the same replicas, whatever the policy prefers."""
-        return self.min_version, self.excluded
+        return self.min_version, self.excluded, self.num_small
 
 
 class Candidate:
-    """A replica that holds its lease, kept up to date in place: choosing reads all of them for every new session."""
+    """A replica that holds its lease, kept up to date in place: choosing reads all of them for every new session.
+
+    Policies choose among those that read prompts: unified and prefill replicas, for a session's prefix cache is there.
+    A prefill replica is fit together with one of its partners, and then it is the least loaded partner that decodes.
+    """
 
     __slots__ = (
         "breaker",
         "is_settled",
         "limit",
+        "lone",
+        "max_tokens",
         "num_elsewhere",
         "num_in_flight",
         "num_places",
         "obstacle",
+        "partners",
         "policy_version",
         "refusing_until",
         "replica",
@@ -80,6 +111,10 @@ class Candidate:
         """Calls that this router has with it, and places that it gave out."""
         self.refusing_until = 0.0
         """Until when it is left alone, for it turned a call away."""
+        self.partners: tuple[Candidate, ...] | None = () if replica.role in HALVES else None
+        """The replicas with which it makes a pair, as `pairing.pair_up` finds them; None if it needs none."""
+        self.lone: Obstacle | None = None if self.partners is None else Obstacle.NO_PARTNER
+        """Why it has no partners."""
         self.update(replica)
         self.was_settled = self.is_settled
         """Whether it took no push when its limit was adapted last."""
@@ -90,8 +125,15 @@ class Candidate:
         self.policy_version = replica.policy_version
         self.obstacle: Obstacle | None = _OBSTACLE_OF_STATE.get(replica.state)
         """What its lease says against it, versions aside."""
-        if self.obstacle is None and replica.role != common_pb2.REPLICA_ROLE_UNIFIED:
-            self.obstacle = Obstacle.ROLE
+        if replica.role in HALVES:
+            if not replica.HasField("disaggregation"):
+                self.obstacle = self.obstacle or Obstacle.ROLE
+            elif replica.state == common_pb2.REPLICA_STATE_UPDATING:
+                # It would take no call before the push is over, and then have another version than the pair.
+                self.obstacle = Obstacle.UPDATING
+        elif replica.role != common_pb2.REPLICA_ROLE_UNIFIED:
+            self.obstacle = self.obstacle or Obstacle.ROLE
+        self.max_tokens = replica.max_tokens or UNBOUNDED
         self.is_settled = replica.state == common_pb2.REPLICA_STATE_READY
         """Not taking a push."""
         self.num_places = max(1, replica.max_running)
@@ -109,20 +151,57 @@ class Candidate:
             self.limit.report(max_running=said.max_running, num_queued=said.num_queued, kv_use=said.kv_use)
 
     @property
-    def load(self) -> float:
+    def own_load(self) -> float:
         """Calls per place."""
         return (self.num_in_flight + self.num_elsewhere) / self.num_places
 
+    @property
+    def load(self) -> float:
+        """The same, and where a pair would answer, with what its least loaded partner has: a call uses up both."""
+        if not self.partners:
+            return self.own_load
+        return self.own_load + min(each.own_load for each in self.partners)
+
+    @property
+    def next_load(self) -> float:
+        """Its load with one call more. By the load without it, small replicas come to have more per place than large
+        ones: each is filled to the same level, and beyond it by one call."""
+        if not self.partners:
+            return self._own_next_load
+        return self._own_next_load + min(each._own_next_load for each in self.partners)
+
+    @property
+    def _own_next_load(self) -> float:
+        return self.own_load + 1 / self.num_places
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it reads prompts for partners that decode."""
+        return self.replica.role == common_pb2.REPLICA_ROLE_PREFILL
+
     def is_fit(self, query: Query, now: float) -> bool:
-        """Whether nothing keeps the call away."""
+        """Whether a policy may choose it: nothing keeps the call away from it, nor from all that would decode."""
+        return self.is_able(query, now) and (
+            self.partners is None or (self.is_prefill and any(each.is_able(query, now) for each in self.partners))
+        )
+
+    def is_able(self, query: Query, now: float) -> bool:
+        """Whether nothing keeps the call away from this replica, partners aside."""
         return (
             self.obstacle is None
+            and self.lone is None
             and self.policy_version >= query.min_version
+            and self.max_tokens >= query.num_tokens
             and self.num_in_flight < self.limit.places
             and self.refusing_until <= now
             and self.replica_id not in query.excluded
             and self.breaker.allows(now)
         )
+
+    def find_partner(self, query: Query, now: float) -> "Candidate | None":
+        """The partner that takes the other half of the call: the least loaded of those that can."""
+        able = (each for each in self.partners or () if each.is_able(query, now))
+        return min(able, key=lambda each: (each._own_next_load, each.replica_id), default=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +233,33 @@ class NoReplica:
 
 
 def find_obstacle(candidate: Candidate, query: Query, now: float) -> Obstacle | None:
-    """What keeps the call away from the replica; None exactly when it is fit. What lasts longest is named first."""
+    """What keeps the call away from the replica, or from all its partners; None exactly when it can take (part of) it.
+    What lasts longest is named first."""
+    own = _find_own_obstacle(candidate, query, now)
+    if candidate.partners is None or own not in (None, Obstacle.FULL):
+        return own
+    theirs = {_find_own_obstacle(each, query, now) for each in candidate.partners}
+    if None in theirs:
+        return own
+    return own or Obstacle.PARTNERS_FULL if Obstacle.FULL in theirs else Obstacle.PARTNERS_UNFIT
+
+
+def _find_own_obstacle(candidate: Candidate, query: Query, now: float) -> Obstacle | None:
     if candidate.obstacle is not None:
         return candidate.obstacle
+    if candidate.lone is not None:
+        return candidate.lone
+    if candidate.max_tokens < query.num_tokens:
+        return Obstacle.SMALL
     if candidate.policy_version < query.min_version:
         return Obstacle.STALE
     if not candidate.breaker.allows(now):
         return Obstacle.FAILING
     if candidate.replica_id in query.excluded:
         return Obstacle.TRIED
-    if candidate.refusing_until > now:
-        return Obstacle.REFUSING
-    return Obstacle.FULL if candidate.num_in_flight >= candidate.limit.places else None
+    if candidate.num_in_flight >= candidate.limit.places:
+        return Obstacle.FULL
+    return Obstacle.REFUSING if candidate.refusing_until > now else None
 
 
 def explain(candidates: Iterable[Candidate], query: Query, now: float) -> NoReplica:

@@ -8,6 +8,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.consumer import open_consumer
 from penstock.clients import GenerateClient, RewardClient
 from penstock.records import VersionSpan
+from penstock.render import Renderer
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
@@ -15,7 +16,6 @@ from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
 from services.rollout.worker.group import GroupPlayer
 from services.rollout.worker.main import Desk
-from services.rollout.worker.render import Renderer
 from services.router import server as router_server
 from services.router.config import RouterConfig
 from tests.speaking_engine import (

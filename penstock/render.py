@@ -5,19 +5,37 @@ said is never tokenised again: a later turn's ids are appended to the ids before
 not torch.
 """
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.detokenize import TokenTexts
 from penstock.errors import ConfigError, InvalidRequestError
-from penstock.records import Message, TextPart
+from penstock.records import Message, Record, TextPart
 from penstock.tokens import image_token_id
 
 # Text that spells a special token is taken out before the template is filled in, and spelt out in ordinary tokens
 # afterwards. Private-use characters mark its place; where a text holds these themselves they are taken out likewise.
 _OPEN, _CLOSE, _ASSISTANT = "\ue000", "\ue001", "\ue002"
 _TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+_PROBE = "penstock_probe"
+
+
+class ToolCall(Record, frozen=True):
+    """A function that an assistant called, by its name and the arguments that it gave."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class CallingMessage(Message, frozen=True):
+    """An assistant's message that calls tools, its text before the calls."""
+
+    tool_calls: tuple[ToolCall, ...]
 
 
 class Renderer:
@@ -58,15 +76,52 @@ class Renderer:
             ) from None
         return cls(tokenizer, image_token_id=image_token_id(model_path))
 
-    def render_prompt(self, messages: Sequence[Message], *, num_images: int) -> list[int]:
+    def render_prompt(
+        self, messages: Sequence[Message], *, num_images: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The ids of a conversation, up to where the assistant begins to speak.
+
+        Args:
+            messages: The conversation.
+            num_images: Images that it shows.
+            tools: What the assistant may call, each as a JSON schema in the form of OpenAI; see `takes_tools`.
 
         Raises:
             InvalidRequestError: the placeholders are not as many as the images, or the template refuses.
         """
         taken_out: list[str] = []
-        rendered = self._fill_template([self._to_chat(message, taken_out) for message in messages])
+        chat = [self._to_chat(message, taken_out) for message in messages]
+        take_out = functools.partial(self._take_out, taken_out)
+        rendered = self._fill_template(chat, tools=[_each_text(tool, take_out) for tool in tools])
         return self._tokenize(rendered, taken_out, num_images=num_images)
+
+    def render_text(self, text: str) -> list[int]:
+        """The ids of a bare text, without template; what spells a special token is spelt out in ordinary ones."""
+        taken_out: list[str] = []
+        return self._tokenize(self._take_out(taken_out, text), taken_out, num_images=0)
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the assistant of tools."""
+        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
+        try:
+            return _PROBE in self._fill_template([self._content("user", "?")], tools=[tool])
+        except InvalidRequestError:
+            return False
+
+    def token_texts(self) -> TokenTexts:
+        """What each id says, special ones nothing.
+
+        Raises:
+            ConfigError: the tokenizer is no byte-level BPE.
+        """
+        decoder = repr(self._tokenizer.backend_tokenizer.decoder)
+        if "ByteLevel" not in decoder:
+            raise ConfigError(
+                f"model.path: the tokenizer's decoder is {decoder[:80]}; text can be streamed of byte-level BPE only"
+            )
+        added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
+        return TokenTexts(self._tokenizer.get_vocab(), added=added, special_ids=self._special_ids)
 
     def render_continuation(self, last_id: int, messages: Sequence[Message], *, num_images: int) -> list[int]:
         """The ids that follow an assistant's turn: its end, `messages`, and where the assistant speaks again.
@@ -96,11 +151,7 @@ class Renderer:
 
     def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
         """The message as chat templates know it, with text that spells special tokens taken out."""
-
-        def take_out(match: re.Match[str]) -> str:
-            taken_out.append(match[0])
-            return f"{_OPEN}{len(taken_out) - 1}{_CLOSE}"
-
+        take_out = functools.partial(self._take_out, taken_out)
         # Neighbouring texts are joined first: together they may spell what neither does alone.
         content: list[dict[str, str]] = []
         for part in message.parts:
@@ -112,23 +163,37 @@ class Renderer:
                 content.append({"type": "text", "text": part.text})
         for piece in content:
             if piece["type"] == "text":
-                piece["text"] = self._forged.sub(take_out, piece["text"])
+                piece["text"] = take_out(piece["text"])
+        chat: dict[str, Any] = {"role": message.role}
+        if isinstance(message, CallingMessage):
+            calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+            chat["tool_calls"] = [{"type": "function", "function": _each_text(call, take_out)} for call in calls]
         if self._image_token_id is not None:
-            return {"role": message.role, "content": content}
+            return {**chat, "content": content}
         if any(piece["type"] == "image" for piece in content):
             raise InvalidRequestError(
                 "the prompt has images, but the model takes none: its config.json has no image_token_id"
             )
-        return {"role": message.role, "content": "".join(piece["text"] for piece in content)}
+        return {**chat, "content": "".join(piece["text"] for piece in content)}
+
+    def _take_out(self, taken_out: list[str], text: str) -> str:
+        """The text with marks for what spells special tokens, which is appended to `taken_out`."""
+
+        def mark(match: re.Match[str]) -> str:
+            taken_out.append(match[0])
+            return f"{_OPEN}{len(taken_out) - 1}{_CLOSE}"
+
+        return self._forged.sub(mark, text)
 
     def _content(self, role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": text if self._image_token_id is None else [{"type": "text", "text": text}]}
 
-    def _fill_template(self, chat: list[dict[str, Any]]) -> str:
+    def _fill_template(self, chat: list[dict[str, Any]], *, tools: Sequence[Any] = ()) -> str:
         from jinja2 import TemplateError
 
+        options = {"tools": list(tools)} if tools else {}
         try:
-            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)
             raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
@@ -155,3 +220,15 @@ class Renderer:
                 f"the text holds {text!r}, which the tokenizer cannot spell in ordinary tokens; remove it from the data"
             )
         return ids
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The JSON value with every text in it changed, keys too."""
+    match value:
+        case str():
+            return change(value)
+        case list():
+            return [_each_text(each, change) for each in value]
+        case dict():
+            return {change(key): _each_text(each, change) for key, each in value.items()}
+    return value

@@ -1,0 +1,100 @@
+"""Calls that wait for a place.
+
+Invariant: of the calls that wait for the same, the one that came first is the first to be given one.
+"""
+
+import asyncio
+import dataclasses
+import heapq
+from typing import Generic, TypeVar
+
+from penstock.errors import PenstockError
+from services.router.policy import Query
+
+PlaceT = TypeVar("PlaceT")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Claim:
+    """A call's right to a place, over all its tries; who came first keeps that when it has to wait again."""
+
+    query: Query
+    """What it wants."""
+    deadline: float
+    """Time of `time.monotonic()` at which its caller stops to wait."""
+    order: int = 0
+    """Its number in the line; 0 until it first asks."""
+    waited_s: float = 0.0
+    """How long it waited while nobody could have taken it; whoever gave it tokens ended that."""
+    last_error: PenstockError | None = None
+    """What its last try met with."""
+
+
+class Waiter(Generic[PlaceT]):
+    """A claim that stands in line."""
+
+    __slots__ = ("claim", "place")
+
+    def __init__(self, claim: Claim) -> None:
+        """Stand for `claim`, from now on."""
+        self.claim = claim
+        self.place: asyncio.Future[PlaceT] = asyncio.get_running_loop().create_future()
+        """What it is given; cancelled when it has left."""
+
+    def __lt__(self, other: "Waiter[PlaceT]") -> bool:
+        return self.claim.order < other.claim.order
+
+
+class Line(Generic[PlaceT]):
+    """Waiters of equal needs, the oldest first. Those that left are passed over and cleared out now and then.
+
+    It also keeps the time in which there was no replica for them that works. A waiter cannot tell that by itself: when
+    it happens to look, a replica that turns everybody away may be full of the next ones to be turned away.
+    """
+
+    __slots__ = ("_heap", "_num_left", "hopeless_s", "is_hopeless", "looked_at")
+
+    def __init__(self) -> None:
+        """Nobody waits."""
+        self._heap: list[Waiter[PlaceT]] = []
+        self._num_left = 0
+        self.hopeless_s = 0.0
+        """How long there was nobody to wait for but in hope of better times, up to `looked_at`."""
+        self.is_hopeless = False
+        """Whether that is so now."""
+        self.looked_at = 0.0
+        """When somebody last looked."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._heap) - self._num_left
+
+    def join(self, waiter: Waiter[PlaceT]) -> None:
+        """The waiter waits, from now on, at the place that its claim's order gives it."""
+        heapq.heappush(self._heap, waiter)
+
+    def head(self) -> Waiter[PlaceT]:
+        """The oldest; there must be one."""
+        while self._heap[0].place.done():
+            heapq.heappop(self._heap)
+            self._num_left -= 1
+        return self._heap[0]
+
+    def serve(self, place: PlaceT) -> None:
+        """The head gets the place and is out of the line."""
+        heapq.heappop(self._heap).place.set_result(place)
+
+    def look(self, now: float, *, is_hopeless: bool) -> None:
+        """Whether there is nobody to wait for now; until now it was as it was when somebody looked before."""
+        if self.is_hopeless:
+            self.hopeless_s += now - self.looked_at
+        self.is_hopeless, self.looked_at = is_hopeless, now
+
+    def leave(self, waiter: Waiter[PlaceT]) -> None:
+        """The waiter waits no longer; no effect on one that was served."""
+        if waiter.place.cancel():
+            self._num_left += 1
+        if 2 * self._num_left > len(self._heap):
+            self._heap = [each for each in self._heap if not each.place.done()]
+            heapq.heapify(self._heap)
+            self._num_left = 0

@@ -1,0 +1,64 @@
+"""Errors in the form of OpenAI's, so that its clients raise what they have for each."""
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from penstock.errors import InvalidRequestError, PenstockError, UserError
+from penstock.http.json_body import printable
+from penstock.http.status import headers_of, status_of
+
+_TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
+_CODE_OF_STATUS = {
+    400: "invalid_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+    429: "overloaded",
+    500: "internal",
+    503: "unavailable",
+    504: "deadline_exceeded",
+}
+
+
+class ParameterError(InvalidRequestError):
+    """A parameter of the request is wrong."""
+
+    def __init__(self, param: str, message: str) -> None:
+        """`message` begins with the name of `param`, or says what it is about."""
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(ParameterError):
+    """The request names a model that is not served."""
+
+
+def status_for(error: BaseException) -> int:
+    """The HTTP status that OpenAI's clients expect."""
+    if isinstance(error, UnknownModelError):
+        return 404
+    return 400 if isinstance(error, InvalidRequestError | UserError) else status_of(error)
+
+
+def body_of(error: BaseException) -> dict[str, Any]:
+    """The error as JSON."""
+    status = status_for(error)
+    code = "model_not_found" if isinstance(error, UnknownModelError) else None
+    if isinstance(error, PenstockError):
+        message = str(error)
+    else:
+        message = "the deadline passed" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    return error_body(status, message, param=getattr(error, "param", None), code=code)
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error of that status as JSON."""
+    kind = _TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = code or _CODE_OF_STATUS.get(status)
+    return {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
+
+
+def error_response(status: int, body: dict[str, Any]) -> JSONResponse:
+    """The answer that tells of an error."""
+    return JSONResponse(body, status, headers=headers_of(status))

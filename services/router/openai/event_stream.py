@@ -1,0 +1,64 @@
+"""An answer as server-sent events.
+
+Invariant: what fails before the first event is an HTTP status; what fails after it is an event that holds `error`, and
+then there is no `[DONE]`.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from services.router.openai.errors import body_of
+
+log = structlog.get_logger()
+
+Tell: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+"""Sends one event."""
+
+
+class EventStream(Response):
+    """The response: what `narrate` tells, and how it ended."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, narrate: Callable[[Tell], Awaitable[None]], headers: Callable[[], Mapping[str, str]]) -> None:
+        """`narrate` is called once; `headers` when it tells of the first event."""
+        super().__init__()
+        self._narrate = narrate
+        self._later_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        has_begun = False
+
+        async def write(text: str) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self._head()})
+            body = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            await self._narrate(lambda event: write(json.dumps(event, ensure_ascii=False)))
+            await write("[DONE]")
+        except (PenstockError, TimeoutError) as error:
+            if not has_begun:
+                raise
+            log.warning("stream.failed", path=scope["path"], error=str(error))
+            await write(json.dumps(body_of(error)))
+        await send({"type": "http.response.body", "body": b""})
+
+    def _head(self) -> list[tuple[bytes, bytes]]:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **self._later_headers(),
+        }
+        return [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -1,0 +1,56 @@
+"""Two routers as processes over two simulated engines that say what they are told, and OpenAI's client for each."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+from openai import AsyncOpenAI
+
+from penstock.bus.connection import connect
+from penstock.config import BusConfig
+from penstock.render import Renderer
+from tests.openai_stage import MODEL_PATH, Stage
+from tests.router_process import router_process
+from tests.simulated_speaker import SimulatedSpeaker
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    """The model's template and tokenizer."""
+    return Renderer.load(MODEL_PATH)
+
+
+@pytest.fixture(scope="session")
+async def whole_stage(nats_url: str, renderer: Renderer) -> AsyncIterator[Stage]:
+    """Everything, once for all tests."""
+    run = f"test-{uuid.uuid4().hex[:12]}"
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(connect(BusConfig(url=nats_url, lease_ttl_s=5.0), run=run))
+        engines = [
+            await stack.enter_async_context(
+                SimulatedSpeaker(bus, replica_id=f"r{index}", policy_version=3 + index).running()
+            )
+            for index in range(2)
+        ]
+        settings = ("--bus.lease_ttl_s=5", "--router.wait_for_replica_s=1", "--router.grace_s=0",
+                    "--router.openai.max_images=2", "--router.openai.max_image_mb=1", "--router.openai.max_body_mb=5",
+                    "--sampling.temperature=0.5", "--sampling.max_new_tokens=77")  # fmt: skip
+        starting = [stack.enter_async_context(router_process(nats_url, run, MODEL_PATH, *settings)) for _ in range(2)]
+        routers = await asyncio.gather(*starting)
+        clients = [
+            await stack.enter_async_context(
+                AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=30.0)
+            )
+            for router in routers
+        ]
+        yield Stage(run=run, bus=bus, engines=engines, routers=routers, clients=clients, renderer=renderer)
+        await bus.delete_run()
+
+
+@pytest.fixture
+async def stage(whole_stage: Stage) -> Stage:
+    """The stage with engines as they were at the beginning."""
+    await whole_stage.reset()
+    return whole_stage

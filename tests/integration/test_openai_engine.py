@@ -1,0 +1,95 @@
+"""Calls of a black-box agent to real SGLang, and the trainer's own logprobs of what was recorded of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from openai import AsyncOpenAI
+
+from penstock.bus.connection import connect
+from penstock.bus.recordings import Recordings
+from penstock.config import BusConfig
+from penstock.records import Group, Prompt, RecordedCall, Verdict
+from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
+from services.trainer.policy.batch import GroupReader, ModelTokens
+from services.trainer.policy.images import ImagePatcher
+from services.trainer.policy.packing import pad
+from services.trainer.policy.policy_model import PolicyModel, load_policy
+from tests.engine_process import EngineProcess
+from tests.engine_reference import TOLERANCE, Reference, picture
+from tests.openai_stage import data_url
+from tests.router_process import router_process
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TEMPERATURE = 0.7
+NO_VERDICT = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
+
+
+@torch.no_grad()
+def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) -> torch.Tensor:
+    """What the trainer makes of a recorded call: read as a group, packed as a batch, scored by its model."""
+    prompt = Prompt(
+        run_id="r", index=0, attempt=0, incarnation="a", admitted_version=0, num_samples=1, messages=(), images=(),
+        golds=("3",), profile="math", environment="single_turn",
+    )  # fmt: skip
+    tokens = ModelTokens(
+        vocab_size=vocab_size(model_path),
+        image_id=image_token_id(model_path),
+        forbidden_ids=frozenset(forbidden_token_ids(model_path)),
+    )
+    group = Group(prompt=prompt, samples=(call.sample(NO_VERDICT),), worker_id="w")
+    [sequence] = GroupReader(tokens, ImagePatcher(model_path)).read(group).sequences
+    return policy(pad([sequence], [0.0], [1.0]))
+
+
+async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
+    engine: EngineProcess, current: Reference, tiny_model_path: Path, nats_url: str
+) -> None:
+    """With images and without, streamed and whole, cut by a stop string and not: to 1e-4, by transformers and by the
+    trainer's own path from record to batch. An image that is none is refused by the engine in so many words."""
+    run = engine.log.parent.name
+    version = (await engine.replica()).policy_version
+    policy = load_policy(
+        tiny_model_path, temperature=TEMPERATURE, forbidden_ids=forbidden_token_ids(tiny_model_path)
+    )  # fmt: skip
+    policy.model.load_state_dict(current.model.state_dict())
+    images = [picture(150, 101, seed=1), picture(96, 96, format="JPEG")]
+    parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    looked = [{"role": "user", "content": [*parts, {"type": "text", "text": "Find x."}]}]
+    plain = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "What is 2 + 3?"}]
+    async with (
+        router_process(nats_url, run, tiny_model_path, "--router.grace_s=0") as router,
+        AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
+        connect(BusConfig(url=nats_url), run=run) as bus,
+    ):
+        create = client.chat.completions.create
+        options = {"model": run, "temperature": TEMPERATURE, "max_tokens": 24, "user": "agent"}
+        answer = await create(messages=looked, n=2, logprobs=True, extra_body={"record": True}, **options)
+        assert answer.system_fingerprint == f"policy-{version}"
+        stream = await create(messages=looked, stream=True, extra_body={"record": True}, **options)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        await create(messages=plain, stop=["e", "a", "1", " "], extra_body={"record": True}, **options)
+        with pytest.raises(Exception, match=r"images\[0\] .* cannot be decoded") as refused:
+            await create(
+                messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(b"no")}}]}],
+                **options,
+            )
+        assert getattr(refused.value, "status_code", None) == 400
+        calls = [call for _, call in await Recordings(bus).read("agent")]
+    assert [len(call.images) for call in calls] == [2, 2, 2, 0]
+    assert calls[2].text == text
+    for call, choice in zip(calls, answer.choices, strict=False):
+        assert call.text == choice.message.content
+        assert call.logprobs.tolist() == pytest.approx([entry.logprob for entry in choice.logprobs.content])
+    for call in calls:
+        assert list(call.images) == images[: len(call.images)]
+        assert {span.policy_version for span in call.version_spans} == {version}
+        recorded = torch.from_numpy(np.array(call.logprobs))
+        expected, num_prompt = current.logprobs(
+            call.input_ids.tolist(), call.images, call.output_ids.tolist(), temperature=TEMPERATURE
+        )
+        assert call.num_prompt_tokens == num_prompt
+        assert (recorded - expected).abs().max() < TOLERANCE
+        assert (recorded - trained_logprobs(policy, call, tiny_model_path)).abs().max() < TOLERANCE

@@ -1,0 +1,155 @@
+"""Clients that the router gives a pair, and that then talk to both halves themselves."""
+
+import asyncio
+import contextlib
+import signal
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.errors import InvalidRequestError, OverloadedError
+from penstock.rpc.channel import connect
+from penstock.v1 import generate_pb2, router_pb2, router_pb2_grpc
+from services.router.config import RouterConfig
+from services.router.server import routing
+from tests.engine_processes import engine_process
+from tests.integration.test_routed_client import num_in_flight, request, routed, until_idle, until_routable
+from tests.simulated_engine import FIRST_ID, SimulatedEngine
+from tests.simulated_pair import SimulatedDecode, SimulatedPrefill
+from tests.waiting import until
+
+CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
+
+
+async def test_a_turn_is_played_by_the_pair_that_the_router_names(bus: Bus) -> None:
+    """Both halves get one request, in one room; the prefill replica's place is free when its part is done."""
+    async with (
+        SimulatedPrefill(bus, replica_id="p").running() as p,
+        SimulatedDecode(bus, replica_id="d", token_s=0.02).running() as d,
+        routed(bus) as (client, router),
+    ):
+        await until_routable(router, 2)
+        playing = asyncio.create_task(client.generate(request(30), timeout_s=10.0))
+        await until(lambda: p.num_answered == 1, timeout_s=5.0)
+        async with asyncio.timeout(5.0):
+            while [each.num_in_flight for each in (await router.list_replicas()).replicas] != [1, 0]:
+                await asyncio.sleep(0.01)
+        assert not playing.done()
+        answer = await playing
+        assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 30))
+        assert answer.replica_id == "d"
+        assert p.requests == d.requests
+        await until_idle(router)
+        async with contextlib.aclosing(client.stream(request(1000), timeout_s=60.0)) as leaving:
+            await anext(leaving)
+        await until(lambda: d.num_cancelled == 1, timeout_s=5.0)
+        await until_idle(router)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_turn_whose_half_is_killed_goes_on_with_another(bus: Bus, run_name: str, role: str) -> None:
+    """A prefill replica before its part is done, a decode replica in mid-stream; its partner is used again."""
+    is_prefill = role == "prefill"
+    kind, other = (SimulatedPrefill, SimulatedDecode) if is_prefill else (SimulatedDecode, SimulatedPrefill)
+    waits = {"pair_timeout_s": 30.0}
+    async with (
+        engine_process(bus, run_name, "a-victim", role=role, delay_s=30.0 * is_prefill, token_s=0.02) as victim,
+        other(bus, replica_id="stays", **waits).running() as stays,
+        routed(bus) as (client, router),
+    ):
+        await until_routable(router, 2)
+        parts: list[generate_pb2.GenerateChunk] = []
+
+        async def play() -> None:
+            async for chunk in client.stream(request(40), timeout_s=30.0):
+                parts.append(chunk)
+
+        playing = asyncio.create_task(play())
+        await until(lambda: stays.num_running == 1 if is_prefill else len(parts) >= 5, timeout_s=10.0)
+        async with kind(bus, replica_id="heir", **waits).running() as heir:
+            await until_routable(router, 3)
+            victim.send_signal(signal.SIGKILL)
+            await asyncio.wait_for(playing, 15.0)
+            assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 40))
+            await until(lambda: heir.num_answered == 1, timeout_s=5.0)
+            assert len(set(stays.rooms)) == len(stays.rooms) == 2
+            states = {each.replica.replica_id: each.breaker for each in (await router.list_replicas()).replicas}
+            assert states["stays"] == CLOSED
+            await until_idle(router)
+
+
+async def test_a_half_that_refuses_is_passed_over(bus: Bus) -> None:
+    """And only that one."""
+    async with (
+        SimulatedPrefill(bus, replica_id="p").running() as p,
+        SimulatedDecode(bus, replica_id="a", error=OverloadedError("full")).running() as full,
+        SimulatedDecode(bus, replica_id="b").running() as free,
+        routed(bus) as (client, router),
+    ):
+        await until_routable(router, 3)
+        assert (await client.generate(request(), timeout_s=10.0)).replica_id == "b"
+        assert (full.num_calls, free.num_calls, p.num_calls) == (1, 1, 2)
+        await until_idle(router)
+
+
+async def test_both_places_of_a_pair_end_by_themselves(bus: Bus) -> None:
+    """Each has a route of its own: given back one by one, or when their time is over."""
+    async with (
+        SimulatedPrefill(bus, replica_id="p").running(),
+        SimulatedDecode(bus, replica_id="d").running(),
+        routed(bus) as (_, router),
+        routing(RouterConfig(), bus) as server,
+        connect(server.address) as channel,
+    ):
+        del router
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+
+        async def in_flight() -> int:
+            listed = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+            return sum(each.num_in_flight for each in listed.replicas)
+
+        async with asyncio.timeout(5.0):
+            while len((await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)).replicas) < 2:
+                await asyncio.sleep(0.02)
+        route = await stub.Route(router_pb2.RouteRequest(ttl_s=5.0), timeout=5.0)
+        assert (route.replica_id, route.prefill.replica_id) == ("d", "p")
+        assert route.bootstrap.room > 0
+        assert await in_flight() == 2
+        for route_id, left in ((route.prefill.route_id, 1), (route.route_id, 0)):
+            released = await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route_id), timeout=5.0)
+            assert released.was_kept
+            assert await in_flight() == left
+        await stub.Route(router_pb2.RouteRequest(ttl_s=0.3), timeout=5.0)
+        assert await in_flight() == 2
+        async with asyncio.timeout(5.0):
+            while await in_flight():
+                await asyncio.sleep(0.05)
+
+
+async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(bus: Bus) -> None:
+    """Also where only the replica itself knows that the turn is too long; one that nobody can hold fails."""
+    async with (
+        SimulatedEngine(bus, replica_id="large", fail_after=8).running() as large,
+        routed(bus, breaker={"failures": 100}) as (client, router),
+    ):
+        large.replica.max_tokens = 30
+        await large.update()
+        await until_routable(router, 1)
+        parts = client.stream(request(16), timeout_s=20.0)
+        await anext(parts)
+        async with SimulatedEngine(bus, replica_id="small", error=InvalidRequestError("too long")).running() as small:
+            small.replica.max_tokens = 20
+            await small.update()
+            await until_routable(router, 2)
+            left = [token async for part in parts for token in part.output_ids]
+            assert len(left) == 15
+            assert small.num_calls == 1
+            with pytest.raises(InvalidRequestError, match="30 ids is too long: the largest replica takes 30 tokens"):
+                await client.generate(
+                    generate_pb2.GenerateRequest(
+                        input_ids=[1] * 30, sampling=generate_pb2.SamplingParams(max_new_tokens=1)
+                    ),
+                    timeout_s=5.0,
+                )
+            await until_idle(router)
+            assert await num_in_flight(router) == 0

@@ -1,0 +1,160 @@
+"""The router when replicas come and go, and what stays where it was."""
+
+import asyncio
+import collections
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator
+
+from penstock.bus.connection import Bus, connect
+from penstock.rpc.channel import connect as connect_channel
+from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2
+from tests.routers import Caller, ids, pool, router
+from tests.simulated_engine import SimulatedEngine
+from tests.waiting import until
+
+
+async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:
+    """With consistent_hash, though neither tells the other anything."""
+    async with (
+        pool(steady_bus, 4, policy="consistent_hash") as (caller, _),
+        connect(steady_bus.config, run=run_name) as other_bus,
+        router(other_bus, policy="consistent_hash") as other,
+    ):
+        await other.until_routable(4)
+        for index in range(20):
+            mine, theirs = await caller.generate(f"s{index}"), await other.generate(f"s{index}")
+            assert mine.replica_id == theirs.replica_id
+
+
+async def test_a_group_shares_the_replica_that_has_its_prompt(bus: Bus) -> None:
+    """With prefix: equal prompts go to one replica, though their sessions differ; other prompts spread."""
+    async with pool(bus, 3, policy="prefix") as (caller, _):
+        prompts = [[number] * 100 for number in range(3)]
+        homes = collections.defaultdict(set)
+        for turn in range(4):
+            for number, prompt in enumerate(prompts):
+                answer = await caller.generate(f"{number}-{turn}", input_ids=prompt)
+                homes[number].add(answer.replica_id)
+        assert all(len(home) == 1 for home in homes.values())
+
+
+async def test_a_drain_goes_on_when_the_lease_ends(bus: Bus) -> None:
+    """The replica answers though it is no longer one of the pool's."""
+    async with (
+        pool(bus, 1, engine={"delay_s": 1.0}) as (caller, [engine]),
+        connect_channel(engine.replica.address) as channel,
+    ):
+        request = generate_pb2.GenerateRequest(sampling=generate_pb2.SamplingParams(max_new_tokens=1))
+        running = asyncio.ensure_future(generate_pb2_grpc.GenerateServiceStub(channel).Generate(request, timeout=5.0))
+        await until(lambda: engine.num_running == 1)
+        drain = router_pb2.RouterServiceDrainReplicaRequest(replica_id="r0", grace_s=5.0)
+        draining = asyncio.ensure_future(caller.router.DrainReplica(drain, timeout=10.0))
+        await caller.until(lambda pool: pool.replicas[0].replica.state == common_pb2.REPLICA_STATE_DRAINING)
+        assert engine._lease is not None
+        await engine._lease._bucket.delete("r0")
+        assert (await draining).num_finished == 1
+        await running
+
+
+async def test_a_drained_replica_hands_its_calls_over(bus: Bus) -> None:
+    """Through the router: calls go on elsewhere from their tokens, sessions move, and the rest do not."""
+    async with pool(bus, 2, engine={"token_s": 0.02}, chunk_tokens=4) as (caller, [leaving, staying]):
+        sessions = [f"s{n}" for n in range(8)]
+        before = {each: (await caller.generate(each)).replica_id for each in sessions}
+        pending = {each: asyncio.ensure_future(caller.generate(each, num_tokens=50)) for each in sessions}
+        await until(lambda: leaving.num_running == 4, timeout_s=5.0)
+        request = router_pb2.RouterServiceDrainReplicaRequest(replica_id="r0", grace_s=0.3)
+        drained = await caller.router.DrainReplica(request, timeout=10.0)
+        assert (drained.num_finished, drained.num_handed_over) == (0, 4)
+        for each, call in pending.items():
+            answer = await call
+            assert list(answer.output_ids) == ids(50)
+            assert answer.replica_id == "r1"
+            assert before[each] in ("r0", "r1")
+        assert all(len(taken_over.input_ids) >= 4 for taken_over in staying.requests if "#" in taken_over.request_id)
+        assert (await caller.generate("s0")).replica_id == "r1"
+
+
+class Churn:
+    """Replicas that come and go at random, and who of them was there without a break."""
+
+    def __init__(self, bus: Bus, caller: Caller, seed: int) -> None:
+        self._bus = bus
+        self._caller = caller
+        self._random = random.Random(seed)
+        self._leaving: dict[str, asyncio.Event] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.gone: set[str] = set()
+        self.num_started = 0
+
+    async def _live(self, name: str, crash: bool, leave: asyncio.Event) -> None:
+        engine = SimulatedEngine(self._bus, replica_id=name, token_s=0.02, max_running=64)
+        async with engine.running():
+            await leave.wait()
+            self.gone.add(name)
+            if crash:
+                await engine.stop_serving()
+            else:
+                request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=name, grace_s=0.2)
+                await self._caller.router.DrainReplica(request, timeout=10.0)
+
+    def start(self) -> None:
+        name = f"r{self.num_started:03}"
+        self.num_started += 1
+        self._leaving[name] = leave = asyncio.Event()
+        self._tasks.append(asyncio.create_task(self._live(name, self._random.random() < 0.5, leave)))
+
+    def stop_one(self) -> None:
+        name = self._random.choice(sorted(self._leaving))
+        self._leaving.pop(name).set()
+
+    async def run(self, duration_s: float, num_replicas: int) -> None:
+        """Start and stop some, so that there are about `num_replicas`."""
+        until_s = time.monotonic() + duration_s
+        while time.monotonic() < until_s:
+            await asyncio.sleep(self._random.uniform(0.1, 0.4))
+            self.stop_one()
+            self.start()
+            assert len(self._leaving) == num_replicas
+
+    @contextlib.asynccontextmanager
+    async def of(self, num_replicas: int) -> AsyncIterator["Churn"]:
+        for _ in range(num_replicas):
+            self.start()
+        try:
+            await self._caller.until_routable(num_replicas)
+            yield self
+        finally:
+            for leave in self._leaving.values():
+                leave.set()
+            await asyncio.gather(*self._tasks)
+
+
+async def test_replicas_that_come_and_go_lose_no_request(steady_bus: Bus) -> None:
+    """Sixteen, half of those that leave by a crash: every answer is whole, and sessions stay where they can."""
+    async with (
+        router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4) as caller,
+        Churn(steady_bus, caller, 0).of(16) as churn,
+    ):
+        stop, num_answers = asyncio.Event(), 0
+
+        async def play(session: str) -> None:
+            nonlocal num_answers
+            home = ""
+            while not stop.is_set():
+                answer = await caller.generate(session, num_tokens=10, timeout_s=30.0)
+                assert list(answer.output_ids) == ids(10)
+                if home and home not in churn.gone:
+                    assert answer.replica_id == home
+                home = answer.replica_id
+                num_answers += 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(32):
+                group.create_task(play(f"s{number}"))
+            await churn.run(15.0, 16)
+            stop.set()
+        assert churn.num_started > 40
+        assert num_answers > 500

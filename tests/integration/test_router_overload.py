@@ -1,0 +1,112 @@
+"""The router when there is more to do than replicas can take: limits, the line, and who says that it is full."""
+
+import asyncio
+
+import grpc
+
+from penstock.bus.connection import Bus
+from penstock.errors import OverloadedError
+from penstock.v1 import common_pb2
+from tests.routers import failure, pool
+
+
+async def test_calls_beyond_the_limit_wait_in_line(bus: Bus) -> None:
+    """First come, first served, one place at a time; who cancels leaves the line, and all are answered."""
+    limit = {"factor": 1.0}
+    async with pool(bus, 1, engine={"max_running": 1, "delay_s": 0.05}, limit=limit) as (caller, [engine]):
+        pending = []
+        for index in range(10):
+            pending.append(caller.generate(request_id=f"q{index}"))
+            await caller.until(lambda pool, index=index: pool.num_waiting + pool.replicas[0].num_in_flight > 0)
+            await asyncio.sleep(0.005)
+        pending[6].cancel()
+        await asyncio.gather(*(call for index, call in enumerate(pending) if index != 6))
+        served = [request.request_id for request in engine.requests if request.request_id != "q6"]
+        assert served == [f"q{index}" for index in range(10) if index != 6]
+        assert (await caller.replicas()).num_waiting == 0
+        assert (await caller.replicas()).replicas[0].num_in_flight == 0
+
+
+async def test_a_full_line_turns_calls_away(bus: Bus) -> None:
+    """RESOURCE_EXHAUSTED names the setting; those in line are answered, and then there is room again."""
+    async with pool(bus, 1, engine={"max_running": 1, "delay_s": 0.4}, limit={"factor": 1.0}, max_waiting=2) as (
+        caller,
+        [engine],
+    ):
+        pending = [asyncio.ensure_future(caller.generate()) for _ in range(3)]
+        await caller.until(lambda pool: pool.num_waiting == 2)
+        error = await failure(caller.generate())
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "router.max_waiting = 2" in (error.details() or "")
+        engine.delay_s = 0.0
+        await asyncio.gather(*pending)
+        await caller.generate()
+
+
+async def test_who_waits_for_a_place_waits_until_the_deadline(bus: Bus) -> None:
+    """wait_for_replica_s is for pools in which there is nobody; here somebody works, and the call hears so in time."""
+    async with pool(
+        bus, 1, engine={"max_running": 1, "delay_s": 1.5}, limit={"factor": 1.0}, wait_for_replica_s=0.2
+    ) as (caller, _):
+        first = asyncio.ensure_future(caller.generate())
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        patient, hasty = asyncio.ensure_future(caller.generate()), caller.generate(timeout_s=0.8)
+        error = await failure(hasty)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "the only replica is at the limit of calls" in (error.details() or "")
+        assert list((await first).output_ids) == list((await patient).output_ids)
+
+
+async def test_calls_that_wait_for_different_things_do_not_wait_for_each_other(bus: Bus) -> None:
+    """One that wants a version that nobody has is passed by those that want less."""
+    async with pool(bus, 1, engine={"max_running": 1, "delay_s": 0.05}, wait_for_replica_s=20.0) as (caller, [engine]):
+        newest = asyncio.ensure_future(caller.generate("new", version=7))
+        await caller.until(lambda pool: pool.num_waiting == 1)
+        await asyncio.gather(*(caller.generate() for _ in range(5)))
+        assert not newest.done()
+        await engine.update(policy_version=7)
+        assert (await asyncio.wait_for(newest, 5.0)).version_spans[0].policy_version == 7
+
+
+async def test_limits_follow_what_replicas_report(bus: Bus) -> None:
+    """A long queue or a full cache halves the limit at once; it comes back step by step while it is used up."""
+    limit = {"factor": 1.0, "decrease": 0.5, "increase": 0.25}
+    async with pool(bus, 1, engine={"max_running": 8, "delay_s": 0.05}, limit=limit) as (caller, [engine]):
+        assert (await caller.replicas()).replicas[0].limit == 8
+        await engine.update(num_queued=8, num_running=8)
+        await caller.until(lambda pool: pool.replicas[0].limit <= 2)  # the lease is renewed all the while
+        await engine.update(num_queued=0, num_running=0)
+        most = 0
+
+        async def call() -> None:
+            nonlocal most
+            await caller.generate()
+            most = max(most, engine.num_running)
+
+        async with asyncio.timeout(20.0):
+            while (await caller.replicas()).replicas[0].limit < 8:
+                await asyncio.gather(*(call() for _ in range(12)))
+        assert most <= 8
+        await engine.update(kv_use=0.99)
+        await caller.until(lambda pool: pool.replicas[0].limit == 1)
+
+
+async def test_a_push_does_not_shrink_the_limit(bus: Bus) -> None:
+    """While weights change all calls are queued, and its lease may say so for a moment longer."""
+    async with pool(bus, 1, engine={"max_running": 8}) as (caller, [engine]):
+        await engine.update(state=common_pb2.REPLICA_STATE_UPDATING, num_queued=64)
+        await asyncio.sleep(1.5)
+        await engine.update(state=common_pb2.REPLICA_STATE_READY)
+        await asyncio.sleep(0.1)
+        await engine.update(num_queued=0)
+        await asyncio.sleep(0.8)
+        assert (await caller.replicas()).replicas[0].limit == 8
+
+
+async def test_an_engine_that_says_it_is_full_is_left_alone_for_a_moment(steady_bus: Bus) -> None:
+    """It is asked a few times per second by all calls together, not by each of them."""
+    async with pool(steady_bus, 1, wait_for_replica_s=1.0) as (caller, [engine]):
+        engine.error = OverloadedError("queue full")
+        errors = await asyncio.gather(*(failure(caller.generate()) for _ in range(50)))
+        assert {error.code() for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert engine.num_calls < 60  # without it, hundreds

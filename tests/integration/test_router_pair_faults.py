@@ -1,0 +1,296 @@
+"""Pairs when a half dies, freezes, refuses, takes a push, comes and goes."""
+
+import asyncio
+import random
+import signal
+import time
+
+import grpc
+
+from penstock.bus.connection import Bus
+from penstock.errors import OverloadedError, UnavailableError
+from penstock.v1 import generate_pb2, router_pb2
+from tests.engine_processes import engine_process
+from tests.pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
+from tests.routers import Caller, router
+from tests.simulated_engine import SimulatedEngine
+from tests.simulated_pair import SimulatedDecode, SimulatedPrefill
+from tests.waiting import until
+
+
+async def test_a_prefill_replica_is_free_when_its_part_is_done_and_may_die_then(bus: Bus, run_name: str) -> None:
+    """Its place is given back while the decode replica goes on; kill -9 after that costs the call nothing."""
+    async with (
+        engine_process(bus, run_name, "p", role="prefill") as victim,
+        SimulatedDecode(bus, replica_id="d", token_s=0.02).running() as d,
+        router(bus) as caller,
+    ):
+        await caller.until_routable(2)
+        stream = caller.stream("s", num_tokens=50, timeout_s=30.0)
+        first = await stream.read()
+        await caller.until(lambda pool: [each.num_in_flight for each in pool.replicas] == [1, 0])
+        victim.send_signal(signal.SIGKILL)
+        await victim.wait()
+        tokens = list(first.output_ids)
+        while (chunk := await stream.read()) != grpc.aio.EOF:
+            tokens.extend(chunk.output_ids)
+        assert tokens == ids(50)
+        assert len(d.requests) == 1
+        await until_idle(caller)
+
+
+async def test_a_prefill_replica_that_is_killed_before_its_part_is_done_costs_the_call_a_moment(
+    bus: Bus, run_name: str
+) -> None:
+    """The only decode replica is not blamed: it is given the call again, with another prefill replica and room."""
+    async with (
+        engine_process(bus, run_name, "a-victim", role="prefill", delay_s=30.0) as victim,
+        SimulatedDecode(bus, replica_id="d", pair_timeout_s=20.0).running() as d,
+        router(bus) as caller,
+    ):
+        await caller.until_routable(2)
+        pending = asyncio.ensure_future(caller.generate("s", num_tokens=6))
+        await until(lambda: d.num_running == 1, timeout_s=5.0)
+        async with SimulatedPrefill(bus, replica_id="b-heir").running() as heir:
+            await caller.until_routable(3)
+            victim.send_signal(signal.SIGKILL)
+            answer = await asyncio.wait_for(pending, 5.0)
+            assert list(answer.output_ids) == ids(6)
+            await until(lambda: heir.num_answered == 1, timeout_s=5.0)
+            assert (d.num_calls, d.num_answered) == (2, 1)
+            assert len(set(d.rooms)) == 2
+            assert (await breakers(caller))["d"] == CLOSED
+            assert_well_paired([heir, d])
+            await until_idle(caller)
+
+
+async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so_first(bus: Bus) -> None:
+    """The decode replica's "transfer failed" is heard before the connection is lost; it is asked who is still there."""
+    async with paired(bus, 2, 1, prefill={"delay_s": 30.0}, breaker={"failures": 1}) as (caller, [first, second], [d]):
+        second.delay_s = 0.0
+        pending = asyncio.ensure_future(caller.generate("s"))
+        await until(lambda: d.num_running == first.num_running == 1, timeout_s=5.0)
+        d.error = UnavailableError("the transfer failed")  # heard by the router as soon as the ticket is there
+        first.drop_tickets()
+        await first.stop_serving()
+        d.error = None
+        assert list((await asyncio.wait_for(pending, 5.0)).output_ids) == ids(4)
+        assert (await breakers(caller))["d0"] == CLOSED
+        await until(lambda: second.num_answered == 1, timeout_s=5.0)
+        await until_idle(caller)
+
+
+async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_for(bus: Bus, run_name: str) -> None:
+    """Its connection stands, and the decode replica is the first to give up; yet that is who goes on."""
+    async with (
+        engine_process(bus, run_name, "a-frozen", role="prefill", delay_s=60.0) as frozen,
+        SimulatedDecode(bus, replica_id="d", pair_timeout_s=1.0).running() as d,
+        router(bus, breaker={"failures": 1}) as caller,
+    ):
+        await caller.until_routable(2)
+        pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
+        await until(lambda: d.num_running == 1, timeout_s=5.0)
+        frozen.send_signal(signal.SIGSTOP)
+        async with SimulatedPrefill(bus, replica_id="b-heir").running():
+            while not pending.done():
+                assert (await breakers(caller))["d"] == CLOSED
+                await asyncio.sleep(0.02)
+            assert list((await pending).output_ids) == ids(4)
+
+
+async def test_a_decode_replica_that_is_killed_in_mid_stream_costs_nothing_delivered(bus: Bus, run_name: str) -> None:
+    """Another goes on from the tokens, with the prefill replica that the session belongs to, in another room."""
+    async with (
+        SimulatedPrefill(bus, replica_id="p").running() as p,
+        engine_process(bus, run_name, "a-victim", role="decode", token_s=0.02) as victim,
+        router(bus) as caller,
+    ):
+        await caller.until_routable(2)
+        chunks: list[generate_pb2.GenerateChunk] = []
+
+        async def play() -> None:
+            async for chunk in caller.stream("s", num_tokens=60, input_ids=[5, 6], request_id="q", timeout_s=30.0):
+                chunks.append(chunk)
+
+        playing = asyncio.create_task(play())
+        await until(lambda: len(chunks) >= 5)
+        async with SimulatedDecode(bus, replica_id="b-heir").running() as heir:
+            await caller.until_routable(3)
+            victim.send_signal(signal.SIGKILL)
+            await asyncio.wait_for(playing, 10.0)
+            assert [token for chunk in chunks for token in chunk.output_ids] == ids(60)
+            [rest] = heir.requests
+            assert 5 <= len(rest.input_ids) - 2 < 60
+            assert rest.request_id == "q#1"
+            assert p.requests[1] == rest
+            assert len(set(p.rooms)) == 2
+            assert (await breakers(caller))["p"] == CLOSED
+            await until_idle(caller)
+
+
+async def test_the_half_that_fails_first_ends_the_other_at_once(bus: Bus) -> None:
+    """It does not wait for a partner that will not come; and it is given the call again, for it did nothing wrong."""
+    patient = {"pair_timeout_s": 30.0}
+    async with paired(bus, 2, 2, prefill=patient, decode=patient, breaker={"failures": 1}) as (
+        caller,
+        [p, other_p],
+        [d, other_d],
+    ):
+        p.delay_s, d.delay_s, d.error = 30.0, 0.1, OverloadedError("full")
+        pending = asyncio.ensure_future(caller.generate("s"))
+        await until(lambda: p.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: other_d.num_running == 1, timeout_s=5.0)
+        assert (d.num_calls, p.num_calls, other_p.num_calls) == (1, 2, 0)
+        pending.cancel()
+        await until(lambda: p.num_running == 0, timeout_s=5.0)
+        p.delay_s, p.error = (
+            0.1,
+            OverloadedError("full"),
+        )  # its partner hears of it from it, maybe earlier than the router
+        d.delay_s, d.error = 0.0, None
+        await caller.generate("s")
+        await until(lambda: other_p.num_answered == 1, timeout_s=5.0)
+        assert other_d.num_running == d.num_running == 0
+        assert set((await breakers(caller)).values()) == {CLOSED}
+        await until_idle(caller)
+
+
+async def test_a_half_that_turns_out_to_have_another_version_is_no_failure(steady_bus: Bus) -> None:
+    """Its lease is late: it refuses, the call goes on elsewhere, and the breakers of both halves stay closed."""
+    settings = {"policy_version": 3}
+    async with paired(steady_bus, 2, 1, prefill=settings, decode=settings, breaker={"failures": 1}) as (
+        caller,
+        [early, late],
+        _,
+    ):
+        early.replica.policy_version = 4  # and its lease is not renewed for seconds
+        for n in range(6):
+            answer = await caller.generate(f"s{n}")
+            assert answer.version_spans[0].policy_version == 3
+        assert early.num_calls >= 1
+        assert early.num_answered == 0
+        await until(lambda: late.num_answered == 6, timeout_s=5.0)
+        assert set((await breakers(caller)).values()) == {CLOSED}
+        await until_idle(caller)
+
+
+async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(bus: Bus) -> None:
+    """Replicas are pushed to one after the other, three times, while turns run: each leg is of one version on both
+    halves, what a push breaks off goes on from its tokens, and nobody's breaker opens for it."""
+    async with paired(
+        bus,
+        2,
+        2,
+        decode={"token_s": 0.005},
+        wait_for_replica_s=20.0,
+        chunk_tokens=2,
+        breaker={"failures": 1},
+        max_tries=1,
+    ) as (caller, prefills, decodes):
+        stop, spans, opened = asyncio.Event(), [], set()
+
+        async def play(session: str) -> None:
+            while not stop.is_set():
+                answer = await caller.generate(session, num_tokens=60, timeout_s=30.0)
+                assert list(answer.output_ids) == ids(60)
+                spans.append([span.policy_version for span in answer.version_spans])
+
+        async def watch() -> None:
+            while not stop.is_set():
+                opened.update(name for name, state in (await breakers(caller)).items() if state != CLOSED)
+                await asyncio.sleep(0.05)
+
+        async with asyncio.TaskGroup() as group:
+            for n in range(8):
+                group.create_task(play(f"s{n}"))
+            group.create_task(watch())
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.5)
+                for engine in (*prefills, *decodes):
+                    await engine.begin_push()
+                    await asyncio.sleep(0.05)
+                    await engine.end_push(version)
+            await asyncio.sleep(0.5)
+            stop.set()
+        assert {version for each in spans for version in each} == {0, 1, 2, 3}
+        assert all(each == sorted(each) for each in spans)
+        assert any(len(each) > 1 for each in spans)
+        assert not opened
+        assert not any(d.num_mismatched for d in decodes)
+        await until_idle(caller)
+
+
+class PairChurn:
+    """Engines of all roles that come and go, half of those that leave by a crash."""
+
+    def __init__(self, bus: Bus, caller: Caller, seed: int) -> None:
+        self._bus = bus
+        self._caller = caller
+        self._random = random.Random(seed)
+        self._leaving: dict[str, asyncio.Event] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_started = 0
+        self.engines: list[SimulatedEngine] = []
+
+    def start(self, kind: str) -> None:
+        name = f"{kind}{self.num_started:03}"
+        self.num_started += 1
+        make = {"p": SimulatedPrefill, "d": SimulatedDecode, "u": SimulatedEngine}[kind]
+        engine = make(self._bus, replica_id=name, token_s=0.01, max_running=32)
+        self.engines.append(engine)
+        self._leaving[name] = leave = asyncio.Event()
+        self._tasks.append(asyncio.create_task(self._live(engine, leave, crash=self._random.random() < 0.5)))
+
+    async def _live(self, engine: SimulatedEngine, leave: asyncio.Event, *, crash: bool) -> None:
+        async with engine.running():
+            await leave.wait()
+            if crash:
+                await engine.stop_serving()
+            else:
+                request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=engine.replica_id, grace_s=0.1)
+                await self._caller.router.DrainReplica(request, timeout=10.0)
+
+    def replace_one(self) -> None:
+        name = self._random.choice(sorted(self._leaving))
+        self._leaving.pop(name).set()
+        self.start(name[0])
+
+    async def end(self) -> None:
+        for leave in self._leaving.values():
+            leave.set()
+        await asyncio.gather(*self._tasks)
+
+
+async def test_five_hundred_calls_under_churn_lose_none(steady_bus: Bus) -> None:
+    """Engines of every role crash and drain at random; every answer is whole, and all places are free in the end."""
+    # Everything fails here but the calls: one that met ten failures in a row would be no reason to give it up.
+    async with router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4, max_tries=10) as caller:
+        churn = PairChurn(steady_bus, caller, 0)
+        for kind in "pppdddduu":
+            churn.start(kind)
+        try:
+            await caller.until_routable(9)
+            num_answers, started = 0, time.monotonic()
+
+            async def play(session: str) -> None:
+                nonlocal num_answers
+                while num_answers < 500 or time.monotonic() - started < 6.0:
+                    answer = await caller.generate(session, num_tokens=10, timeout_s=30.0)
+                    assert list(answer.output_ids) == ids(10)
+                    num_answers += 1
+
+            async def disturb() -> None:
+                while num_answers < 500 or time.monotonic() - started < 6.0:
+                    await asyncio.sleep(0.25)
+                    churn.replace_one()
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(24):
+                    group.create_task(play(f"s{number}"))
+                group.create_task(disturb())
+            assert num_answers >= 500
+            assert churn.num_started > 20
+            assert not any(engine.num_mismatched for engine in churn.engines if isinstance(engine, SimulatedDecode))
+            await until_idle(caller)
+        finally:
+            await churn.end()

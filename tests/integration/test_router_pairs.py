@@ -1,0 +1,157 @@
+"""The router over prefill and decode engines, simulated ones that really need each other, with real gRPC and leases."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+
+from penstock.bus.connection import Bus, connect
+from penstock.v1 import common_pb2
+from tests.pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
+from tests.routers import router
+from tests.simulated_engine import SimulatedEngine
+from tests.simulated_pair import SimulatedDecode
+from tests.waiting import until
+
+
+async def failure(pending) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pending
+    return caught.value
+
+
+async def test_a_pair_answers_as_one_engine(bus: Bus) -> None:
+    """Both halves get the caller's request, with the same room, host, port and version; each call has another room."""
+    async with paired(bus, 1, 1, prefill={"policy_version": 3}, decode={"policy_version": 3}) as (caller, [p], [d]):
+        answer = await caller.generate("s", input_ids=[5, 6], request_id="q", num_tokens=5)
+        assert list(answer.output_ids) == ids(5)
+        assert answer.replica_id == "d0"
+        assert [(span.num_tokens, span.policy_version) for span in answer.version_spans] == [(5, 3)]
+        chunks = [chunk async for chunk in caller.stream("s", num_tokens=5)]
+        assert [token for chunk in chunks for token in chunk.output_ids] == ids(5)
+        for mine, theirs in zip(p.requests, d.requests, strict=True):
+            assert mine == theirs
+            assert mine.bootstrap.host == p.replica.disaggregation.bootstrap_host
+            assert mine.bootstrap.port == p.replica.disaggregation.bootstrap_port
+            assert mine.bootstrap.policy_version == 3
+        assert list(p.requests[0].input_ids) == [5, 6]
+        assert p.rooms == d.rooms
+        assert len({*p.rooms, 0}) == 3
+        assert max(p.rooms) < 2**62
+        await until(lambda: p.num_answered == 2, timeout_s=5.0)
+        assert p.num_cancelled == 0
+        await until_idle(caller)
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode", "num_unified"), [(1, 3, 0), (3, 1, 0), (2, 3, 1)])
+async def test_any_mix_serves(bus: Bus, num_prefill: int, num_decode: int, num_unified: int) -> None:
+    """Whatever the counts: everybody works, sessions stay where their prompts are read, no pair is a wrong one."""
+    async with contextlib.AsyncExitStack() as stack:
+        caller, prefills, decodes = await stack.enter_async_context(
+            paired(bus, num_prefill, num_decode, decode={"token_s": 0.002}, chunk_tokens=4)
+        )
+        unified = [
+            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"u{n}", token_s=0.002).running())
+            for n in range(num_unified)
+        ]
+        await caller.until_routable(num_prefill + num_decode + num_unified)
+        for _ in range(3):
+            answers = await asyncio.gather(
+                *(caller.generate(f"s{n}", num_tokens=12, timeout_s=20.0) for n in range(30))
+            )
+            assert all(list(answer.output_ids) == ids(12) for answer in answers)
+        await until(lambda: all(engine.num_answered for engine in (*prefills, *decodes, *unified)), timeout_s=5.0)
+        assert sum(engine.num_answered for engine in (*decodes, *unified)) == 90
+        assert_well_paired([*prefills, *decodes])
+        await until_idle(caller)
+        for session in ("s0", "s1", "s2"):
+            before = [len(engine.requests) for engine in (*prefills, *unified)]
+            await asyncio.gather(*(caller.generate(session, num_tokens=4) for _ in range(3)))
+            grown = [len(engine.requests) - old for engine, old in zip((*prefills, *unified), before, strict=True)]
+            assert sorted(grown)[-1] == sum(grown) == 3
+
+
+async def test_calls_that_need_both_halves_never_wait_for_each_other(bus: Bus) -> None:
+    """One place here, two there: whoever waits holds none, so thirty calls get through."""
+    settings = {"limit": {"factor": 1.0}}
+    async with paired(
+        bus, 1, 2, prefill={"max_running": 1}, decode={"max_running": 1, "token_s": 0.002}, **settings
+    ) as (
+        caller,
+        [p],
+        decodes,
+    ):
+        await asyncio.gather(*(caller.generate(f"s{n}", timeout_s=30.0) for n in range(30)))
+        await until(lambda: p.num_answered == sum(d.num_answered for d in decodes) == 30, timeout_s=5.0)
+        assert_well_paired([p, *decodes])
+        await until_idle(caller)
+
+
+async def test_a_caller_that_leaves_ends_both_halves(bus: Bus) -> None:
+    """While the prompt is read, and while tokens come; both places are free again."""
+    async with paired(bus, 1, 1, prefill={"delay_s": 30.0}, decode={"token_s": 0.01, "pair_timeout_s": 30.0}) as (
+        caller,
+        [p],
+        [d],
+    ):
+        early = caller.generate("s")
+        await until(lambda: p.num_running == d.num_running == 1, timeout_s=5.0)
+        early.cancel()
+        await until(lambda: p.num_cancelled == d.num_cancelled == 1, timeout_s=5.0)
+        p.delay_s = 0.0
+        late = caller.stream("s", num_tokens=1000)
+        await late.read()
+        late.cancel()
+        await until(lambda: d.num_cancelled == 2, timeout_s=5.0)
+        await until_idle(caller)
+        assert set((await breakers(caller)).values()) == {CLOSED}
+
+
+async def test_unequal_tensor_parallelism_is_refused_and_explained(bus: Bus) -> None:
+    """In the list of replicas and to callers; an equal partner that comes is used at once."""
+    async with paired(bus, 1, 1, prefill={"tensor_parallel": 2}, wait_for_replica_s=0.4) as (caller, [p], [d]):
+        listed = (await caller.replicas()).replicas
+        assert not any(each.routable for each in listed)
+        assert all("tensor_parallel" in each.unroutable_reason for each in listed)
+        error = await failure(caller.generate("s"))
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "all 2 replicas are of another tensor_parallel than its partners" in (error.details() or "")
+        async with SimulatedDecode(bus, replica_id="d9", tensor_parallel=2).running():
+            await caller.until_routable(2)
+            assert (await caller.generate("s")).replica_id == "d9"
+        await until(lambda: p.num_answered == 1, timeout_s=5.0)
+        assert d.num_calls == 0
+
+
+async def test_two_routers_share_the_pairs(bus: Bus, run_name: str) -> None:
+    """Their rooms never meet, and what one has running counts with the other."""
+    async with (
+        paired(bus, 2, 2, decode={"token_s": 0.01}) as (caller, prefills, decodes),
+        connect(bus.config, run=run_name) as other_bus,
+        router(other_bus) as other,
+    ):
+        await other.until_routable(4)
+        calls = [
+            one.generate(f"{index}-{n}", num_tokens=8) for index, one in enumerate((caller, other)) for n in range(12)
+        ]
+        await asyncio.gather(*calls)
+        await until(lambda: sum(p.num_answered for p in prefills) == 24, timeout_s=5.0)
+        assert sum(d.num_answered for d in decodes) == 24
+        assert_well_paired([*prefills, *decodes])
+        await decodes[0].update(num_running=8)
+        await other.until(lambda pool: pool.replicas[0].replica.num_running == 8)
+        assert {(await other.generate(f"late-{n}")).replica_id for n in range(4)} == {"d1"}
+        for each in (caller, other):
+            await until_idle(each)
+
+
+async def test_a_session_moves_when_its_prefill_replica_drains(bus: Bus) -> None:
+    """And its calls go on with the other."""
+    async with paired(bus, 2, 1) as (caller, [leaving, staying], _):
+        await caller.generate("s")
+        await until(lambda: leaving.num_answered == 1, timeout_s=5.0)
+        await leaving.update(state=common_pb2.REPLICA_STATE_DRAINING)
+        await caller.until(lambda pool: not pool.replicas[1].routable)
+        await caller.generate("s")
+        await until(lambda: staying.num_answered == 1, timeout_s=5.0)

@@ -1,0 +1,52 @@
+"""The router over replicas that take prompts of different lengths."""
+
+import grpc
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.errors import InvalidRequestError
+from tests.routers import pool
+from tests.simulated_engine import FIRST_ID
+
+
+async def test_prompts_go_where_they_fit(bus: Bus) -> None:
+    """A long one never to the small replica, though its session is there; a short one to either."""
+    async with pool(bus, 2) as (caller, [small, large]):
+        await small.update(max_tokens=10)
+        await caller.until(lambda pool: any(each.replica.max_tokens == 10 for each in pool.replicas))
+        assert (await caller.generate("s", input_ids=[1] * 9)).replica_id == "r0"
+        assert (await caller.generate("s", input_ids=[1] * 10)).replica_id == "r1"
+        assert small.num_calls == large.num_calls == 1
+
+
+async def test_what_fits_nowhere_is_refused_at_once_and_clearly(bus: Bus) -> None:
+    """INVALID_ARGUMENT with both numbers; one replica that does not say how much it takes is asked."""
+    async with pool(bus, 2, wait_for_replica_s=30.0) as (caller, engines):
+        for engine, most in zip(engines, (10, 20), strict=True):
+            await engine.update(max_tokens=most)
+        await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await caller.generate(input_ids=[1] * 20, timeout_s=5.0)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "20 ids is too long: the largest replica takes 20 tokens" in (caught.value.details() or "")
+        assert not any(engine.num_calls for engine in engines)
+        await engines[0].update(max_tokens=0)
+        await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 20)
+        assert (await caller.generate(input_ids=[1] * 20)).replica_id == "r0"
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+async def test_a_call_that_was_begun_outgrows_only_the_small_replica(bus: Bus, says_so: bool) -> None:
+    """A replica that breaks off leaves more than the small one takes, by its ids or (as with images) by more than that:
+    the call goes on with the large one."""
+    settings = {"chunk_tokens": 1, "breaker": {"failures": 100}, "policy": "round_robin"}
+    async with pool(bus, 2, **settings) as (caller, [large, small]):
+        large.fail_after = 8
+        small.error = InvalidRequestError("images and all, that is too long")
+        await large.update(max_tokens=100)
+        await small.update(max_tokens=12 if says_so else 50)
+        await caller.until(lambda pool: all(each.replica.max_tokens for each in pool.replicas))
+        answer = await caller.generate(input_ids=[1] * 9, num_tokens=16)
+        assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 16))
+        assert small.num_calls == (0 if says_so else 1)
+        assert large.num_calls >= 2

@@ -1,0 +1,28 @@
+"""A worker has no service to call, but says whether it is at work."""
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.health import health_of
+from penstock.ports import free_ports
+from services.recipe import Recipe
+from tests.speaking_engine import SpeakingEngine, working
+
+
+async def test_a_worker_is_healthy_as_long_as_it_takes_prompts(
+    engine: SpeakingEngine, make_recipe: Callable[..., Recipe]
+) -> None:
+    """SERVING from when it listens to the queue; nobody is there when it has ended."""
+    (port,) = free_ports(1)
+    answers: list[str] = []
+
+    async def serves() -> bool:
+        answers.append(await asyncio.to_thread(health_of, f"127.0.0.1:{port}", timeout_s=5.0))
+        return answers[-1] == "SERVING"
+
+    async with working(make_recipe(engine.replica.address, port=port)):
+        async with asyncio.timeout(60):
+            while not await serves():
+                await asyncio.sleep(0.05)
+    assert not await serves()
+    assert set(answers) == {"SERVING", "UNAVAILABLE"}

@@ -1,0 +1,108 @@
+"""What the tests of the face act on."""
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from penstock.bus.connection import Bus
+from penstock.render import Renderer
+from penstock.rpc.channel import connect
+from penstock.v1 import common_pb2, router_pb2, router_pb2_grpc
+from tests.router_process import RouterProcess
+from tests.simulated_speaker import SimulatedSpeaker
+
+MODEL_PATH = Path(__file__).parents[1] / "models/tiny-qwen3-vl"
+END_ID = 356
+"""<|im_end|>"""
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+"""As good as an image for engines that do not look."""
+
+
+def data_url(image: bytes, kind: str = "png") -> str:
+    """The image as a URL."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Routers, engines and clients of one run."""
+
+    run: str
+    bus: Bus
+    engines: Sequence[SimulatedSpeaker]
+    routers: Sequence[RouterProcess]
+    clients: Sequence[AsyncOpenAI]
+    """One for each router."""
+    renderer: Renderer
+
+    @property
+    def client(self) -> AsyncOpenAI:
+        """Of the first router."""
+        return self.clients[0]
+
+    def says(self, text: str) -> list[int]:
+        """Have both engines say `text` and end; returns the ids."""
+        ids = [*self.renderer.render_text(text), END_ID]
+        for engine in self.engines:
+            engine.says = ids
+        return ids
+
+    @property
+    def requests(self) -> list[Any]:
+        """What the engines were asked since the test began."""
+        return [request for engine in self.engines for request in engine.requests]
+
+    async def chat(self, messages: list[Any] = HI, **options: Any) -> Any:
+        """Ask the first router."""
+        return await self.client.chat.completions.create(model=self.run, messages=messages, **options)
+
+    async def chat_to_the_end(self, *, stream: bool, **options: Any) -> None:
+        """Ask, and hear all of the answer; a stream may not tell of an end before it fails."""
+        answer = await self.chat(stream=stream, **options)
+        if stream:
+            async for chunk in answer:
+                assert chunk.choices[0].finish_reason is None or chunk.penstock
+
+    @contextlib.asynccontextmanager
+    async def http(self, router: int = 0) -> AsyncIterator[httpx.AsyncClient]:
+        """A plain HTTP client of a router."""
+        async with httpx.AsyncClient(base_url=self.routers[router].url, timeout=30.0) as client:
+            yield client
+
+    async def recordings(self, session: str, router: int = 0, **params: Any) -> list[dict[str, Any]]:
+        """What the router gives back of a session."""
+        async with self.http(router) as client:
+            answer = await client.get(f"/v1/penstock/recordings/{session}", params=params)
+            assert answer.status_code == 200, answer.text
+            return list(answer.json()["data"])
+
+    async def reset(self) -> None:
+        """Engines as at the beginning, known to all routers as fit."""
+        for engine in self.engines:
+            engine.delay_s = engine.token_s = 0.0
+            engine.error = engine.fail_after = engine.fail_with = None
+            engine.requests.clear()
+            engine.num_calls = engine.num_cancelled = 0
+            await engine.update(state=common_pb2.REPLICA_STATE_READY)
+        self.says("fine")
+        await self.until_routable(len(self.engines))
+
+    async def until_routable(self, count: int) -> None:
+        """Wait until all routers know so many engines that may be given calls, and none that has one."""
+        for router in self.routers:
+            async with connect(router.address) as channel, asyncio.timeout(20.0):
+                stub = router_pb2_grpc.RouterServiceStub(channel)
+                while True:
+                    pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+                    num_in_flight = sum(each.num_in_flight for each in pool.replicas)
+                    if num_in_flight == 0 and sum(each.routable for each in pool.replicas) == count:
+                        break
+                    await asyncio.sleep(0.02)

@@ -1,0 +1,178 @@
+"""Ids to text, stop strings and calls of tools, however the text is cut into pieces."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.detokenize import TextStream, TokenTexts
+from penstock.errors import ConfigError
+from penstock.render import Renderer
+from penstock.v1 import common_pb2, generate_pb2
+from services.router.openai.choice import Choice
+from services.router.openai.stop import StopFinder
+from services.router.openai.tool_calls import CallText, ToolCallReader
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+ADD = CallText(name="add", arguments='{"a": 1, "b": "é"}')
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model_path: Path) -> Renderer:
+    return Renderer.load(tiny_model_path)
+
+
+@pytest.fixture(scope="module")
+def texts(renderer: Renderer) -> TokenTexts:
+    return renderer.token_texts()
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    """`text` in pieces."""
+    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    return [text[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_pieces_are_the_text_of_the_tokenizer_whatever_the_ids(renderer: Renderer, texts: TokenTexts) -> None:
+    """Random ids, most of them no UTF-8: together what transformers decodes, special tokens left out."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        ids = [rng.randrange(390) for _ in range(rng.randrange(1, 20))]
+        stream = TextStream(texts)
+        assert "".join(map(stream.add, ids)) + stream.finish() == renderer.decode(ids), ids
+
+
+def test_a_character_is_told_when_it_is_whole(renderer: Renderer, texts: TokenTexts) -> None:
+    """No replacement character in mid-stream, though each character takes several tokens."""
+    text = "é😀 日本語 👩‍👩‍👧"
+    ids = renderer.render_text(text)
+    assert len(ids) > len(text)
+    stream = TextStream(texts)
+    pieces = [stream.add(number) for number in ids]
+    assert "".join(pieces) == text
+    assert "" in pieces
+    assert stream.finish() == ""
+
+
+def test_what_ends_within_a_character_says_so(renderer: Renderer, texts: TokenTexts) -> None:
+    """As the tokenizer does: one U+FFFD."""
+    ids = renderer.render_text("😀")[:-1]
+    stream = TextStream(texts)
+    assert "".join(map(stream.add, ids)) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_special_tokens_say_nothing_and_have_names(texts: TokenTexts, renderer: Renderer) -> None:
+    """Markup that is not special is text."""
+    end, call = renderer.render_text("<|im_end|>"), renderer.render_text("<tool_call>")
+    assert len(end) > 1
+    assert "".join(texts.name_of(number) for number in end) == "<|im_end|>"
+    assert [texts.bytes_of(number) for number in call] == [b"<tool_call>"]
+    assert (texts.bytes_of(10**6), texts.name_of(10**6)) == (b"", "")
+
+
+def test_other_tokenizers_are_refused(tiny_model_path: Path) -> None:
+    """Rather than stream text that is wrong."""
+    from tokenizers import decoders
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(ConfigError, match="byte-level BPE only"):
+        Renderer(tokenizer, image_token_id=None).token_texts()
+
+
+@given(st.text("abE", max_size=12), st.lists(st.integers(0, 12)), st.lists(st.text("abE", min_size=1), max_size=3))
+def test_stop_strings_cut_the_text_where_the_first_begins(text: str, places: list[int], stops: list[str]) -> None:
+    """However it comes in pieces. One that completes earlier wins over one that begins earlier and completes later."""
+    finder = StopFinder(stops)
+    told = "".join(finder.add(piece) for piece in cut(text, places))
+    told += finder.finish()
+    found = [text.find(stop) for stop in stops if stop in text]
+    assert finder.found == bool(found)
+    if found:
+        assert text.startswith(told)
+        assert any(text[len(told) :].startswith(stop) for stop in stops)
+    else:
+        assert told == text
+
+
+def test_nothing_of_a_stop_string_is_told_early() -> None:
+    """What may become one is held back, and told when it does not."""
+    finder = StopFinder(["END"])
+    assert [finder.add(piece) for piece in ("a", "E", "N", "X", "EN")] == ["a", "", "", "ENX", ""]
+    assert finder.add("D more") == ""
+    assert finder.found
+    assert finder.add("more") == finder.finish() == ""
+
+
+@given(st.lists(st.integers(0, 200)))
+def test_calls_are_told_apart_however_they_come(places: list[int]) -> None:
+    """Text, two calls, and text after them."""
+    reader = ToolCallReader()
+    found = [each for piece in cut(f"I add.\n{CALL}\n{CALL}\n done", places) for each in reader.add(piece)]
+    found += reader.finish()
+    assert [each for each in found if isinstance(each, CallText)] == [ADD, ADD]
+    assert "".join(each for each in found if isinstance(each, str)) == "I add.done"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b <tool_cal",
+        "<tool_call>no JSON</tool_call>",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        "ends with space \n ",
+    ],
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    """Whether it comes at once or character by character."""
+    for pieces in ([text], [*text[:300], text[300:]]):
+        reader = ToolCallReader()
+        found = [each for piece in pieces for each in reader.add(piece)] + reader.finish()
+        assert "".join(str(each) for each in found) == text
+
+
+def chunk(ids: list[int], version: int = 1, finish: int = 0) -> generate_pb2.GenerateChunk:
+    return generate_pb2.GenerateChunk(
+        output_ids=ids,
+        logprobs=[-0.5] * len(ids),
+        version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=version)],
+        finish_reason=finish,
+    )
+
+
+def test_a_stop_string_cuts_tokens_after_the_one_that_completed_it(renderer: Renderer, texts: TokenTexts) -> None:
+    """The policy did say it, so its tokens stay, with their logprobs and versions; what came behind is forgotten."""
+    before, after = renderer.render_text("say END"), renderer.render_text(" and more")
+    choice = Choice(texts, stops=["END"], reads_tools=False)
+    choice.take(chunk(before[:2], version=1))
+    piece = choice.take(chunk([*before[2:], *after], version=2))
+    assert piece.is_last
+    assert (choice.content, choice.finish_reason, choice.was_cut) == ("say ", "stop", True)
+    assert [token.number for token in choice.tokens] == before
+    assert [(span.num_tokens, span.policy_version) for span in choice.version_spans] == [(2, 1), (len(before) - 2, 2)]
+
+
+def test_an_answer_that_calls_ends_for_that_unless_it_was_cut_short(renderer: Renderer, texts: TokenTexts) -> None:
+    """OpenAI's word for it is tool_calls; length stays length."""
+    for finish, expected in (
+        (generate_pb2.FINISH_REASON_STOP, "tool_calls"),
+        (generate_pb2.FINISH_REASON_LENGTH, "length"),
+    ):
+        choice = Choice(texts, stops=[], reads_tools=True)
+        choice.take(chunk(renderer.render_text(f"ok {CALL}"), finish=finish))
+        assert (choice.content, choice.calls, choice.finish_reason) == ("ok", [ADD], expected)
+
+
+def test_what_was_held_back_is_told_at_the_end(renderer: Renderer, texts: TokenTexts) -> None:
+    """The beginning of a stop string that never came."""
+    choice = Choice(texts, stops=["END"], reads_tools=False)
+    assert choice.take(chunk(renderer.render_text("the EN"))).content == "the "
+    end = choice.take(chunk(renderer.render_text("\n"), finish=generate_pb2.FINISH_REASON_LENGTH))
+    assert (end.content, choice.finish_reason) == ("EN\n", "length")
