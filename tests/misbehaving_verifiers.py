@@ -9,6 +9,7 @@ import socket
 import stat
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from services.reward.verdict import Status
 
 
 def verify(golds: list[str], response: str, prompt: str) -> float:
-    """Hang, sleep, or eat memory; or judge anything else as right."""
+    """Hang, sleep, eat memory, or leave a thread behind; or judge anything else as right."""
     if response == "spin":
         while True:
             pass
@@ -38,6 +39,12 @@ def verify(golds: list[str], response: str, prompt: str) -> float:
         return 0.0
     if response == "flood":
         _write_to_sockets(HEADER.pack(2**32 - 1) + bytes(2**20))
+    if response == "leave a thread":
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    if response == "end a thread":
+        thread = threading.Thread(target=time.sleep, args=(0.01,))
+        thread.start()
+        thread.join()
     if response == "die":
         os._exit(3)
     if response.startswith("busy"):

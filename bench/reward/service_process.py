@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +64,11 @@ class ServiceProcess:
     def server_memory_bytes(self) -> int:
         """Memory of the server process alone."""
         return _pss_bytes(psutil.Process(self._process.pid)) or 0
+
+    def server_own_memory_bytes(self) -> int:
+        """What of it the server process allocated; the rest is of files, which other processes may share."""
+        lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
 
     def num_fds(self) -> int:
         """Open files of the server process."""

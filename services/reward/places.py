@@ -14,6 +14,8 @@ class Places:
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.num_taken = 0
+        self.num_served = 0
+        """Places that were taken and are free again, since the start."""
         self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
     @contextlib.contextmanager
@@ -73,6 +75,7 @@ class Places:
 
     def _free(self, num_items: int) -> None:
         self.num_taken -= num_items
+        self.num_served += num_items
         self._call_next()
 
     def _call_next(self) -> None:

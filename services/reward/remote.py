@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import random
+import ssl
 import time
 from http import HTTPStatus
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import structlog
 
+from penstock.security import REMOTE_TOKEN, Tls, of_process, read_secret
 from services.reward.config import RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
@@ -38,12 +40,16 @@ class RemoteJudge:
     def __init__(self, config: RemoteConfig) -> None:
         self._config = config
         self._places = asyncio.Semaphore(config.max_concurrency)
+        # Its token is not that of this process's own ports, for it may be anybody's service.
+        token = read_secret(REMOTE_TOKEN)
         self._client = httpx.AsyncClient(
             timeout=None,  # of httpx's own, which hold for each read by itself
             limits=httpx.Limits(
                 max_connections=config.max_concurrency, max_keepalive_connections=config.max_concurrency
             ),
             trust_env=False,  # the URL is what was configured, whatever proxies the environment names
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            verify=_tls_context(of_process().tls),
         )
 
     async def close(self) -> None:
@@ -94,6 +100,16 @@ class RemoteJudge:
         if not answer.is_success:
             raise _RemoteError(f"it answered with HTTP status {answer.status_code}: {answer.text[:200]!r}")
         return _read_number(answer.content)
+
+
+def _tls_context(tls: Tls | None) -> ssl.SSLContext:
+    """For https: the public authorities, and those of [security]."""
+    context = httpx.create_ssl_context(trust_env=False)
+    if tls is not None and tls.ca_file is not None:
+        context.load_verify_locations(tls.ca_file)
+    if tls is not None and tls.certificate_file is not None:
+        context.load_cert_chain(tls.certificate_file, tls.key_file)
+    return context
 
 
 def _read_number(content: bytes) -> float:

@@ -14,6 +14,7 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
 from services.reward.faces.http.app import make_http_app
 from services.reward.faces.rpc import RewardServicer
+from services.reward.heap import trim_at_rest
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.worker_process import WorkerDiedError
 from services.reward.profiles.custom import find_verifiers
@@ -63,7 +64,14 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
         app = make_http_app(verifier, config)
     except InvalidRequestError as error:
         raise ConfigError(f"reward.http_profile: {error}") from None
-    http = HttpServer(app, host=config.host, port=config.http_port, max_body_bytes=config.http_max_body_mb * 2**20)
+    http = HttpServer(
+        app,
+        host=config.host,
+        port=config.http_port,
+        max_body_bytes=config.http_max_body_mb * 2**20,
+        max_memory_bytes=config.http_memory_mb * 2**20,
+    )
+    trimming = asyncio.create_task(trim_at_rest(verifier.places))
     try:
         try:
             await pool.start()
@@ -80,6 +88,7 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
             servicer.end_streams()
             await asyncio.gather(rpc.drain(config.grace_s), http.drain(config.grace_s))
     finally:
+        trimming.cancel()
         await verifier.close()
         await pool.close()
 

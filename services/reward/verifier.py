@@ -64,8 +64,9 @@ class Verifier:
         self._config = config
         self._pool = pool
         self._remote = RemoteJudge(config.remote) if config.remote.url else None
-        self._places = Places(config.max_queue)
-        self.metrics = Metrics(pool, self._places)
+        self.places = Places(config.max_queue)
+        """Taken by the items that are in the service."""
+        self.metrics = Metrics(pool, self.places)
         self.profiles = make_profiles(config, verifiers)
 
     async def close(self) -> None:
@@ -85,7 +86,7 @@ class Verifier:
             OverloadedError: the queue is full.
         """
         plans = self._plans(items, within_s)
-        with self._places.taken(len(plans)):
+        with self.places.taken(len(plans)):
             return await self._judge(plans)
 
     async def verify_when_free(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
@@ -95,7 +96,7 @@ class Verifier:
             InvalidRequestError: a profile is unknown, a deadline is no length of time, or these are too many items.
         """
         plans = self._plans(items, within_s)
-        async with self._places.taken_when_free(len(plans)):
+        async with self.places.taken_when_free(len(plans)):
             return await self._judge(plans)
 
     def _plans(self, items: Sequence[Item], within_s: float | None) -> list[_Plan]:

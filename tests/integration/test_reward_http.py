@@ -78,6 +78,8 @@ async def test_an_empty_batch_has_no_verdicts(http: httpx.AsyncClient) -> None:
     [
         ("/v1/verify", b"{", 400, "the body is no JSON: "),
         ("/v1/verify", item(deadline_s=-1), 422, "deadline_s = -1: "),
+        ("/v1/verify", item(deadline_s=True), 422, "deadline_s = True: "),
+        ("/v1/verify", item(**{f"k{n}": 0 for n in range(5000)}), 400, "the body has an object with 5003 keys"),
         ("/v1/verify", b'{"golds": [], "response": "", "profile": "math", "deadline_s": 1e999}', 422, "deadline_s"),
         ("/v1/verify", b'{"golds": [], "response": "", "profile": "math", "deadline_s": NaN}', 400, "the body holds"),
         ("/v1/verify", item(profile="mth"), 422, "profile 'mth' is unknown; known: "),
@@ -264,10 +266,10 @@ def test_the_response_is_what_follows_the_prompt(query: str, prompt: str, respon
 
 def test_stripping_a_flood_of_ends_of_text_is_linear() -> None:
     """Five megabytes of them take no more than moments, of which there are as many as characters."""
-    started = time.monotonic()
+    started = time.process_time()
     assert response_in("a" + "</s>\n" * 1_000_000, "", EOS) == "a"
     assert response_in("a" + " " * 50_000_000, "", EOS) == "a"
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 async def test_profiles_are_listed(http: httpx.AsyncClient) -> None:

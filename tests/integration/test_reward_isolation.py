@@ -209,6 +209,19 @@ async def test_workers_are_recycled() -> None:
         await until(lambda: not is_alive(before))
 
 
+async def test_a_worker_in_which_a_verifier_left_a_thread_gets_no_other_item() -> None:
+    """The thread would see it. One whose threads have ended stays."""
+    async with _running(num_workers=1, max_overtime=0) as pool:
+        (before,) = pool.worker_pids
+        replies = await _all(pool, _bad("end a thread"), _EASY)
+        assert [reply.credit for reply in replies] == [1.0, 1.0]
+        assert pool.worker_pids == [before]
+        replies = await _all(pool, _bad("leave a thread"), _EASY)
+        assert [reply.credit for reply in replies] == [1.0, 1.0]
+        assert before not in pool.worker_pids
+        await until(lambda: not is_alive(before))
+
+
 async def test_many_kills_leave_nothing_behind() -> None:
     """No process, no zombie, no open file and no task stays after 200 items that hang or are cancelled."""
 

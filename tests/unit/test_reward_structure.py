@@ -1,39 +1,12 @@
 """Answers that are more than a number: lists, points, intervals, choices, equations, words."""
 
-from fractions import Fraction
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.item import Item
-from services.reward.profiles.profile import Decision, Scoring
-from services.reward.profiles.value import ValueProfile
-from services.reward.verdict import Judgement
-
-PROFILES = {
-    name: ValueProfile(
-        name=name,
-        description="",
-        scoring=Scoring(),
-        tolerance=Fraction(tolerance),
-        max_response_chars=65536,
-        max_answer_chars=512,
-        decimal_figures=figures,
-    )
-    for name, tolerance, figures in (("math", "0", 4), ("geo3k", "0.05", 4), ("strict", "0", 0))
-}
-
-
-def judge(golds: list[str], response: str, profile: str = "math") -> Decision:
-    return PROFILES[profile].decide(Item(golds=golds, response=response, profile=profile))
-
-
-def is_right(gold: str, answer: str, profile: str = "math") -> bool:
-    judgement = judge([gold], rf"So \boxed{{{answer}}}.", profile)
-    assert isinstance(judgement, Judgement), "left to a worker"
-    return judgement.credit == 1
+from tests.value_profiles import is_right
 
 
 @pytest.mark.parametrize(

@@ -8,33 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.item import Item
-from services.reward.profiles.profile import Decision, Scoring, Undecided
-from services.reward.profiles.value import ValueProfile
+from services.reward.profiles.profile import Undecided
 from services.reward.verdict import Judgement, Method, Status
-
-PROFILES = {
-    name: ValueProfile(
-        name=name,
-        description="",
-        scoring=Scoring(),
-        tolerance=Fraction(tolerance),
-        max_response_chars=65536,
-        max_answer_chars=512,
-        decimal_figures=figures,
-    )
-    for name, tolerance, figures in (("math", "0", 4), ("geo3k", "0.05", 4), ("strict", "0", 0))
-}
-
-
-def judge(golds: list[str], response: str, profile: str = "math") -> Decision:
-    return PROFILES[profile].decide(Item(golds=golds, response=response, profile=profile))
-
-
-def is_right(gold: str, answer: str, profile: str = "math") -> bool:
-    judgement = judge([gold], rf"So \boxed{{{answer}}}.", profile)
-    assert isinstance(judgement, Judgement), "left to a worker"
-    return judgement.credit == 1
+from tests.value_profiles import PROFILES, is_right, judge
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from 0 to 1, or, to name the answer it found, a dict or object with `credit` and
 
 It runs one item at a time, under the item's deadline and the workers' limits, without network, other processes and
 writing files; what it imports when its module is loaded, all workers share. If it raises, or returns anything else, the
-item's status is FAILED. Its worker goes on to other items. A verifier that runs code out of responses gives the
-worker to that code, so set reward.recycle_after = 1: then no other item comes to that worker.
+item's status is FAILED. Its worker goes on to other items, unless the verifier left threads behind: then the worker is
+replaced, and they end with it. A verifier that runs code out of responses gives the worker to that code, so set
+reward.recycle_after = 1: then no other item comes to that worker.
 """
 
 import importlib

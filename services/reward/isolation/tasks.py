@@ -93,7 +93,7 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     token: int = 0
     """The request's."""
     is_spoilt: bool = False
-    """The worker ends with this reply: it ran out of memory, or has grown."""
+    """The worker ends with this reply: it ran out of memory, has grown, or has threads that outlive the item."""
 
 
 def frame(record: msgspec.Struct) -> bytes:

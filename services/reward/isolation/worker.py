@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,7 @@ math-verify swallow MemoryError. The kernel keeps the peak of the process's life
 _MAX_GROWTH_BYTES = 48 * 2**20
 """A worker that has grown by more since it was forked is replaced."""
 _MAX_OPEN_FILES = 64
+_THREAD_END_S = 0.02
 
 
 def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
@@ -40,10 +42,10 @@ def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, resource.RLIM_INFINITY))
             reply = _perform(request.task)
             has_grown = _resident_bytes() - size_at_start > _MAX_GROWTH_BYTES
-            has_peaked = _peak_bytes() > _NEARLY * memory_limit_bytes
+            has_peaked = _ProcessStatus.read().peak_bytes > _NEARLY * memory_limit_bytes
             if has_peaked and reply.credit == 0 and not isinstance(request.task, VerifierTask):
                 reply = WorkerReply(status=Status.OUT_OF_MEMORY)
-            is_spoilt = has_grown or has_peaked or reply.status is Status.OUT_OF_MEMORY
+            is_spoilt = has_grown or has_peaked or reply.status is Status.OUT_OF_MEMORY or _has_threads_left()
             reply = msgspec.structs.replace(reply, token=request.token, is_spoilt=is_spoilt)
             _write(fd, frame(reply))
             if reply.is_spoilt:
@@ -77,7 +79,25 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
-def _peak_bytes() -> int:
-    """The most address space that this process had."""
-    status = Path("/proc/self/status").read_bytes()
-    return int(status.partition(b"VmPeak:")[2].split(maxsplit=1)[0]) * 1024
+def _has_threads_left() -> bool:
+    """Whether there are other threads, which would see the next item; those that were joined end in a moment."""
+    until = time.monotonic() + _THREAD_END_S
+    while _ProcessStatus.read().num_threads > 1:
+        if time.monotonic() > until:
+            return True
+        time.sleep(_THREAD_END_S / 10)
+    return False
+
+
+class _ProcessStatus(NamedTuple):
+    """What the kernel tells of this process."""
+
+    peak_bytes: int
+    """The most address space that it had."""
+    num_threads: int
+
+    @classmethod
+    def read(cls) -> "_ProcessStatus":
+        """As it is now."""
+        lines = dict(line.split(b":", 1) for line in Path("/proc/self/status").read_bytes().splitlines())
+        return cls(peak_bytes=int(lines[b"VmPeak"].split()[0]) * 1024, num_threads=int(lines[b"Threads"]))

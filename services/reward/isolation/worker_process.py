@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from penstock import security
 from services.reward.isolation.forkserver_protocol import (
     COMMAND,
     MAX_REPLY_BYTES,
@@ -149,6 +150,7 @@ class Forkserver:
                 *("-m", "services.reward.isolation.forkserver", msgspec.json.encode(settings).decode()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name not in security.VARIABLES},
                 pass_fds=(theirs.fileno(),),
                 # An interrupt at the terminal is for the server, which drains. Not a session of its own: the kernel
                 # shares the processor out by sessions first, and a demoted worker would get the share of its session.

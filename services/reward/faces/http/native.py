@@ -19,6 +19,9 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "The service is stopping; come back after the header Retry-After."},
 }
 
+_Strings = Annotated[list[str], pydantic.FailFast()]
+"""The first that is none is told; a kilobyte for each would be memory for whoever sends many."""
+
 
 class _Model(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -27,7 +30,7 @@ class _Model(pydantic.BaseModel):
 class VerifyItem(_Model):
     """One response to judge."""
 
-    golds: list[str]
+    golds: _Strings
     """Gold answers; one match suffices. At least one."""
     response: str
     """The model's own text."""
@@ -35,7 +38,7 @@ class VerifyItem(_Model):
     """Profile by name, such as "math" or "geo3k"; /v1/profiles has them all."""
     item_id: str = ""
     """Your name for it, given back in the verdict."""
-    deadline_s: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
+    deadline_s: Annotated[float, pydantic.Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
     """Wall-clock limit in seconds; 0 takes the service's."""
     prompt: str = ""
     """What was asked. Only custom verifiers and the profile "remote" look at it."""
@@ -44,7 +47,7 @@ class VerifyItem(_Model):
 class VerifyBatch(_Model):
     """Many responses to judge."""
 
-    items: list[VerifyItem]
+    items: Annotated[list[VerifyItem], pydantic.FailFast()]
     """The responses."""
 
 

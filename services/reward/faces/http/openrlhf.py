@@ -88,7 +88,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
         },
     },
     400: {"model": ErrorBody, "description": "The body is no JSON."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
     422: {"model": ErrorBody, "description": "A field is missing or no list of the right length."},
+    429: {"model": ErrorBody, "description": "Bodies take all memory that is theirs; come back later."},
     503: {"model": ErrorBody, "description": "The service is stopping."},
 }
 

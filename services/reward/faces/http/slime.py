@@ -50,7 +50,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
             ERROR_HEADER: {"description": f"With {_INVALID}: what is wrong.", "schema": {"type": "string"}},
         },
     },
+    413: {"model": ErrorBody, "description": "The body is too large."},
     422: {"model": ErrorBody, "description": "There is no such profile: no sample could be judged."},
+    429: {"model": ErrorBody, "description": "Bodies take all memory that is theirs; come back later."},
     503: {"model": ErrorBody, "description": "The service is stopping."},
 }
 

@@ -1,0 +1,33 @@
+"""The profiles of value equality as the service has them, without the service."""
+
+from fractions import Fraction
+
+from services.reward.item import Item
+from services.reward.profiles.profile import Decision, Scoring
+from services.reward.profiles.value import ValueProfile
+from services.reward.verdict import Judgement
+
+PROFILES = {
+    name: ValueProfile(
+        name=name,
+        description="",
+        scoring=Scoring(),
+        tolerance=Fraction(tolerance),
+        max_response_chars=65536,
+        max_answer_chars=512,
+        decimal_figures=figures,
+    )
+    for name, tolerance, figures in (("math", "0", 4), ("geo3k", "0.05", 4), ("strict", "0", 0))
+}
+
+
+def judge(golds: list[str], response: str, profile: str = "math") -> Decision:
+    """What the profile decides of a whole response."""
+    return PROFILES[profile].decide(Item(golds=golds, response=response, profile=profile))
+
+
+def is_right(gold: str, answer: str, profile: str = "math") -> bool:
+    """Whether the profile decides by itself that a boxed answer is right; it must decide."""
+    judgement = judge([gold], rf"So \boxed{{{answer}}}.", profile)
+    assert isinstance(judgement, Judgement), "left to a worker"
+    return judgement.credit == 1
