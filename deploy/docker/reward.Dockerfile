@@ -5,25 +5,34 @@
 
 ARG BASE_IMAGE=python:3.11-slim
 
-FROM ${BASE_IMAGE} AS build
+# What is installed, and penstock's own wheel. These lines are the same for all images, so this stage is built once.
+FROM ${BASE_IMAGE} AS project
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /venv && /venv/bin/pip install --quiet hatchling
 WORKDIR /src
-RUN python3 -m venv /venv
-# First what changes rarely: the libraries, at the versions of the lock file.
-COPY pyproject.toml requirements.lock ./
-RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    print(*project["dependencies"], *project["optional-dependencies"]["reward"], sep="\n")' >requirements.txt \
-    && /venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint requirements.lock --requirement requirements.txt
+COPY pyproject.toml requirements.lock deploy/docker/requirements.py ./
+RUN mkdir /pins \
+    && python3 requirements.py --packages torch torchvision >/pins/torch.txt \
+    && for extra in reward router worker rollout trainer; do python3 requirements.py $extra >/pins/$extra.txt; done
 COPY README.md LICENSE ./
 COPY penstock penstock
 COPY services services
-RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps .
+RUN /venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM ${BASE_IMAGE}
-COPY --from=build /venv /venv
-ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-USER 10001
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /venv
+COPY --from=project /pins/reward.txt /pins/
+RUN /venv/bin/pip install --quiet --no-deps --requirement /pins/reward.txt
+COPY --from=project /wheel /wheel
+RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && mkdir /penstock
+ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /penstock
+USER 10001:10001
 EXPOSE 7002 7003
-HEALTHCHECK --interval=5s --timeout=3s --start-period=20s \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:7003/healthz', timeout=2)"]
-STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=5s --timeout=10s --start-period=120s CMD ["python3", "-m", "penstock.health", "127.0.0.1:7002"]
 ENTRYPOINT ["penstock", "serve", "reward", "--reward.host=0.0.0.0", "--reward.port=7002", "--reward.http_port=7003"]

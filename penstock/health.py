@@ -1,0 +1,54 @@
+"""Whether a server is ready for work, in an exit code: `python3 -m penstock.health HOST:PORT`.
+
+Containers ask every few seconds, so this imports gRPC and nothing else of size. It asks grpc.health.v1, for which no
+server wants a token.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+def health_of(address: str, *, timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> str:
+    """What the server at `address` (host:port) says of itself: SERVING, NOT_SERVING, or why it says nothing.
+
+    Args:
+        address: The server.
+        timeout_s: Deadline of the question, the connection included.
+        credentials: For a server with TLS; None: the connection is plain text.
+    """
+    channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+    with channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what the server says and return 0 if that is SERVING, else 1."""
+    parser = argparse.ArgumentParser(prog="python3 -m penstock.health", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--timeout-s", type=float, default=8.0)
+    parser.add_argument("--tls-ca", type=Path, help="the authority that the server is checked against; switches TLS on")
+    parser.add_argument("--tls-cert", type=Path, help="for servers that want one of their callers, too")
+    parser.add_argument("--tls-key", type=Path)
+    given = parser.parse_args(arguments)
+    credentials = None
+    if given.tls_ca is not None:
+        root, key, certificate = (
+            None if path is None else path.read_bytes() for path in (given.tls_ca, given.tls_key, given.tls_cert)
+        )
+        credentials = grpc.ssl_channel_credentials(root, key, certificate)
+    status = health_of(given.address, timeout_s=given.timeout_s, credentials=credentials)
+    sys.stdout.write(f"{status}\n")
+    return 0 if status == "SERVING" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

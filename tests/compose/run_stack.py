@@ -1,0 +1,203 @@
+"""The compose stack on a real Docker engine: `make test-compose`.
+
+Not collected by `make test`: its images take 13 GB. It prints what it measures.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.cli.replica_table import describe_pool, fetch_pool
+from tests.compose.stack import (
+    SERVICES,
+    Stack,
+    crash,
+    health,
+    image_sizes,
+    inspect,
+    leftovers,
+    missing,
+    size_on_disk,
+    stack,
+)
+
+pytestmark = [
+    pytest.mark.skipif(bool(reason := missing()), reason=f"no compose stack here: {reason}"),
+    pytest.mark.timeout(3600),
+]
+
+RUN = "compose-test"
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "300"))
+GROUPS_PER_STEP = 8
+ARGUMENTS = " ".join(
+    (
+        f"--run.name={RUN}",
+        f"--trainer.num_steps={NUM_STEPS}",
+        f"--trainer.groups_per_step={GROUPS_PER_STEP}",
+        "--trainer.samples_per_group=4",
+        "--trainer.checkpoint_every=5",
+        "--worker.concurrency=16",
+        "--rollout.max_running=32",
+    )
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def images() -> None:
+    """All images, built; a second time after a change of the code."""
+    with stack() as project:
+        for service in SERVICES:
+            started = time.monotonic()
+            project.compose("build", service, timeout_s=3000)
+            tell(f"build {service}: {time.monotonic() - started:.0f} s")
+    for name, size in image_sizes().items():
+        tell(f"image penstock-{name}: {size / 1e6:,.0f} MB")
+    tell(f"all images together, each layer once: {size_on_disk() / 1e6:,.0f} MB")
+
+
+@pytest.fixture
+def running() -> Iterator[Stack]:
+    """The stack, as `up` starts it, with a shortened run."""
+    with stack(PENSTOCK_ARGS=ARGUMENTS) as project:
+        yield project
+    assert leftovers(project.project) == []
+
+
+def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
+    """One engine, then three, then one; an engine and the worker are killed: every group is trained once."""
+    started = time.monotonic()
+    running.compose("up", "--detach")
+    tell(f"up returned after {time.monotonic() - started:.0f} s")
+    running.wait_until(lambda: bool(running.rows(RUN)), "the first trained step", 600)
+    tell(f"from `up` to the first trained step: {time.monotonic() - started:.0f} s")
+
+    scale(running, 3)
+    took_s = running.wait_until(lambda: num_routable(running) == 3, "three engines that take calls", 300)
+    tell(f"three engines take calls {took_s:.0f} s after scaling up, at step {last_step(running)}")
+    wait_for_steps(running, 5)
+
+    victim = running.containers("rollout")[1]
+    tell(f"kill -9 of an engine at step {last_step(running)}")
+    kill_and_see_it_back(running, victim)
+    wait_for_steps(running, 3)
+    (worker,) = running.containers("worker")
+    tell(f"kill -9 of the worker at step {last_step(running)}")
+    kill_and_see_it_back(running, worker)
+    wait_for_steps(running, 3)
+
+    before = last_step(running)
+    took_s = scale(running, 1)
+    tell(f"scaled down to one engine in {took_s:.0f} s, steps {before} to {last_step(running)}")
+    assert last_step(running) < NUM_STEPS, "the run was over before all was tried; raise NUM_STEPS"
+
+    (trainer,) = running.containers("trainer")
+    running.wait_until(lambda: health(trainer) == "exited", "the end of the run", 1800)
+    tell(f"the run ended {time.monotonic() - started:.0f} s after `up`")
+    assert inspect(trainer)["State"]["ExitCode"] == 0, running.logs("trainer")
+    assert_each_group_once(running)
+    for service in ("nats", "reward", "router", "rollout", "worker"):
+        assert [health(each) for each in running.containers(service)] == ["healthy"], service
+    started = time.monotonic()
+    running.compose("stop")
+    tell(f"stop took {time.monotonic() - started:.0f} s")
+    for service in ("nats", "reward", "router", "rollout", "worker"):
+        codes = [inspect(each)["State"]["ExitCode"] for each in running.containers(service)]
+        assert codes == [0] or service == "nats", f"{service} did not stop by itself: {codes}"
+
+
+def test_the_reward_service_alone_answers_as_the_readme_says() -> None:
+    """`up reward` starts nothing else, and a caller on this machine reaches it over gRPC and HTTP."""
+    with stack() as project:
+        project.compose("up", "--detach", "reward")
+        (reward,) = project.containers("reward")
+        took_s = project.wait_until(lambda: health(reward) == "healthy", "a healthy reward service", 120)
+        tell(f"the reward service alone: healthy after {took_s:.0f} s")
+        assert [service for service in SERVICES if project.containers(service)] == ["reward"]
+        body = json.dumps({"golds": ["3/4"], "response": "so it is \\boxed{0.75}.", "profile": "math"}).encode()
+        url = f"http://127.0.0.1:{project.port('PENSTOCK_REWARD_HTTP_PORT')}/v1/verify"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            assert json.load(response)["score"] == 1.0
+        done = subprocess.run(
+            [sys.executable, "-c", _README_EXAMPLE.format(port=project.port("PENSTOCK_REWARD_PORT"))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.split() == ["1.0", "0.75"]
+    assert leftovers(project.project) == []
+
+
+_README_EXAMPLE = """
+import asyncio
+from penstock.clients import RewardClient
+from penstock.v1 import reward_pb2
+
+async def main():
+    async with RewardClient("127.0.0.1:{port}") as client:
+        item = reward_pb2.VerifyItem(golds=["3/4"], response="... so it is \\\\boxed{{0.75}}.", profile="math")
+        (verdict,) = await client.verify_batch([item], timeout_s=5)
+        print(verdict.score, verdict.extracted)
+
+asyncio.run(main())
+"""
+
+
+def tell(line: str) -> None:
+    """Write a measurement; `make test-compose` lets it through."""
+    sys.stdout.write(f"  {line}\n")
+    sys.stdout.flush()
+
+
+def scale(project: Stack, num_rollouts: int) -> float:
+    """Scale while all goes on; returns the seconds that it took."""
+    started = time.monotonic()
+    project.compose("up", "--detach", "--no-recreate", "--scale", f"rollout={num_rollouts}")
+    return time.monotonic() - started
+
+
+def num_routable(project: Stack) -> int:
+    """Engines that the router gives calls to."""
+    pool = describe_pool(fetch_pool(f"127.0.0.1:{project.port('PENSTOCK_ROUTER_PORT')}"))
+    return sum(replica["routable"] for replica in pool["replicas"])
+
+
+def last_step(project: Stack) -> int:
+    """The last step that is in the metrics."""
+    rows = project.rows(RUN)
+    return rows[-1]["step"] if rows else 0
+
+
+def wait_for_steps(project: Stack, count: int) -> None:
+    """Let the run go on for some steps."""
+    goal = last_step(project) + count
+    project.wait_until(lambda: last_step(project) >= goal, f"step {goal}", 600)
+
+
+def kill_and_see_it_back(project: Stack, container: str) -> None:
+    """kill -9 of the service in a container, which Docker then starts again."""
+    restarts = inspect(container)["RestartCount"]
+    crash(container)
+    project.wait_until(lambda: inspect(container)["RestartCount"] > restarts, "a restart", 60)
+    took_s = project.wait_until(lambda: health(container) == "healthy", "a healthy container", 300)
+    tell(f"healthy again after {took_s:.0f} s")
+
+
+def assert_each_group_once(project: Stack) -> None:
+    """The accounting of the end-to-end tests, over the whole run."""
+    rows = project.rows(RUN)
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1)), "a step is missing or there twice"
+    trained = [index for row in rows for index in row["groups"]]
+    lost = set(range(NUM_STEPS * GROUPS_PER_STEP)) - set(trained)
+    tell(f"groups trained {len(trained)}, lost {len(lost)}, trained twice {len(trained) - len(set(trained))}")
+    assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP)), "a group was lost or trained twice"
+    assert all(row["staleness_max"] <= row["max_staleness"] for row in rows)
+    assert rows[-1]["num_failed_groups"] == 0
+    assert all(row.get("dlogp_max_current", 0.0) < 1e-4 for row in rows)
