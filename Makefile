@@ -13,13 +13,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 COMPILED := .venv/.compiled
 RECIPE ?= recipes/tiny-cpu.toml
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -f deploy/docker-compose.yml
 
 export UV_HTTP_TIMEOUT ?= 300
 export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check test check demo bench bench-push bench-reward bench-reward-soak bench-router lock clean
+.PHONY: help setup fmt lint type proto proto-check test check demo bench bench-push bench-reward bench-reward-soak bench-router churn chaos up down logs test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -79,6 +80,24 @@ bench-push: setup ## Measure weight pushes beside a raw broadcast of the same by
 
 bench-router: setup ## Measure what the router adds; ARGS="--sglang-router /path/to/python" compares.
 	@$(BIN)/python bench/bench_router.py $(ARGS)
+
+churn: setup ## Have 64 simulated replicas join and leave under load for ten minutes; ARGS="--minutes 3" picks.
+	@$(BIN)/python bench/churn.py $(ARGS)
+
+chaos: setup ## Kill processes of a real run at random, 50 times, and count what was lost; ARGS="--kills 5" is a taste.
+	@$(BIN)/python bench/chaos.py $(ARGS)
+
+up: ## Start the compose stack in the background: builds its images and trains; ARGS="--scale rollout=3" adds engines.
+	$(COMPOSE) up --build --detach $(ARGS)
+
+down: ## Stop the compose stack in order; what it stored stays. ARGS="--volumes" removes that too.
+	$(COMPOSE) down $(ARGS)
+
+logs: ## Follow what the compose stack says; ARGS="trainer" picks a service.
+	$(COMPOSE) logs --follow --tail=50 $(ARGS)
+
+test-compose: setup ## Test the compose stack on a real Docker engine, and measure it; the images take 13 GB.
+	@$(BIN)/pytest tests/compose/run_stack.py -s -p no:randomly $(ARGS)
 
 lock: .uv/bin/uv ## Resolve the dependencies anew.
 	$(UV) pip compile --quiet --all-extras --no-emit-index-url --no-header --annotation-style line \

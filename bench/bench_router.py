@@ -32,7 +32,7 @@ from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient, RouterClient
 from penstock.config import LogConfig
 from penstock.errors import PenstockError
-from penstock.launch.launcher import free_ports
+from penstock.ports import free_ports
 from penstock.routed import RoutedGenerateClient
 from penstock.v1 import generate_pb2
 
@@ -177,10 +177,12 @@ async def engines(url: str, options: argparse.Namespace) -> AsyncIterator[list[t
 
 
 @contextlib.asynccontextmanager
-async def penstock_router(url: str, num_engines: int) -> AsyncIterator[tuple[str, psutil.Process]]:
+async def penstock_router(
+    url: str, num_engines: int, *, log_level: str = "warning"
+) -> AsyncIterator[tuple[str, psutil.Process]]:
     """Address and process of a router that sees all engines."""
     [port] = free_ports(1)
-    overrides = (f"--bus.url={url}", f"--run.name={RUN}", f"--router.port={port}", "--log.level=warning")
+    overrides = (f"--bus.url={url}", f"--run.name={RUN}", f"--router.port={port}", f"--log.level={log_level}")
     async with process(sys.executable, "-P", "-m", "penstock", "serve", "router", *overrides) as started:
         address = f"127.0.0.1:{port}"
         async with RouterClient(address) as client, asyncio.timeout(30.0):

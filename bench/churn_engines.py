@@ -1,0 +1,73 @@
+"""Simulated engines for churn.py, each a process that can be killed, at the price of a fork.
+
+Reads lines of JSON, {"replica_id": "r001", "policy_version": 1, "max_running": 16}, and forks an engine
+(tests/simulated_engine.py) for each; when that serves, it prints {"replica_id": "r001", "pid": 4711}. SIGTERM drains
+one as it drains a real engine: DRAINING in the lease at once, `--grace-s` for what runs, the rest is handed over. All
+end with the standard input.
+
+    python bench/churn_engines.py --url=nats://... --run=NAME --token-s=0.5 --grace-s=2
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from penstock import log
+from penstock.bus.connection import connect
+from penstock.config import BusConfig, LogConfig
+from penstock.v1 import common_pb2, rollout_pb2
+from tests.simulated_engine import SimulatedEngine
+
+
+class Engine(SimulatedEngine):
+    """One that also says in its lease how many calls it has, as real ones do."""
+
+    def _describe(self) -> bytes:
+        self.replica.num_running = min(self.num_running, self.replica.max_running)
+        self.replica.num_queued = self.num_running - self.replica.num_running
+        return super()._describe()
+
+
+async def live(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Serve until SIGTERM, and drain."""
+    leaving = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
+    async with connect(BusConfig(url=options.url), run=options.run) as bus:
+        engine = Engine(bus, token_s=options.token_s, state=common_pb2.REPLICA_STATE_READY, **settings)
+        async with engine.running():
+            sys.stdout.write(json.dumps({"replica_id": engine.replica_id, "pid": os.getpid()}) + "\n")
+            sys.stdout.flush()
+            await leaving.wait()
+            await engine.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=options.grace_s), None)
+
+
+def main() -> None:
+    """Fork until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--token-s", type=float, required=True)
+    parser.add_argument("--grace-s", type=float, required=True)
+    options = parser.parse_args()
+    log.configure(LogConfig(level="error"), service="simulated-engine")
+    pids = []
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            asyncio.run(live(options, json.loads(line)))
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)  # still its own: nobody has waited for those that ended before
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

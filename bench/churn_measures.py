@@ -1,0 +1,111 @@
+"""What churn.py measures of the calls and the replicas that it saw. Pure."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """When a replica was there, by one clock."""
+
+    replica_id: str
+    max_running: int
+    came_at: float = math.inf
+    left_at: float = math.inf
+    """When it was killed or told to drain."""
+
+    def is_there(self, at: float) -> bool:
+        """Whether a call may be given to it."""
+        return self.came_at <= at < self.left_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call that was answered."""
+
+    started_at: float
+    ended_at: float
+    replica_ids: list[str]
+    """Whose tokens the answer has, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one replica had while it was there, by what it would have had if all were even."""
+
+    life: Life
+    lived_s: float
+    calls: float
+    """Of the calls that were given."""
+    load: float
+    """Of the time that calls were in flight, summed over them."""
+
+
+def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: float) -> list[Share]:
+    """Of each replica, up to the time `until`.
+
+    At any moment the even part of a replica is its max_running by that of all that are there. Of a call it is
+    that of the moment in which the call was given; of the load, that of each moment times the calls then in flight.
+    """
+    by_id = {life.replica_id: life for life in lives}
+    legs = [leg for turn in itertools.chain.from_iterable(sessions) for leg in _legs(turn, by_id)]
+    num_calls, load_s = dict.fromkeys(by_id, 0), dict.fromkeys(by_id, 0.0)
+    for replica_id, start, end in legs:
+        num_calls[replica_id] += 1
+        load_s[replica_id] += end - start
+    events: list[tuple[float, int, str]] = []  # at one moment: who comes, who leaves, what ends, what begins
+    for life in (each for each in by_id.values() if each.came_at < until):
+        events += [(life.came_at, 0, life.replica_id), (min(life.left_at, until), 1, life.replica_id)]
+    for _, start, end in legs:
+        events += [(end, 2, ""), (start, 3, "")]
+    num_places = num_in_flight = 0
+    calls_per_place = load_per_place_s = before = 0.0
+    came_with: dict[str, tuple[float, float]] = {}
+    found = []
+    for at, what, replica_id in sorted(events):
+        load_per_place_s += (at - before) * num_in_flight / num_places if num_places else 0.0
+        before = at
+        if what == 0:
+            num_places += by_id[replica_id].max_running
+            came_with[replica_id] = calls_per_place, load_per_place_s
+        elif what == 1:
+            life = by_id[replica_id]
+            num_places -= life.max_running
+            calls_before, load_before_s = came_with[replica_id]
+            even_calls = life.max_running * (calls_per_place - calls_before)
+            even_load_s = life.max_running * (load_per_place_s - load_before_s)
+            if even_calls and even_load_s:
+                calls, load = num_calls[replica_id] / even_calls, load_s[replica_id] / even_load_s
+                found.append(Share(life=life, lived_s=at - life.came_at, calls=calls, load=load))
+        elif what == 2:
+            num_in_flight -= 1
+        else:
+            num_in_flight += 1
+            calls_per_place += 1 / num_places if num_places else 0.0
+    return found
+
+
+def _legs(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, float]]:
+    """Replica, beginning and end of each part of a call; one part ends when its replica begins to leave."""
+    start = turn.started_at
+    for number, replica_id in enumerate(turn.replica_ids, 1):
+        is_last = number == len(turn.replica_ids)
+        end = turn.ended_at if is_last else min(max(start, by_id[replica_id].left_at), turn.ended_at)
+        yield replica_id, start, end
+        start = end
+
+
+def affinity(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]]) -> tuple[int, int, int]:
+    """Second and later turns: how many, of how many the replica of the turn before stayed, and how many went there."""
+    by_id = {life.replica_id: life for life in lives}
+    num_later = num_bound = num_kept = 0
+    for turns in sessions:
+        for before, turn in itertools.pairwise(turns):
+            num_later += 1
+            home = before.replica_ids[-1]
+            if by_id[home].left_at > turn.ended_at:
+                num_bound += 1
+                num_kept += turn.replica_ids == [home]
+    return num_later, num_bound, num_kept
