@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.parent import dying_with_parent
-
 
 @dataclass(frozen=True)
 class RewardProcess:
@@ -26,17 +24,19 @@ class RewardProcess:
 def reward_process(*settings: str) -> Iterator[RewardProcess]:
     """`penstock serve reward` with `settings` such as --reward.workers=1, until the context ends."""
     command = [sys.executable, "-m", "penstock", "serve", "reward", "--log.format=json", *settings]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=dying_with_parent()) as process:
+    # Without preexec_fn: what runs between fork and exec cannot rely on anything where other threads call into gRPC.
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            addresses: list[str] = []
+            addresses, lines = list[str](), list[str]()
             for line in process.stderr:
+                lines.append(line)
                 record = json.loads(line) if line.startswith("{") else {}
                 if record.get("event") == "server.started":
                     addresses.append(record["address"])
                 if len(addresses) == 2:
                     break
-            assert len(addresses) == 2, "the service did not start"
+            assert len(addresses) == 2, "the service did not start:\n" + "".join(lines)
             yield RewardProcess(address=addresses[0], url=addresses[1], pid=process.pid)
         finally:
             process.terminate()
