@@ -43,7 +43,8 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
         UserError: a file cannot be read or written, there is no such profile, or there is no service.
         PenstockError: the service went away; what was written until then is complete and in order.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # which is ignored at first in what a script starts with `&`
+        signal.signal(number, signal.default_int_handler)
     max_lines = min(_WINDOW_LINES, max_queue)
     max_windows = min(_MAX_IN_FLIGHT, max_queue) // max_lines
     with contextlib.ExitStack() as stack:
