@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from tests.engine_reference import Reference
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that kill an engine which others share come last in their module: each start of one costs half a minute."""
+    modules = {item.path: number for number, item in reversed(list(enumerate(items)))}
+    items.sort(key=lambda item: (modules[item.path], item.get_closest_marker("kills_engine") is not None))
+
+
 @pytest.fixture(scope="session")
 def reference(tiny_model_path: Path) -> Reference:
     """The policy of version 0."""

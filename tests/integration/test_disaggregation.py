@@ -270,6 +270,7 @@ def kill(engine: EngineProcess) -> None:
     os.killpg(engine.process.pid, signal.SIGKILL)
 
 
+@pytest.mark.kills_engine
 async def test_a_prefill_engine_that_dies_takes_nothing_along_that_decodes_already(pair: Pair) -> None:
     """Streams that run go on to their end; what it had not handed over fails at once or in seconds."""
     made = [turn(kind, max_new_tokens=200, seed=seed) for kind in PICTURES for seed in range(2)]
@@ -297,6 +298,7 @@ async def _begin(pair: Pair, half: generate_pb2.GenerateRequest) -> Any:
     return stream
 
 
+@pytest.mark.kills_engine
 async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_well(pair: Pair) -> None:
     """Drained, it hands over what it has; killed, the halves that wait for it fail in seconds."""
     turns = [Continuation(turn("text", max_new_tokens=900, seed=seed)) for seed in range(8)]
@@ -316,6 +318,7 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
     await pair.decode.process.wait()
 
 
+@pytest.mark.kills_engine
 async def test_a_run_loses_nothing_when_both_halves_are_killed(
     engine: EngineProcess, pair: Pair, nats_url: str
 ) -> None:
