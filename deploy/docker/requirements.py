@@ -1,6 +1,6 @@
 """Print what an image installs: the closure of one extra of pyproject.toml, pinned, out of requirements.lock.
 
-    python3 requirements.py router                    # penstock's own requirements and those of its extra `router`
+    python3 requirements.py openai                    # penstock's own requirements and those of its extra `openai`
     python3 requirements.py --packages torch          # torch and what it needs
 
 The lock file says with each package through which others it came, so no resolver and no registry is needed. An image's

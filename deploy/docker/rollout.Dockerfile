@@ -14,7 +14,7 @@ WORKDIR /src
 COPY pyproject.toml requirements.lock deploy/docker/requirements.py ./
 RUN mkdir /pins \
     && python3 requirements.py --packages torch torchvision >/pins/torch.txt \
-    && for extra in reward router worker rollout trainer; do python3 requirements.py $extra >/pins/$extra.txt; done
+    && for extra in reward openai worker rollout trainer; do python3 requirements.py $extra >/pins/$extra.txt; done
 COPY README.md LICENSE ./
 COPY penstock penstock
 COPY services services

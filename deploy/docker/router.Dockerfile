@@ -1,4 +1,4 @@
-# The router, without torch. From the project's root:
+# The router with its OpenAI-compatible face, without torch. From the project's root:
 #
 #   docker build -f deploy/docker/router.Dockerfile -t penstock-router .
 
@@ -14,7 +14,7 @@ WORKDIR /src
 COPY pyproject.toml requirements.lock deploy/docker/requirements.py ./
 RUN mkdir /pins \
     && python3 requirements.py --packages torch torchvision >/pins/torch.txt \
-    && for extra in reward router worker rollout trainer; do python3 requirements.py $extra >/pins/$extra.txt; done
+    && for extra in reward openai worker rollout trainer; do python3 requirements.py $extra >/pins/$extra.txt; done
 COPY README.md LICENSE ./
 COPY penstock penstock
 COPY services services
@@ -25,8 +25,8 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /venv
-COPY --from=project /pins/router.txt /pins/
-RUN /venv/bin/pip install --quiet --no-deps --requirement /pins/router.txt
+COPY --from=project /pins/openai.txt /pins/
+RUN /venv/bin/pip install --quiet --no-deps --requirement /pins/openai.txt
 COPY --from=project /wheel /wheel
 RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && mkdir /penstock
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -83,7 +83,7 @@ def _load_voice(recipe: "ServiceRecipe") -> "Voice":
     except ModuleNotFoundError as error:
         raise SetupError(
             f"router.http_port needs the Python package {error.name!r}, which is not installed; "
-            "`pip install 'penstock[router]'`"
+            "`pip install 'penstock[openai]'`"
         ) from None
 
 

@@ -266,10 +266,10 @@ def test_the_response_is_what_follows_the_prompt(query: str, prompt: str, respon
 
 def test_stripping_a_flood_of_ends_of_text_is_linear() -> None:
     """Five megabytes of them take no more than moments, of which there are as many as characters."""
-    started = time.process_time()
+    started = time.monotonic()
     assert response_in("a" + "</s>\n" * 1_000_000, "", EOS) == "a"
     assert response_in("a" + " " * 50_000_000, "", EOS) == "a"
-    assert time.process_time() - started < 10
+    assert time.monotonic() - started < 10
 
 
 async def test_profiles_are_listed(http: httpx.AsyncClient) -> None:

@@ -170,7 +170,7 @@ def test_images_begin_alike() -> None:
     assert "/pins/torch.txt" in heavy.pop()
 
 
-@pytest.mark.parametrize("extra", ["reward", "router", "worker"])
+@pytest.mark.parametrize("extra", ["reward", "openai", "worker"])
 def test_small_images_hold_no_torch(requirements: ModuleType, extra: str) -> None:
     """Nor SGLang, nor anything of CUDA's."""
     names = pinned(requirements, extra)

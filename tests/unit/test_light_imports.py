@@ -62,13 +62,18 @@ def required(name: str, extras: frozenset[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", ["", "reward", "router"])
-def test_installs_without_torch_and_sglang(extra: str) -> None:
-    """Neither penstock itself nor the reward service nor the router brings a deep-learning library with it; the router
-    has transformers for its tokenizers."""
+def test_installs_without_torch_sglang_and_transformers(extra: str) -> None:
+    """Neither penstock itself nor the reward service nor the router brings a deep-learning library with it."""
     found = required("penstock", frozenset({extra}))
     assert {"grpcio", "nats-py"} <= found
     assert ("math-verify" in found) == (extra == "reward")
-    assert ("transformers" in found) == (extra == "router")
+    assert not {"torch", "sglang", "transformers"} & found
+
+
+def test_the_openai_face_installs_without_torch_and_sglang() -> None:
+    """It has transformers, for its tokenizers."""
+    found = required("penstock", frozenset({"openai"}))
+    assert {"fastapi", "transformers"} <= found
     assert not {"torch", "sglang"} & found
 
 
