@@ -100,7 +100,7 @@ class SimulatedPrefill(SimulatedHalf):
         super().__init__(bus, role=common_pb2.REPLICA_ROLE_PREFILL, **settings)
         self._tickets: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._fetched: dict[int, asyncio.Event] = {}
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -145,7 +145,9 @@ class SimulatedPrefill(SimulatedHalf):
         return self._tickets.setdefault(room, asyncio.get_running_loop().create_future())
 
     async def _serve_ticket(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._connections[writer] = serving
         try:
             if not (line := await reader.readline()):
                 return  # who asked has left
@@ -160,7 +162,7 @@ class SimulatedPrefill(SimulatedHalf):
         except ConnectionError:
             return
         finally:
-            self._connections.discard(writer)
+            self._connections.pop(writer)
             writer.close()
 
     def drop_tickets(self) -> None:
@@ -186,6 +188,10 @@ class SimulatedPrefill(SimulatedHalf):
             tickets.close()
             for waiting in self._tickets.values():
                 waiting.cancel()
+            left = tuple(self._connections.values())
+            for serving in left:
+                serving.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 class SimulatedDecode(SimulatedHalf):
