@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from services.router.policy.candidate import Candidate, Query
 from services.router.policy.choice import find_fit
+from services.router.policy.surplus import Surplus
 
 
 class Sessions:
@@ -52,7 +53,8 @@ class Sessions:
 class AffinityPolicy:
     """The session's own replica if it is fit; else the least loaded, and of these the one with the fewest sessions.
 
-    Both are counted by place, and the load with the call that is to be given (shortest expected delay).
+    Both are counted by place, and the load with the call that is to be given (shortest expected delay) and with what
+    the replica has had too much or too little of late.
     """
 
     reads_blocks = False
@@ -60,18 +62,20 @@ class AffinityPolicy:
     def __init__(self, *, max_sessions: int) -> None:
         """Remember the replicas of `max_sessions` sessions."""
         self.sessions = Sessions(max_sessions)
+        self._surplus = Surplus()
 
     def choose(self, query: Query, candidates: Mapping[str, Candidate], now: float) -> Candidate | None:
         """The replica that gets the call; None exactly if none is fit."""
         own = candidates.get(self.sessions.get(query.session_id) or "")
         if own is not None and own.is_fit(query, now):
             return own
-        fit = find_fit(query, candidates, now)
-        return min(fit, key=self._rank, default=None)
+        self._surplus.look(candidates.values(), now)
+        return min(find_fit(query, candidates, now), key=self._rank, default=None)
 
     def _rank(self, candidate: Candidate) -> tuple[float, float, str]:
         num_sessions = self.sessions.num_of(candidate.replica_id)
-        return candidate.next_load, num_sessions / candidate.num_places, candidate.replica_id
+        load = candidate.next_load + self._surplus.load(candidate)
+        return load, num_sessions / candidate.num_places, candidate.replica_id
 
     def record(self, query: Query, replica_id: str) -> None:
         """The session belongs to this replica from now on."""

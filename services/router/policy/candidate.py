@@ -151,9 +151,14 @@ class Candidate:
             self.limit.report(max_running=said.max_running, num_queued=said.num_queued, kv_use=said.kv_use)
 
     @property
+    def num_calls(self) -> int:
+        """What it has to do: this router's calls, and those of others."""
+        return self.num_in_flight + self.num_elsewhere
+
+    @property
     def own_load(self) -> float:
         """Calls per place."""
-        return (self.num_in_flight + self.num_elsewhere) / self.num_places
+        return self.num_calls / self.num_places
 
     @property
     def load(self) -> float:
@@ -175,14 +180,26 @@ class Candidate:
         return self.own_load + 1 / self.num_places
 
     @property
+    def is_open(self) -> bool:
+        """Whether it takes calls as long as it is not full, and takes no push just now."""
+        return self.obstacle is None and self.lone is None and self.is_settled
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether policies choose it, alone or for a pair."""
+        return self.partners is None or self.is_prefill
+
+    @property
     def is_prefill(self) -> bool:
         """Whether it reads prompts for partners that decode."""
         return self.replica.role == common_pb2.REPLICA_ROLE_PREFILL
 
     def is_fit(self, query: Query, now: float) -> bool:
         """Whether a policy may choose it: nothing keeps the call away from it, nor from all that would decode."""
-        return self.is_able(query, now) and (
-            self.partners is None or (self.is_prefill and any(each.is_able(query, now) for each in self.partners))
+        return (
+            self.reads_prompts
+            and self.is_able(query, now)
+            and (self.partners is None or any(each.is_able(query, now) for each in self.partners))
         )
 
     def is_able(self, query: Query, now: float) -> bool:

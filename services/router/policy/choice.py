@@ -34,7 +34,7 @@ def is_overloaded(candidate: Candidate, fit: Sequence[Candidate], max_ratio: flo
     Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018), with places as weights. At least
     one of `fit` is never overloaded.
     """
-    num_calls = 1 + sum(each.num_in_flight + each.num_elsewhere for each in fit)
+    num_calls = 1 + sum(each.num_calls for each in fit)
     num_places = sum(each.num_places for each in fit)
     allowed = max_ratio * num_calls * candidate.num_places / num_places
-    return candidate.num_in_flight + candidate.num_elsewhere >= allowed
+    return candidate.num_calls >= allowed
