@@ -8,6 +8,7 @@ those that may use it, and wakes no other.
 
 import asyncio
 import bisect
+import dataclasses
 import itertools
 import secrets
 import time
@@ -77,6 +78,21 @@ class Places:
             )
         claim.order = claim.order or next(self._orders)
         return place or await self._wait(claim)
+
+    def find_spare(self, query: Query, *, beside: Place) -> Place | None:
+        """A place with another replica for a call that has one, if there is one and nobody waits.
+
+        The call's session stays with its replica; see `bind`.
+        """
+        if self._lines:
+            return None
+        excluded = query.excluded | beside.replica_ids
+        return self._choose(dataclasses.replace(query, session_id="", excluded=excluded), time.monotonic())
+
+    def bind(self, query: Query, place: Place) -> None:
+        """The call's session belongs to this place's replica from now on."""
+        reader = place.prefill or place
+        self.policy.record(query, reader.member.candidate.replica_id)
 
     def free(self, member: Member) -> None:
         """A place with this replica was given back."""

@@ -5,6 +5,7 @@ Not collected by `make test`: its images take 13 GB. It prints what it measures.
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -33,7 +34,8 @@ pytestmark = [
 ]
 
 RUN = "compose-test"
-NUM_STEPS = int(os.environ.get("NUM_STEPS", "300"))
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "400"))
+NUM_RANDOM_KILLS = 6
 GROUPS_PER_STEP = 8
 ARGUMENTS = " ".join(
     (
@@ -70,7 +72,7 @@ def running() -> Iterator[Stack]:
 
 
 def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
-    """One engine, then three, then one; an engine and the worker are killed: every group is trained once."""
+    """One engine, then three, then one; an engine, the worker, then anybody is killed: every group is trained once."""
     started = time.monotonic()
     running.compose("up", "--detach")
     tell(f"up returned after {time.monotonic() - started:.0f} s")
@@ -90,6 +92,14 @@ def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
     tell(f"kill -9 of the worker at step {last_step(running)}")
     kill_and_see_it_back(running, worker)
     wait_for_steps(running, 3)
+    seed = int(os.environ.get("SEED", time.time_ns()))
+    tell(f"random kills, SEED={seed}")
+    chance = random.Random(seed)
+    for _ in range(NUM_RANDOM_KILLS):
+        service = chance.choice(SERVICES)
+        tell(f"kill -9 of a {service} at step {last_step(running)}")
+        kill_and_see_it_back(running, chance.choice(running.containers(service)))
+        wait_for_steps(running, 2)
 
     before = last_step(running)
     took_s = scale(running, 1)
