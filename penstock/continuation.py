@@ -25,11 +25,6 @@ class Continuation:
         return len(self._response.output_ids)
 
     @property
-    def num_legs(self) -> int:
-        """Requests handed out by `remaining` so far."""
-        return self._num_legs
-
-    @property
     def is_finished(self) -> bool:
         """Whether the last token was delivered."""
         return self._response.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED

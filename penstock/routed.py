@@ -9,7 +9,7 @@ import collections
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import structlog
@@ -31,6 +31,8 @@ from penstock.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 
 log = structlog.get_logger()
+
+ResultT = TypeVar("ResultT")
 
 _CHUNK_TOKENS = 16
 """Where the caller wants the whole turn, it comes in chunks of so many tokens: what a replica that dies costs."""
@@ -61,7 +63,6 @@ class _Place:
         self.half = Half(name=f"replica {replica_id} at {replica.address}", channel=replica.channel)
         self.outcome = router_pb2.ROUTE_OUTCOME_UNSPECIFIED
         """What came of the call, as far as this replica is concerned."""
-        self.is_kept = True
         replica.num_calls += 1
 
 
@@ -88,10 +89,13 @@ class RoutedGenerateClient(Client):
         self._security = security
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._replicas: collections.OrderedDict[str, _Replica] = collections.OrderedDict()
-        self._working: set[asyncio.Task[None]] = set()
+        self._kept: set[_Place] = set()
+        self._working: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
-        """Give back what is still to be given back, and close all channels; calls that run are cancelled."""
+        """Give all places back, and close all channels; calls that run are cancelled."""
+        for place in list(self._kept):
+            self._release(place)
         while self._working:
             await asyncio.wait(self._working)
         for replica in self._replicas.values():
@@ -218,7 +222,9 @@ class RoutedGenerateClient(Client):
                 leg.culprit.outcome = _outcome_of(error)
             releasing = [self._release(each) for each in (leg.prefill, place) if each is not None]
         if error is not None and not turn.is_finished:
-            await asyncio.shield(asyncio.gather(*releasing))  # before asking for another
+            if any(await asyncio.shield(asyncio.gather(*releasing))):  # before asking for another
+                leg.culprit.outcome = router_pb2.ROUTE_OUTCOME_REFUSED
+                error = NotReadyError(f"{error} (broken off by a push)")
             raise error from None
 
     def _chunks(
@@ -251,26 +257,35 @@ class RoutedGenerateClient(Client):
 
     def _leg(self, route: router_pb2.RouteResponse) -> _Leg:
         """The replicas that the route names."""
-        place = _Place(route.route_id, route.replica_id, self._replica(route.address))
+        place = self._keep(route.route_id, route.replica_id, route.address)
         if not route.HasField("prefill"):
             return _Leg(place, None)
         prefill = route.prefill
-        return _Leg(place, _Place(prefill.route_id, prefill.replica_id, self._replica(prefill.address)))
+        return _Leg(place, self._keep(prefill.route_id, prefill.replica_id, prefill.address))
 
-    def _release(self, place: _Place) -> asyncio.Future[None]:
-        """Give the place back, in the background and once. Where that fails, the router's own limit of time ends it."""
-        if not place.is_kept:
+    def _keep(self, route_id: str, replica_id: str, address: str) -> _Place:
+        place = _Place(route_id, replica_id, self._replica(address))
+        self._kept.add(place)
+        return place
+
+    def _release(self, place: _Place) -> asyncio.Future[bool]:
+        """Give the place back, in the background and once; whether a push had broken the call off.
+
+        Where it fails, the router's own limit of time ends the place.
+        """
+        if place not in self._kept:
             done = asyncio.get_running_loop().create_future()
-            done.set_result(None)
+            done.set_result(False)
             return done
-        place.is_kept = False
+        self._kept.remove(place)
         place.replica.num_calls -= 1
         return self._in_background(self._release_route(place.route_id, place.outcome))
 
-    async def _release_route(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> None:
+    async def _release_route(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> bool:
         request = router_pb2.ReleaseRouteRequest(route_id=route_id, outcome=outcome)
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._stub.ReleaseRoute(request, timeout=_RELEASE_TIMEOUT_S)
+            return bool((await self._stub.ReleaseRoute(request, timeout=_RELEASE_TIMEOUT_S)).was_pushed)
+        return False
 
     def _replica(self, address: str) -> _Replica:
         replica = self._replicas.pop(address, None) or _Replica(address, self._security)
@@ -282,7 +297,7 @@ class RoutedGenerateClient(Client):
                 self._in_background(idle.channel.close(None))
         return replica
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)

@@ -343,16 +343,22 @@ class ReleaseRouteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WAS_KEPT_FIELD_NUMBER: _builtins.int
+    WAS_PUSHED_FIELD_NUMBER: _builtins.int
     was_kept: _builtins.bool
     """Whether it was still kept; false if its time had passed."""
+    was_pushed: _builtins.bool
+    """Whether a push to the replica, or to the other half of its pair, broke the call off: then nobody failed. Only with
+    ROUTE_OUTCOME_FAILED.
+    """
     def __init__(
         self,
         *,
         was_kept: _builtins.bool = ...,
+        was_pushed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_kept", b"was_kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_kept", b"was_kept", "was_pushed", b"was_pushed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ Dean and Barroso, 2013). Invariant: of two legs, the chunks of one are taken.
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from penstock.errors import UnavailableError
 from services.router.place import Place
 
 
@@ -49,7 +50,7 @@ class Race:
             after_s: When to ask for it, if nothing has come.
 
         Raises:
-            PenstockError: no place could play it; the error is the first one's.
+            PenstockError: no place could play it; the error is the first one's where both failed.
         """
         legs = [play(self.place)]
         beginnings = [asyncio.create_task(_first_of(legs[0]))]
@@ -62,8 +63,9 @@ class Race:
                 beginnings.append(asyncio.create_task(_first_of(legs[1])))
             number = await _first_to_deliver(beginnings)
             await _end(beginnings[1 - number : 2 - number], legs[1 - number : 2 - number])
-            if (chunk := beginnings[number].result()) is not None:
-                yield chunk
+            if (chunk := beginnings[number].result()) is None:  # it lost to one that then failed
+                raise UnavailableError("neither of two replicas delivered anything")
+            yield chunk
             async for chunk in legs[number]:
                 yield chunk
         finally:

@@ -39,7 +39,7 @@ class Waiter(Generic[PlaceT]):
         """Stand for `claim`, from now on."""
         self.claim = claim
         self.place: asyncio.Future[PlaceT] = asyncio.get_running_loop().create_future()
-        """What it is given; cancelled when it has left."""
+        """What it is given; cancelled when it has left, or is to."""
 
     def __lt__(self, other: "Waiter[PlaceT]") -> bool:
         return self.claim.order < other.claim.order
@@ -89,6 +89,11 @@ class Line(Generic[PlaceT]):
         if self.is_hopeless:
             self.hopeless_s += now - self.looked_at
         self.is_hopeless, self.looked_at = is_hopeless, now
+
+    def dissolve(self) -> None:
+        """All waiters are to look where they belong now; nobody joins or is served any more."""
+        for waiter in self._heap:
+            waiter.place.cancel()
 
     def leave(self, waiter: Waiter[PlaceT]) -> None:
         """The waiter waits no longer; no effect on one that was served."""

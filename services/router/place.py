@@ -41,6 +41,7 @@ class Place:
         "culprit",
         "member",
         "prefill",
+        "sibling",
     )
 
     def __init__(
@@ -55,6 +56,8 @@ class Place:
         self.member = member
         self.prefill = prefill
         """The prefill half's, where the replica only decodes."""
+        self.sibling: Place | None = None
+        """The other half's, after `split`."""
         self.bootstrap = bootstrap
         """How the two halves find each other."""
         self.culprit = self
@@ -126,7 +129,8 @@ class Place:
             or isinstance(error, UnreachableError)
         ):
             return error
-        halves = [each for each in (self.prefill, self) if each is not None and not each._is_given_back]
+        both = (self.prefill or self.sibling, self)
+        halves = [each for each in both if each is not None and not each._is_settled]
         if not any(each._is_pushed for each in halves):
             await asyncio.sleep(_LEASE_S)
         pushed = next((each for each in halves if each._is_pushed), None)
@@ -150,6 +154,8 @@ class Place:
     def split(self) -> "Place | None":
         """Part with the prefill half's place: from now on it is given back by itself."""
         prefill, self.prefill = self.prefill, None
+        if prefill is not None:
+            self.sibling, prefill.sibling = prefill, self
         return prefill
 
     @property

@@ -57,6 +57,8 @@ class Places:
         self._orders = itertools.count(1)
         self._lines: dict[tuple[int, frozenset[str], int], Line[Place]] = {}
         """By need: a call never waits behind one that wants what it does not want. None is empty."""
+        self._sizes = pool.sizes
+        """Those by which the calls in line were told apart."""
         pool.on_change = self._serve_lines
 
     async def take(self, claim: Claim) -> Place:
@@ -82,15 +84,15 @@ class Places:
     def find_spare(self, query: Query, *, beside: Place) -> Place | None:
         """A place with another replica for a call that has one, if there is one and nobody waits.
 
-        The call's session stays with its replica; see `bind`.
+        Its session, or prefix, stays with the replica that it has; see `bind`.
         """
         if self._lines:
             return None
         excluded = query.excluded | beside.replica_ids
-        return self._choose(dataclasses.replace(query, session_id="", excluded=excluded), time.monotonic())
+        return self._choose(dataclasses.replace(query, session_id="", blocks=(), excluded=excluded), time.monotonic())
 
     def bind(self, query: Query, place: Place) -> None:
-        """The call's session belongs to this place's replica from now on."""
+        """The call's session, or prefix, belongs to this place's replica from now on."""
         reader = place.prefill or place
         self.policy.record(query, reader.member.candidate.replica_id)
 
@@ -116,8 +118,12 @@ class Places:
     def _take_now(self, query: Query) -> Place | None:
         """A place, if there is one and nobody waits for it."""
         query.min_version = max(query.min_version, self._pool.min_version)
-        query.num_small = bisect.bisect_left(self._pool.sizes, query.num_tokens)
+        self._measure(query)
         return None if query.need in self._lines else self._choose(query, time.monotonic())
+
+    def _measure(self, query: Query) -> None:
+        """By the sizes of now."""
+        query.num_small = bisect.bisect_left(self._pool.sizes, query.num_tokens)
 
     def _choose(self, query: Query, now: float) -> Place | None:
         query.min_version = max(query.min_version, self._pool.min_version)
@@ -135,6 +141,11 @@ class Places:
 
     def _serve_lines(self) -> None:
         """Give what is free to those who wait, the oldest first; of each line only the head is looked at."""
+        if self._pool.sizes != self._sizes:
+            self._sizes = self._pool.sizes
+            for line in self._lines.values():
+                line.dissolve()
+            self._lines.clear()
         lines, now = dict(self._lines), time.monotonic()
         while lines:
             need = min(lines, key=lambda each: lines[each].head().claim.order)
@@ -157,6 +168,7 @@ class Places:
         try:
             while (place := await self._stand_in_line(claim)) is None:
                 claim.query.excluded = frozenset()
+                self._measure(claim.query)
             return place
         finally:
             self.num_waiting -= 1

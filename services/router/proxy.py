@@ -121,13 +121,14 @@ class Player:
                 lambda: self._places.find_spare(query, beside=first),
                 after_s=after_s,
             )
+        is_bound = False
         async with contextlib.aclosing(legs) as chunks:
             async for chunk in chunks:
+                if race.is_hedged and not is_bound:
+                    is_bound = True
+                    self._places.bind(query, race.place)
+                    log.info("generate.hedged", request=query.request_id, won=race.place is not first)
                 yield chunk
-        if race.is_hedged:
-            log.info("generate.hedged", request=query.request_id, won=race.place is not first)
-        if race.place is not first:
-            self._places.bind(query, race.place)
 
     def _fits_elsewhere(self, error: PenstockError, place: Place, answer: Answer, query: Query) -> bool:
         """Whether the call was refused by a replica that is too small for what others have begun; then it goes on with

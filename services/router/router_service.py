@@ -100,7 +100,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         context: grpc.aio.ServicerContext[router_pb2.ReleaseRouteRequest, router_pb2.ReleaseRouteResponse],
     ) -> router_pb2.ReleaseRouteResponse:
         """Give the place back."""
-        return router_pb2.ReleaseRouteResponse(was_kept=await self._routes.release(request.route_id, request.outcome))
+        return await self._routes.release(request.route_id, request.outcome)
 
     async def DrainReplica(  # noqa: N802 - gRPC's name
         self,

@@ -36,8 +36,10 @@ class Routes:
         self._places[route_id] = place, ending
         return route_id
 
-    async def release(self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType) -> bool:
-        """Give the place back; false if that has happened already.
+    async def release(
+        self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType
+    ) -> router_pb2.ReleaseRouteResponse:
+        """Give the place back.
 
         Args:
             route_id: Its name.
@@ -45,13 +47,18 @@ class Routes:
         """
         place = self._end(route_id)
         if place is None:
-            return False
+            return router_pb2.ReleaseRouteResponse(was_kept=False)
+        was_pushed = False
         with place:
             if outcome == router_pb2.ROUTE_OUTCOME_SUCCEEDED:
                 place.settle(None)
             elif outcome in _ERROR_OF_OUTCOME:
-                place.settle(await place.judge(_ERROR_OF_OUTCOME[outcome]()))
-        return True
+                error = _ERROR_OF_OUTCOME[outcome]()
+                judged = await place.judge(error)
+                was_pushed = judged is not error
+                if place.culprit is place:
+                    place.settle(judged)
+        return router_pb2.ReleaseRouteResponse(was_kept=True, was_pushed=was_pushed)
 
     def close(self) -> None:
         """Give all back."""

@@ -238,6 +238,19 @@ async def test_a_turn_that_is_cancelled_leaves_no_place_behind(bus: Bus) -> None
         await until_idle(router)
 
 
+async def test_a_client_that_closes_while_turns_run_gives_their_places_back(bus: Bus) -> None:
+    """As when a script ends with an error in the middle of its calls."""
+    async with SimulatedEngine(bus, token_s=0.05).running() as engine, routed(bus) as (_, router):
+        await until_routable(router, 1)
+        async with RoutedGenerateClient(router.address) as leaving:
+            playing = [asyncio.create_task(leaving.generate(request(1000), timeout_s=60.0)) for _ in range(4)]
+            await until(lambda: engine.num_running == 4, timeout_s=5.0)
+        await until_idle(router)
+        assert engine.num_running == 0
+        outcomes = await asyncio.gather(*playing, return_exceptions=True)
+        assert all(isinstance(each, BaseException) for each in outcomes)
+
+
 async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
     """Asking, playing and going on elsewhere share one deadline, and the place is given back."""
     async with SimulatedEngine(bus, delay_s=30.0).running() as engine, routed(bus) as (client, router):

@@ -153,3 +153,34 @@ async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(bus:
                 )
             await until_idle(router)
             assert await num_in_flight(router) == 0
+
+
+async def test_pushes_are_no_failures(bus: Bus) -> None:
+    """A turn that is broken off by more pushes than it may have failures is played to its end, and no breaker opens."""
+    async with (
+        SimulatedPrefill(bus, replica_id="p").running() as p,
+        SimulatedDecode(bus, replica_id="d", token_s=0.01).running() as d,
+        routed(bus, breaker={"failures": 1}) as (client, router),
+    ):
+        await until_routable(router, 2)
+        tokens: list[int] = []
+
+        async def play() -> None:
+            async for chunk in client.stream(request(400), timeout_s=60.0):
+                tokens.extend(chunk.output_ids)
+
+        playing = asyncio.create_task(play())
+        before = 0
+        for version in range(1, 21):
+            await until(lambda: d.num_streams > before and d.num_running == 1, timeout_s=10.0)  # noqa: B023 - awaited
+            before = d.num_streams
+            for engine in (p, d):
+                await engine.begin_push()
+            await until(lambda: d.num_running == 0)
+            for engine in (p, d):
+                await engine.end_push(version)
+        await asyncio.wait_for(playing, 30.0)
+        assert tokens == list(range(FIRST_ID, FIRST_ID + 400))
+        assert d.num_streams > 20
+        assert [each.breaker for each in (await router.list_replicas()).replicas] == [CLOSED, CLOSED]
+        await until_idle(router)

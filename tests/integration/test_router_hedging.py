@@ -42,14 +42,16 @@ async def test_a_stream_is_hedged_until_it_begins(bus: Bus) -> None:
         assert {chunk.replica_id for chunk in chunks} == {"r1"}
 
 
-async def test_who_began_first_may_still_win(bus: Bus) -> None:
-    """The second replica is slower yet: it is told to stop, and the session stays where it is."""
-    async with pool(bus, 2, engine={"delay_s": 0.4}, hedge_after_s=0.1) as (caller, [first, second]):
+@pytest.mark.parametrize("policy", ["affinity", "prefix"])
+async def test_who_began_first_may_still_win(bus: Bus, policy: str) -> None:
+    """The second replica is slower yet: it is told to stop, and the session, or prefix, stays where it is."""
+    async with pool(bus, 2, engine={"delay_s": 0.4}, hedge_after_s=0.1, policy=policy) as (caller, [first, second]):
         second.delay_s = SLOW_S
-        assert (await caller.generate("s")).replica_id == "r0"
+        assert (await caller.generate("s", input_ids=[1] * 80)).replica_id == "r0"
         await until(lambda: second.num_cancelled == 1)
-        assert (await caller.generate("s", num_tokens=2)).replica_id == "r0"
-        assert first.num_answered == 2
+        first.delay_s = 0.0
+        assert (await caller.generate("s", input_ids=[1] * 80)).replica_id == "r0"
+        assert (first.num_answered, second.num_calls) == (2, 1)
 
 
 async def test_by_default_nobody_else_is_asked(bus: Bus) -> None:
@@ -59,13 +61,17 @@ async def test_by_default_nobody_else_is_asked(bus: Bus) -> None:
         assert (first.num_calls, second.num_calls) == (1, 0)
 
 
-async def test_calls_that_wait_come_first(bus: Bus) -> None:
-    """A place that somebody waits for is not taken for a call that has one."""
-    one_each = {"delay_s": 0.5, "max_running": 1}
-    async with pool(bus, 2, engine=one_each, hedge_after_s=0.1, limit={"factor": 1.0}) as (caller, engines):
-        answers = await asyncio.gather(*(caller.generate(f"s{number}") for number in range(6)))
-        assert [list(answer.output_ids) for answer in answers] == [ids(4)] * 6
-        assert sum(engine.num_answered for engine in engines) == 6
+async def test_while_somebody_waits_no_place_is_to_spare(bus: Bus) -> None:
+    """Whatever he waits for: a pool that is behind has no capacity for seconds."""
+    async with pool(bus, 2, hedge_after_s=0.1) as (caller, [first, second]):
+        assert (await caller.generate("s")).replica_id == "r0"
+        newest = asyncio.ensure_future(caller.generate("t", version=1))
+        await caller.until(lambda pool: pool.num_waiting == 1)
+        first.delay_s = 0.5
+        assert (await caller.generate("s")).replica_id == "r0"
+        assert second.num_calls == 0
+        await second.update(policy_version=1)
+        assert (await newest).replica_id == "r1"
 
 
 async def test_one_failure_of_two_costs_nothing(bus: Bus) -> None:

@@ -9,16 +9,10 @@ import pytest
 from penstock.bus.connection import Bus, connect
 from penstock.v1 import common_pb2
 from tests.pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
-from tests.routers import router
+from tests.routers import failure, router
 from tests.simulated_engine import SimulatedEngine
 from tests.simulated_pair import SimulatedDecode
 from tests.waiting import until
-
-
-async def failure(pending) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pending
-    return caught.value
 
 
 async def test_a_pair_answers_as_one_engine(bus: Bus) -> None:

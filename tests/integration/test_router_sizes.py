@@ -1,12 +1,14 @@
 """The router over replicas that take prompts of different lengths."""
 
+import asyncio
+
 import grpc
 import pytest
 
 from penstock.bus.connection import Bus
 from penstock.errors import InvalidRequestError
-from tests.routers import pool
-from tests.simulated_engine import FIRST_ID
+from tests.routers import pool, router
+from tests.simulated_engine import FIRST_ID, SimulatedEngine
 
 
 async def test_prompts_go_where_they_fit(bus: Bus) -> None:
@@ -50,3 +52,21 @@ async def test_a_call_that_was_begun_outgrows_only_the_small_replica(bus: Bus, s
         assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 16))
         assert small.num_calls == (0 if says_so else 1)
         assert large.num_calls >= 2
+
+
+async def test_a_replica_of_another_size_frees_the_calls_that_fit_it(bus: Bus) -> None:
+    """A long call and short ones wait where there is nobody; a small replica comes: the short ones are played, though
+    the long one has waited longer, and so are those that come later."""
+    async with router(bus, wait_for_replica_s=30.0) as caller:
+        long = asyncio.ensure_future(caller.generate("long", input_ids=[1] * 50, timeout_s=30.0))
+        await caller.until(lambda pool: pool.num_waiting == 1)
+        short = [asyncio.ensure_future(caller.generate(f"s{number}", timeout_s=30.0)) for number in range(3)]
+        await caller.until(lambda pool: pool.num_waiting == 4)
+        small = SimulatedEngine(bus, replica_id="small")
+        small.replica.max_tokens = 10
+        async with small.running():
+            answers = await asyncio.wait_for(asyncio.gather(*short, caller.generate("later")), 5.0)
+            assert {answer.replica_id for answer in answers} == {"small"}
+            assert not long.done()
+            async with SimulatedEngine(bus, replica_id="large").running():
+                assert (await asyncio.wait_for(long, 5.0)).replica_id == "large"
