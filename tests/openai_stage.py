@@ -98,11 +98,27 @@ class Stage:
     async def until_routable(self, count: int) -> None:
         """Wait until all routers know so many engines that may be given calls, and none that has one."""
         for router in self.routers:
+            await until_idle(router.address, num_routable=count)
+
+    async def until_load(self, num_running: int) -> None:
+        """Wait until all routers have heard that so many calls run, by what the engines say."""
+        for router in self.routers:
             async with connect(router.address) as channel, asyncio.timeout(20.0):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while True:
                     pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
-                    num_in_flight = sum(each.num_in_flight for each in pool.replicas)
-                    if num_in_flight == 0 and sum(each.routable for each in pool.replicas) == count:
+                    if sum(each.replica.num_running for each in pool.replicas) == num_running:
                         break
                     await asyncio.sleep(0.02)
+
+
+async def until_idle(router: str, *, num_routable: int | None = None) -> None:
+    """Wait until no engine of the router at this address has a call, and so many of them may be given one."""
+    async with connect(router) as channel, asyncio.timeout(20.0):
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        while True:
+            pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+            num_in_flight = sum(each.num_in_flight for each in pool.replicas)
+            if num_in_flight == 0 and num_routable in (None, sum(each.routable for each in pool.replicas)):
+                break
+            await asyncio.sleep(0.02)

@@ -128,6 +128,12 @@ def test_calls_are_told_apart_however_they_come(places: list[int]) -> None:
         '<tool_call>{"name": "f", "arguments": {}}',
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
         "ends with space \n ",
+        "abc \n<tool_call>junk</tool_call>",
+        "abc \n<tool_call>junk</tool_call>\n \n<tool_call>junk</tool_call>\n",
+        "abc \n<tool_call>no end",
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": [-Infinity]}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
     ],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
@@ -136,6 +142,27 @@ def test_what_is_no_call_stays_text(text: str) -> None:
         reader = ToolCallReader()
         found = [each for piece in pieces for each in reader.add(piece)] + reader.finish()
         assert "".join(str(each) for each in found) == text
+
+
+@given(st.lists(st.sampled_from(["a", " ", "\n", "<tool_call>junk</tool_call>", CALL])), st.lists(st.integers(0, 300)))
+def test_of_what_is_no_call_only_the_white_space_around_calls_is_dropped(parts: list[str], places: list[int]) -> None:
+    """However text, calls and what looks like calls follow each other, and however they come."""
+    text = "".join(parts)
+    reader = ToolCallReader()
+    found = [each for piece in cut(text, places) for each in reader.add(piece)] + reader.finish()
+    first, *rest = text.split(CALL)
+    expected = [first.rstrip() if rest else first, *(part.strip() for part in rest[:-1]), *rest[-1:]]
+    expected[1:] = [part.lstrip() for part in expected[1:]]
+    assert "".join(each for each in found if isinstance(each, str)) == "".join(expected)
+    assert [each for each in found if isinstance(each, CallText)] == [ADD] * len(rest)
+
+
+def test_lone_surrogates_of_a_call_become_replacement_characters() -> None:
+    """Escapes can spell them, and no answer could carry them; pairs are the characters that they are."""
+    block = r'{"name": "f\udc00", "arguments": {"\ud83d": ["\ud83d\ude00", "\ud83d"]}}'
+    assert ToolCallReader().add(f"<tool_call>{block}</tool_call>") == [
+        CallText(name="f\ufffd", arguments='{"\ufffd": ["😀", "\ufffd"]}')
+    ]
 
 
 def chunk(ids: list[int], version: int = 1, finish: int = 0) -> generate_pb2.GenerateChunk:
@@ -176,3 +203,12 @@ def test_what_was_held_back_is_told_at_the_end(renderer: Renderer, texts: TokenT
     assert choice.take(chunk(renderer.render_text("the EN"))).content == "the "
     end = choice.take(chunk(renderer.render_text("\n"), finish=generate_pb2.FINISH_REASON_LENGTH))
     assert (end.content, choice.finish_reason) == ("EN\n", "length")
+
+
+def test_the_newest_version_of_a_choice(texts: TokenTexts) -> None:
+    """It is the highest so far, also when an older engine goes on."""
+    choice = Choice(texts, stops=[], reads_tools=False)
+    assert choice.newest_version == 0
+    choice.take(chunk([5], version=2))
+    choice.take(chunk([5], version=1))
+    assert choice.newest_version == 2

@@ -15,6 +15,7 @@ from services.router.openai.errors import ParameterError
 from services.router.openai.images import read_image
 from services.router.openai.schemas import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 from services.router.openai.schemas import TextPart as TextPartIn
+from services.router.openai.tool_calls import arguments_json
 
 _MAX_NAME_CHARS = 256
 
@@ -72,6 +73,7 @@ class Reader:
         Raises:
             InvalidRequestError: something in it cannot be.
         """
+        self._require_few(body, num_prompts=1)
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
             raise ParameterError("max_completion_tokens", "max_tokens and max_completion_tokens differ; send one")
         if body.tools and not self._renderer.takes_tools:
@@ -101,6 +103,7 @@ class Reader:
         """
         prompt = body.prompt
         several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+        self._require_few(body, num_prompts=len(several))
         ids = [self._renderer.render_text(each) if isinstance(each, str) else _checked_ids(each) for each in several]
         if not ids or not all(ids):
             raise ParameterError("prompt", "prompt is empty; give text or token ids")
@@ -119,12 +122,6 @@ class Reader:
         self, body: GenerationRequest, prompts: list[PromptIds], *, name: str, max_tokens: int | None, **rest: Any
     ) -> Asked:
         default = self._sampling
-        num_all = body.n * len(prompts)
-        if num_all > self._config.max_choices:
-            raise ParameterError(
-                "n", f"n = {body.n} for {len(prompts)} prompts is over router.openai.max_choices = "
-                f"{self._config.max_choices}; send several requests"
-            )  # fmt: skip
         sampling = generate_pb2.SamplingParams(
             temperature=default.temperature if body.temperature is None else body.temperature,
             top_p=default.top_p if body.top_p is None else body.top_p,
@@ -146,6 +143,14 @@ class Reader:
             shows_usage=body.stream_options.include_usage,
             **rest,
         )
+
+    def _require_few(self, body: GenerationRequest, *, num_prompts: int) -> None:
+        """To be asked before anything is rendered, which takes long where there is much of it."""
+        if body.n * num_prompts > self._config.max_choices:
+            raise ParameterError(
+                "n", f"n = {body.n} for {num_prompts} prompts is over router.openai.max_choices = "
+                f"{self._config.max_choices}; send several requests"
+            )  # fmt: skip
 
     def _message(self, message: ChatMessage, images: list[bytes], *, param: str) -> Message:
         """The message as the renderer knows it; its images are appended to `images`."""
@@ -194,11 +199,11 @@ def name_session(*, header: str, metadata: str, user: str) -> str:
 def _arguments(text: str, param: str) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
+        if isinstance(value, dict):
+            return dict(json.loads(arguments_json(value)))
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ParameterError(param, f"{param}: arguments = {text[:80]!r} is no JSON object")
-    return value
+        pass
+    raise ParameterError(param, f"{param}: arguments = {text[:80]!r} is no JSON object")
 
 
 def _is_ids(prompt: list[Any]) -> bool:

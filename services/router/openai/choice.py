@@ -55,6 +55,8 @@ class Choice:
         """Why it ended; None while it goes on."""
         self.was_cut = False
         """Whether a stop string ended it, so that the engine is to be told."""
+        self.newest_version = 0
+        """The newest policy version that made one of its tokens; 0 before the first."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._stream = TextStream(texts)
@@ -75,6 +77,7 @@ class Choice:
             self.tokens.append(
                 Token(number=number, logprob=logprob, policy_version=version, offset=self._num_chars)
             )  # fmt: skip
+            self.newest_version = max(self.newest_version, version)
             said = self._stream.add(number)
             self._num_chars += len(said)
             text += self._stops.add(said)
@@ -96,11 +99,6 @@ class Choice:
     def finish_reason(self) -> str:
         """Why it ended, in OpenAI's words."""
         return "tool_calls" if self.calls and self.ending == "stop" else self.ending or ""
-
-    @property
-    def newest_version(self) -> int:
-        """The newest policy version that made one of its tokens; 0 before the first."""
-        return max((token.policy_version for token in self.tokens), default=0)
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:

@@ -4,6 +4,8 @@ Invariant: what fails before the first event is an HTTP status; what fails after
 then there is no `[DONE]`.
 """
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
@@ -16,6 +18,9 @@ from penstock.errors import PenstockError
 from services.router.openai.errors import body_of
 
 log = structlog.get_logger()
+
+_LAST_WORDS_S = 10.0
+"""So long a client may take to hear what failed; one that does not read would hold its request for ever."""
 
 Tell: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends one event."""
@@ -50,9 +55,14 @@ class EventStream(Response):
         except (PenstockError, TimeoutError) as error:
             if not has_begun:
                 raise
-            log.warning("stream.failed", path=scope["path"], error=str(error))
-            await write(json.dumps(body_of(error)))
-        await send({"type": "http.response.body", "body": b""})
+            body = body_of(error)
+            log.warning("stream.failed", path=scope["path"], error=body["error"]["message"])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await write(json.dumps(body))
+                    await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "http.response.body", "body": b""})
 
     def _head(self) -> list[tuple[bytes, bytes]]:
         headers = {

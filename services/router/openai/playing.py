@@ -25,6 +25,7 @@ async def playing(
 
     Raises:
         PenstockError: one of the choices could not be played; the others are aborted.
+        TimeoutError: the context took `timeout_s`, be it for whoever tells of the pieces: places are not held longer.
     """
     pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue(_MAX_AHEAD)
 
@@ -45,7 +46,7 @@ async def playing(
             yield index, piece
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             for index in range(len(choices)):
                 group.create_task(play(index))
             yield told()

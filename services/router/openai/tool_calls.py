@@ -10,7 +10,9 @@ is.
 
 import dataclasses
 import json
+from typing import Any
 
+from penstock.http.json_body import printable
 from services.router.openai.stop import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -31,7 +33,8 @@ class ToolCallReader:
     def __init__(self) -> None:
         """Nothing was said yet."""
         self._held = ""
-        self._is_inside = False
+        self._opening = ""
+        """Of the block that has not ended, with the white space before it; empty outside of blocks."""
         self._has_called = False
 
     def add(self, text: str) -> list[str | CallText]:
@@ -39,17 +42,20 @@ class ToolCallReader:
         self._held += text
         found: list[str | CallText] = []
         while True:
-            before, mark, after = self._held.partition(CLOSE if self._is_inside else OPEN)
+            before, mark, after = self._held.partition(CLOSE if self._opening else OPEN)
             if not mark:
                 break
             self._held = after
-            if self._is_inside:
-                found.append(_read(before) or f"{OPEN}{before}{CLOSE}")
-                self._has_called = isinstance(found[-1], CallText)
+            if self._opening:
+                call = _read(before)
+                found.append(call or self._trimmed(f"{self._opening}{before}{mark}"))
+                self._has_called = call is not None
+                self._opening = ""
             else:
-                found.append(self._trimmed(before.rstrip()))
-            self._is_inside = not self._is_inside
-        if not self._is_inside:
+                told = before.rstrip()
+                found.append(self._trimmed(told))
+                self._opening = before[len(told) :] + mark
+        if not self._opening:
             num_held = held_back(self._held, OPEN)
             end = len(self._held[: len(self._held) - num_held].rstrip())
             found.append(self._trimmed(self._held[:end]))
@@ -58,8 +64,8 @@ class ToolCallReader:
 
     def finish(self) -> list[str | CallText]:
         """What was held back, now that nothing follows."""
-        rest = OPEN + self._held if self._is_inside else self._trimmed(self._held)
-        self._held, self._is_inside = "", False
+        rest = self._trimmed(self._opening + self._held)
+        self._held = self._opening = ""
         return [rest] if rest else []
 
     def _trimmed(self, text: str) -> str:
@@ -70,13 +76,21 @@ class ToolCallReader:
         return text
 
 
+def arguments_json(arguments: dict[str, Any]) -> str:
+    """The arguments as JSON that any encoding can carry: lone surrogates, which escapes can spell, become U+FFFD.
+
+    Raises:
+        ValueError: they hold NaN or Infinity, which are no JSON.
+    """
+    return printable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+
+
 def _read(block: str) -> CallText | None:
     """The call that a block holds, if it is one."""
     try:
-        value = json.loads(block)
+        match json.loads(block):
+            case {"name": str(name), "arguments": dict(arguments)} if name:
+                return CallText(name=printable(name), arguments=arguments_json(arguments))
     except (ValueError, RecursionError):
-        return None
-    match value:
-        case {"name": str(name), "arguments": dict(arguments)} if name:
-            return CallText(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+        pass
     return None

@@ -221,11 +221,13 @@ async def test_an_engine_that_fails_costs_nothing_that_was_said(stage: Stage, is
     first = stage.engines[0]
     first.fail_after, first.fail_with = 6, UnavailableError("told to")
     stage.engines[1].token_s = 0.01
-    await stage.chat(extra_headers={"x-session-id": "warm"})  # which engine is first may differ from run to run
+    await stage.engines[1].update(num_running=4)  # so that sessions begin with the first
+    await stage.until_load(4)
     answers = [
         await stage.chat(stream=is_streamed, extra_headers={"x-session-id": f"s{is_streamed}{place}"})
         for place in range(4)
     ]
+    await stage.engines[1].update(num_running=0)
     spans = []
     for answer in answers:
         last = (await collect_text(answer)) if is_streamed else (answer.choices[0].message.content, answer.penstock)
@@ -299,6 +301,21 @@ async def test_what_a_tool_said_goes_into_the_next_prompt(stage: Stage) -> None:
     prompt = stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert f"{call}\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_calls_that_no_text_can_carry_are_mended(stage: Stage, is_streamed: bool) -> None:
+    """Half a character in an escape becomes U+FFFD, in what the policy calls and in what a client says it called."""
+    stage.says(r'<tool_call>{"name": "add", "arguments": {"a": "x\ud83d"}}</tool_call>')
+    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
+    if is_streamed:
+        [call] = [call for chunk in await collect(answer) for call in chunk.choices[0].delta.tool_calls or []]
+    else:
+        [call] = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": "x\ufffd"}
+    said = {"type": "function", "id": call.id, "function": {"name": "add", "arguments": r'{"a": "y\ud83d"}'}}
+    await stage.chat([*HI, {"role": "assistant", "tool_calls": [said]}, *HI], tools=[TOOL], stream=False)
+    assert '{"a": "y\ufffd"}' in stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
 
 
 async def test_tools_that_are_not_to_be_used_are_not_told_of(stage: Stage) -> None:

@@ -2,6 +2,10 @@
 
 import asyncio
 import base64
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -14,11 +18,16 @@ from penstock.render import Renderer
 from penstock.v1 import common_pb2
 from services.recipe import ServiceRecipe
 from services.router.config import OpenAIConfig, RouterConfig
+from services.router.openai import event_stream
+from services.router.openai.asked import Reader
+from services.router.openai.errors import ParameterError
+from services.router.openai.schemas import ChatRequest, CompletionRequest
 from services.router.openai.server import Voice
 from services.router.server import routing, serve
-from tests.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url
+from tests.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
 from tests.simulated_speaker import SimulatedSpeaker
 from tests.speaking_engine import free_port
+from tests.waiting import until
 
 
 def shown(url: str, role: str = "user", **fields: Any) -> dict[str, Any]:
@@ -47,6 +56,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "name": ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "unknown"),
     "arguments": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]},
+        "messages.0.tool_calls",
+        "no JSON object",
+    ),
+    "no number": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}]},
         "messages.0.tool_calls",
         "no JSON object",
     ),
@@ -119,6 +133,27 @@ async def test_completions_refuse_by_name(stage: Stage, name: str) -> None:
     assert stage.requests == []
 
 
+class UnaskedRenderer(Renderer):
+    """Renders nothing."""
+
+    def render_prompt(self, *args: Any, **options: Any) -> list[int]:
+        raise AssertionError
+
+    def render_text(self, text: str) -> list[int]:
+        raise AssertionError
+
+
+def test_too_many_choices_are_refused_before_their_prompts_are_rendered() -> None:
+    """Which takes long where there are many."""
+    reader = Reader(OpenAIConfig(max_choices=8), SamplingConfig(), UnaskedRenderer.load(MODEL_PATH))
+    many = CompletionRequest(model="m", prompt=["x"] * 3, n=3)
+    with pytest.raises(ParameterError, match="n = 3 for 3 prompts is over"):
+        reader.read_completion(many, session_id="", is_recorded=False)
+    chat = ChatRequest(model="m", messages=HI, n=9)
+    with pytest.raises(ParameterError, match="n = 9 for 1 prompts is over"):
+        reader.read_chat(chat, session_id="", is_recorded=False)
+
+
 async def test_another_model_is_not_found(stage: Stage) -> None:
     """404, and which there is."""
     with pytest.raises(openai.NotFoundError, match=f"send '{stage.run}'") as caught:
@@ -182,6 +217,41 @@ async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
                 await client.chat.completions.create(model="slow", messages=HI)
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
         assert engine.num_calls == 1
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+async def test_a_client_that_does_not_read_holds_no_replica(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, reads_on: bool
+) -> None:
+    """After router.openai.timeout_s its places are free. If it reads on soon it is told, else it loses its request."""
+    monkeypatch.setattr(event_stream, "_LAST_WORDS_S", 60.0 if reads_on else 0.0)
+    port, loop = free_port(), asyncio.get_running_loop()
+    config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=2.0, model="slow"))
+    voice = Voice(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
+    # The prompt's ids come back with each choice: together more than sockets hold for somebody who does not read.
+    fields = {"model": "slow", "prompt": [2**31 - 1] * 100_000, "n": 8, "stream": True, "return_token_ids": True}
+    body = json.dumps({**fields, "max_tokens": 300}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(SimulatedSpeaker(bus, says=[5] * 1000).running())
+        server = await stack.enter_async_context(routing(config, bus, voice=voice))
+        client = stack.enter_context(socket.socket())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        await loop.sock_sendall(client, head.encode() + body)
+        await until(lambda: engine.num_calls == 8)
+        await until_idle(server.address)
+        async with asyncio.timeout(30.0):
+            received = b"".join([data async for data in _received(client)])
+    assert received.startswith(b"HTTP/1.1 200")
+    assert (b'"code": "deadline_exceeded"' in received) == reads_on
+    assert b"[DONE]" not in received
+
+
+async def _received(client: socket.socket) -> AsyncIterator[bytes]:
+    while data := await asyncio.get_running_loop().sock_recv(client, 2**20):
+        yield data
 
 
 async def test_the_face_needs_a_model() -> None:

@@ -1,11 +1,10 @@
 """docs/openai.md says what is so: its examples are run as they stand, and its tables hold every setting and refusal."""
 
 import asyncio
-import contextlib
-import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,18 @@ def placed(text: str, stage: Stage) -> str:
 
 
 async def run_python(code: str, stage: Stage) -> str:
-    """What the program prints."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        await asyncio.wait_for(asyncio.to_thread(exec, placed(code, stage), {}), 60.0)
-    return output.getvalue()
+    """What the program prints, in a process of its own: this one's servers print their logs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", placed(code, stage), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), 60.0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()
+    return output.decode()
 
 
 async def run_command(command: str, stage: Stage) -> Any:
