@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,34 @@ MAX_SAME_VERSION_DLOGP = 1e-4
 
 @dataclass(slots=True)
 class Kills:
-    """What was killed, and how long it was away."""
+    """What was killed, and how long it was away. Times are of `time.monotonic`."""
 
     by_service: "collections.Counter[str]" = field(default_factory=collections.Counter)
     away_s: "dict[str, list[float]]" = field(default_factory=lambda: collections.defaultdict(list))
     """From the kill to the next process of that name, by service. Engines then still load for some seconds."""
+    num_not_back: "collections.Counter[str]" = field(default_factory=collections.Counter)
+    """By service: those that were still away when the run ended; how long until then is counted as their time."""
+    away: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By name: the process that was killed, and when."""
+
+    def add(self, name: str, pid: int, now: float) -> None:
+        """The process of that name was killed. Call `look` with the same processes before."""
+        self.by_service[_service(name)] += 1
+        self.away.setdefault(name, (pid, now))
+
+    def look(self, processes: Mapping[str, int], now: float) -> None:
+        """Note who is back."""
+        for name, (old_pid, since) in list(self.away.items()):
+            if processes.get(name, old_pid) != old_pid:
+                self.away_s[_service(name)].append(now - since)
+                del self.away[name]
+
+    def end(self, now: float) -> None:
+        """The run has ended; nobody will come back."""
+        for name, (_, since) in self.away.items():
+            self.away_s[_service(name)].append(now - since)
+            self.num_not_back[_service(name)] += 1
+        self.away.clear()
 
 
 def main() -> int:
@@ -89,29 +113,30 @@ def kill_at_random(train: TrainProcess, services: set[str], arguments: argparse.
     """Kill the wanted number of processes, one after the other, at random moments of the run."""
     draw = random.Random(arguments.seed)
     kills, due = Kills(), arguments.steps_between
-    away: dict[str, tuple[int, float]] = {}
 
-    def look() -> bool:
-        """Note who is back; true when the next kill is due."""
-        processes = train.processes()
-        for name, (old_pid, since) in list(away.items()):
-            if processes.get(name, old_pid) != old_pid:
-                kills.away_s[_service(name)].append(time.monotonic() - since)
-                del away[name]
+    def is_due() -> bool:
+        kills.look(train.processes(), time.monotonic())
         return any(row["step"] >= due for row in train.rows()[-1:])
 
+    def nobody_is_away() -> bool:
+        has_ended = train.process.poll() is not None
+        kills.look(train.processes(), time.monotonic())
+        return has_ended or not kills.away
+
     for number in range(arguments.kills):
-        train.wait_until(look, f"step {due}", STALL_S)
+        train.wait_until(is_due, f"step {due}", STALL_S)
         time.sleep(draw.random())  # somewhere in the step, not at its end
         processes = {name: pid for name, pid in train.processes().items() if _service(name) in services}
+        kills.look(processes, time.monotonic())
         present = sorted({_service(name) for name in processes})
         service = draw.choice(present)
         name = draw.choice(sorted(name for name in processes if _service(name) == service))
         os.kill(processes[name], signal.SIGKILL)
-        away[name] = (processes[name], time.monotonic())
-        kills.by_service[service] += 1
+        kills.add(name, processes[name], time.monotonic())
         due = train.rows()[-1]["step"] + arguments.steps_between
         _say(f"{number + 1}/{arguments.kills}: killed {name} after step {due - arguments.steps_between}")
+    train.wait_until(nobody_is_away, "the last to be back", STALL_S)
+    kills.end(time.monotonic())
     return kills
 
 
@@ -120,11 +145,14 @@ def tell(train: TrainProcess, kills: Kills, exit_code: int, *, num_steps: int, w
     rows = train.rows()
     trained = collections.Counter(index for row in rows for index in row["groups"])
     num_wanted = num_steps * GROUPS_PER_STEP
-    same_version = max((row.get("dlogp_max_current", 0.0) for row in rows), default=0.0)
-    _say("\n| service | kills | away s, median | away s, longest |\n|---|---|---|---|")
+    same_version = [row["dlogp_max_current"] for row in rows if "dlogp_max_current" in row]
+    _say("\n| service | kills | away s, median | away s, longest | still away at the end |\n|---|---|---|---|---|")
     for service, count in sorted(kills.by_service.items()):
         away_s = sorted(kills.away_s[service]) or [float("nan")]
-        _say(f"| {service} | {count} | {away_s[len(away_s) // 2]:.1f} | {away_s[-1]:.1f} |")
+        _say(
+            f"| {service} | {count} | {away_s[len(away_s) // 2]:.1f} | {away_s[-1]:.1f} | "
+            f"{kills.num_not_back[service]} |"
+        )
     last: dict[str, Any] = rows[-1] if rows else {}
     checks = {
         "run finished": (
@@ -138,7 +166,10 @@ def tell(train: TrainProcess, kills: Kills, exit_code: int, *, num_steps: int, w
         "versions used twice": _count(
             one["policy_version"] >= next_one["policy_version"] for one, next_one in itertools.pairwise(rows)
         ),
-        "max |dlogp| where no version lies between": (same_version < MAX_SAME_VERSION_DLOGP, f"{same_version:.1e}"),
+        "max |dlogp| where no version lies between": (
+            bool(same_version) and all(value < MAX_SAME_VERSION_DLOGP for value in same_version),
+            f"{max(same_version):.1e} in {len(same_version)} steps" if same_version else "measured in no step",
+        ),
         "processes left": (not train.pids(), str(len(train.pids()))),
     }
     _say("\n| what | seen | |\n|---|---|---|")

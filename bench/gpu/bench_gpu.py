@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("NCCL_HOSTID", "bench-trainer")  # processes that share a GPU must look like several machines
+# Every process is a machine of its own to NCCL, as those of the raw broadcast are: both then go over sockets.
+os.environ.setdefault("NCCL_HOSTID", "bench-trainer")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -38,6 +39,7 @@ from penstock.bus.connection import connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.v1 import generate_pb2  # noqa: E402
+from penstock.weights import nccl  # noqa: E402
 from services.trainer.config import PushConfig  # noqa: E402
 from services.trainer.push.published_weights import PublishedWeights  # noqa: E402
 from services.trainer.push.publisher import WeightPublisher  # noqa: E402
@@ -204,6 +206,8 @@ async def main() -> None:
         raise SystemExit("no GPU is seen; give --cpu for a dry run without one")
     log.configure(LogConfig(level="warning"), service="bench")
     torch.set_num_threads(1)
+    if not arguments.cpu:
+        os.environ.update(nccl.environment())
     device = torch.device("cpu") if arguments.cpu else torch.device("cuda", 0)
     rows: list[Row] = []
     flights: dict[str, Flight] = {}

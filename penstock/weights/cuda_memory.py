@@ -6,14 +6,18 @@ reading when its trainer is killed gets an error from CUDA, and may have to be s
 """
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 
 from penstock.errors import NotReadyError
+
+log = structlog.get_logger()
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -36,8 +40,9 @@ class _Handle(ctypes.Structure):
 class _Allocation:
     """What torch needs to make a tensor of memory that it has not allocated."""
 
-    def __init__(self, pointer: int, size_bytes: int, *, is_ours: bool) -> None:
+    def __init__(self, pointer: int, size_bytes: int, device: torch.device, *, is_ours: bool) -> None:
         self._pointer = pointer
+        self._device = device
         self._is_ours = is_ours
         self.__cuda_array_interface__ = {
             "shape": (size_bytes,),
@@ -47,8 +52,10 @@ class _Allocation:
         }
 
     def __del__(self) -> None:
-        if self._is_ours:
-            _driver().cuMemFree_v2(ctypes.c_uint64(self._pointer))
+        # Whichever thread lets go of it last. At the end of the process the driver frees all by itself.
+        if self._is_ours and not sys.is_finalizing():
+            with _context_of(self._device):
+                _note("cuMemFree", _driver().cuMemFree_v2(ctypes.c_uint64(self._pointer)))
 
 
 def allocate(size_bytes: int, device: torch.device) -> CudaMemory:
@@ -57,17 +64,20 @@ def allocate(size_bytes: int, device: torch.device) -> CudaMemory:
     Raises:
         OSError: there is not so much memory.
     """
-    _enter(device)
     pointer, handle = ctypes.c_uint64(), _Handle()
-    _succeed("cuMemAlloc", _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)))
-    allocation = _Allocation(pointer.value, size_bytes, is_ours=True)
-    _succeed("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), pointer))
-    return CudaMemory(torch.as_tensor(allocation, device=device), bytes(handle))
+    with _context_of(device):
+        numbered = torch.device("cuda", torch.cuda.current_device())
+        _succeed("cuMemAlloc", _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)))
+        allocation = _Allocation(pointer.value, size_bytes, numbered, is_ours=True)
+        _succeed("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), pointer))
+        return CudaMemory(torch.as_tensor(allocation, device=numbered), bytes(handle))
 
 
 @contextmanager
 def opened(handle: bytes, uuid: str, size_bytes: int) -> Iterator[torch.Tensor]:
-    """Another process's memory, uint8[bytes], for reading; on leaving, what was read has arrived.
+    """Another process's memory, uint8[bytes], for reading; on leaving, its GPU has finished all reads.
+
+    A target on another GPU is for whoever reads to wait for.
 
     Raises:
         NotReadyError: it is gone, or on a GPU that this process does not see.
@@ -76,20 +86,18 @@ def opened(handle: bytes, uuid: str, size_bytes: int) -> Iterator[torch.Tensor]:
     if uuid not in devices:
         raise NotReadyError("the segment is on a GPU that this engine does not see; let the trainer broadcast")
     device = torch.device("cuda", devices.index(uuid))
-    _enter(device)
-    pointer = ctypes.c_uint64()
+    pointer, whose = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
     try:
-        _succeed(
-            "cuIpcOpenMemHandle",
-            _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS),
-        )
+        with _context_of(device):
+            status = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), whose, _LAZY_PEER_ACCESS)
+            _succeed("cuIpcOpenMemHandle", status)
     except OSError as error:
         raise NotReadyError(f"the segment cannot be opened here ({error}); let the trainer broadcast") from None
     try:
-        yield torch.as_tensor(_Allocation(pointer.value, size_bytes, is_ours=False), device=device)
+        yield torch.as_tensor(_Allocation(pointer.value, size_bytes, device, is_ours=False), device=device)
     finally:
-        torch.cuda.synchronize()
-        _driver().cuIpcCloseMemHandle(pointer)
+        with _context_of(device):
+            _note("cuIpcCloseMemHandle", _driver().cuIpcCloseMemHandle(pointer))
 
 
 def device_uuid(device: torch.device) -> str:
@@ -112,10 +120,15 @@ def visible_devices() -> list[str]:
     return names
 
 
-def _enter(device: torch.device) -> None:
-    """Make torch's context of the device the one of this thread."""
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)
+@contextmanager
+def _context_of(device: torch.device) -> Iterator[None]:
+    """With torch's context of the device as this thread's, where all that was begun has ended; then as before.
+
+    To choose a device is not enough in a thread that has used none: the driver knows of it from the first call to it.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        yield
 
 
 def _driver() -> Any:
@@ -123,6 +136,11 @@ def _driver() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+def _note(what: str, status: int) -> None:
+    if status != 0:
+        log.warning("cuda.call_failed", call=what, status=status)
 
 
 def _succeed(what: str, status: int) -> None:

@@ -28,8 +28,11 @@ _LENGTH = struct.Struct("<Q")
 def encode_block(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
     """From one tensor to another of the same dtype and shape; None: all of `new`."""
     changed = _bytes_of(new) if old is None else np.bitwise_xor(_bytes_of(old), _bytes_of(new))
-    planes = changed.reshape(new.numel(), new.element_size()).T
-    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(planes.tobytes())
+    numbers = changed.reshape(new.numel(), new.element_size())
+    planes = np.empty(numbers.shape[::-1], dtype=np.uint8)
+    for index, plane in enumerate(planes):  # several times as fast as a transposed copy
+        plane[:] = numbers[:, index]
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(planes)
 
 
 def apply_block(held: torch.Tensor, piece: bytes, *, is_delta: bool) -> None:
@@ -46,7 +49,10 @@ def apply_block(held: torch.Tensor, piece: bytes, *, is_delta: bool) -> None:
         raise ValueError(f"piece of {len(planes)} bytes is not of this tensor: {held.dtype}{list(held.shape)}")
     if not held.numel():
         return
-    changed = torch.from_numpy(planes.reshape(held.element_size(), held.numel()).T.copy()).view(-1).to(held.device)
+    numbers = np.empty((held.numel(), held.element_size()), dtype=np.uint8)
+    for index, plane in enumerate(planes.reshape(held.element_size(), held.numel())):
+        numbers[:, index] = plane
+    changed = torch.from_numpy(numbers).view(-1).to(held.device)
     if is_delta:
         changed.bitwise_xor_(held.contiguous().as_strided((held.numel(),), (1,)).view(torch.uint8))
     held.copy_(changed.view(held.dtype).view(held.shape))

@@ -68,8 +68,13 @@ def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
 
 
 def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = XXH3) -> dict[str, int]:
-    """The digest of each tensor by its name, on as many of this process's cores as are of use."""
+    """The digest of each tensor by its name, on as many of this process's cores as are of use.
+
+    On a GPU in this thread and its stream, which wait for what the stream has yet to write: other threads have others.
+    """
     named = dict(tensors)
+    if any(tensor.device.type != "cpu" for tensor in named.values()):
+        return {name: tensor_digest(tensor, kind) for name, tensor in named.items()}
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
         return dict(zip(named, pool.map(lambda tensor: tensor_digest(tensor, kind), named.values()), strict=True))
 

@@ -142,17 +142,10 @@ def pack(
     return torch.cat(parts, out=out)
 
 
-def unpack(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket's bytes; the inverse of `pack`. They are copies.
-
-    Raises:
-        ValueError: the bytes are more or fewer than the manifest says.
-    """
-    return {name: tensor.clone() for name, tensor in views(bucket, data).items()}
-
-
 def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As `unpack`, but parts of `data` themselves. `Manifest.plan` sees to it that each is aligned.
+    """The tensors of a bucket's bytes, parts of `data` themselves; the inverse of `pack`.
+
+    `Manifest.plan` sees to it that each is aligned.
 
     Raises:
         ValueError: the bytes are more or fewer than the manifest says.

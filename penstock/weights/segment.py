@@ -112,7 +112,11 @@ def open_segment(source: SegmentSource) -> Iterator[Reader]:
     """
     if source.cuda_handle:
         with cuda_memory.opened(bytes.fromhex(source.cuda_handle), source.cuda_device, source.size_bytes) as data:
-            yield _CudaReader(data)
+            reader = _CudaReader(data)
+            try:
+                yield reader
+            finally:
+                reader.wait()
         return
     try:
         descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -154,9 +158,17 @@ class _FileReader:
 class _CudaReader:
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
+        self._devices: set[torch.device] = set()
 
     def read(self, first: int, target: torch.Tensor) -> None:
         target.copy_(self._data[first : first + target.numel()])
+        if target.is_cuda:
+            self._devices.add(target.device)
+
+    def wait(self) -> None:
+        """Until all has arrived, on whatever GPU it was for."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
 
 
 def machine() -> str:

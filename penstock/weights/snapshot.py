@@ -24,6 +24,7 @@ KEEP = 2
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32",
            "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
+_UNFINISHED = re.compile(r"\.v\d{8,}-[0-9a-f]{8}")
 
 
 def snapshot_folder(parent: Path, version: int) -> Path:
@@ -32,10 +33,17 @@ def snapshot_folder(parent: Path, version: int) -> Path:
 
 
 def write_snapshot(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
-    """Write the folder of `version` below `parent`, delete those that are too old, and return it. Blocking."""
+    """Write the folder of `version` below `parent`, delete those that are too old, and return it. Blocking.
+
+    One at a time may write below `parent`: what is unfinished there a killed writer has left, and it is deleted.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for left_behind in parent.iterdir():
+        if _UNFINISHED.fullmatch(left_behind.name):
+            shutil.rmtree(left_behind, ignore_errors=True)
     folder = snapshot_folder(parent, version)
     unfinished = parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir()
     try:
         header = _header(version, manifest)
         with (unfinished / FILE_NAME).open("wb") as file:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -21,6 +22,7 @@ from penstock.process import end_task, unless_stopped
 from penstock.rpc.server import RpcServer, service_name
 from penstock.tokens import forbidden_token_ids
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from penstock.weights import nccl
 from services.recipe import Recipe
 from services.trainer.config import PushConfig
 from services.trainer.data.rows import open_dataset
@@ -116,10 +118,13 @@ async def _build(
         reserved=await _version_at(policy_bucket, "reserved", recipe.bus.url),
         newest_held=_newest_held(replicas),
     )
+    has_gpu = optimizer.device.type == "cuda"
+    if has_gpu:
+        os.environ.update(nccl.environment())  # read when the first group forms
     publisher = WeightPublisher(
         config=config.push,
         replicas=replicas,
-        backend="nccl" if optimizer.device.type == "cuda" else "gloo",
+        backend="nccl" if has_gpu else "gloo",
         snapshots=Snapshots(_snapshot_dir(config.push, folder)),
     )
     stack.push_async_callback(publisher.close)

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from penstock.bus.connection import Bus
 from penstock.v1 import common_pb2
 from tests.publishing import QUICK_S, digests, kept_current, publishing, replicas_of, snapshot, until_serving
-from tests.simulated_replica import simulated_replica
+from tests.simulated_replica import SimulatedReplica, simulated_replica
 from tests.simulated_sink import Fault
 
 DEADLINE_S = 1.5
@@ -145,3 +145,34 @@ async def test_one_that_fails_again_and_again_is_tried_less_often(bus: Bus) -> N
             await until_serving(first, 3, timeout_s=1)
             await second.set_faults()
             await until_serving(second, 3)
+
+
+@pytest.mark.parametrize("point", ["GetReplica", "PrepareWeights", "join", "PauseGeneration", "ReceiveWeights"])
+async def test_a_publication_does_not_wait_for_one_that_fails_again(bus: Bus, point: str) -> None:
+    """The try that hangs is broken off, counts as none, and comes again after the publication."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, retry_after_s=0.2) as publisher:
+        await second.set_faults(PrepareWeights=Fault("refuse"))
+        assert (await publisher.publish(snapshot(1))).num_failed == 1
+        await second.set_faults(**{point: Fault("hang", times=100)})
+        seen = await steps_of(second, point)
+        async with kept_current(publisher):
+            async with asyncio.timeout(10):
+                while await steps_of(second, point) == seen:
+                    await asyncio.sleep(0.01)
+            with capture_logs() as events:
+                started = time.monotonic()
+                report = await publisher.publish(snapshot(2))
+                assert time.monotonic() - started < QUICK_S
+            assert (report.num_replicas, report.num_failed) == (1, 0)
+            await until_serving(first, 2, timeout_s=1)
+            names = [event["event"] for event in events]
+            assert (names.count("push.retry_broken_off"), names.count("push.replica_failed")) == (1, 0)
+            await second.set_faults()
+            assert (await publisher.publish(snapshot(3))).num_replicas >= 1
+            await until_serving(second, 3)
+
+
+async def steps_of(replica: SimulatedReplica, point: str) -> int:
+    """How often a push has come to that point."""
+    said = await replica.report()
+    return len(said.groups) if point == "join" else said.calls.count(point)

@@ -202,3 +202,31 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
         report = await publisher.publish(snapshot(1, shared=True))
         assert (report.num_replicas, report.num_failed) == (1, 1)
         await until_serving(first, 1, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("point", "action", "way"),
+    [
+        ("PrepareWeights", "hang", "segment"),
+        ("PauseGeneration", "hang", "segment"),
+        ("PauseGeneration", "refuse", "segment"),
+        ("CommitWeights", "refuse", "segment"),
+        ("ResumeGeneration", "hang", "segment"),
+        ("PrepareWeights", "refuse", "group"),
+        ("ReceiveWeights", "refuse", "group"),
+        ("bucket", "hang", "group"),
+        ("VerifyWeights", "corrupt", "group"),
+    ],
+)
+async def test_a_way_is_given_up_only_for_its_own_failures(bus: Bus, point: str, action: Action, way: str) -> None:
+    """A replica that is slow to pause or to resume copies from memory again; one that cannot copy is broadcast to."""
+    quick = {f"{stage}_timeout_s": 1.0 for stage in ("prepare", "pause", "transfer", "control")}
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="ipc", **quick) as publisher:
+        await replica.set_faults(**{point: Fault(action)})
+        await publisher.publish(snapshot(1, shared=True))
+        async with kept_current(publisher):
+            await until_serving(replica, 1)
+            assert (await publisher.publish(snapshot(2, shared=True))).num_failed == 0
+            await until_serving(replica, 2)
+        said = await replica.report()
+        assert said.loads[-1] == way

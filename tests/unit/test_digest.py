@@ -1,11 +1,13 @@
 """The digest notices what can go wrong with weights on their way, and nothing else."""
 
+import threading
 import time
 
 import pytest
 import torch
 
 from penstock.errors import InvalidRequestError
+from penstock.weights import digest
 from penstock.weights.digest import (
     BLOCK_WORDS,
     MULTILINEAR,
@@ -108,6 +110,14 @@ def test_many_are_as_one() -> None:
         assert tensor_digests(tensors.items(), kind) == {
             name: tensor_digest(tensor, kind) for name, tensor in tensors.items()
         }
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_devices_are_read_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Its stream is the one in which they were written; other threads have others. A CPU's memory has no streams."""
+    monkeypatch.setattr(digest, "tensor_digest", lambda _tensor, _kind: threading.get_ident())
+    threads = tensor_digests([("a", torch.empty(1)), ("b", torch.empty(1, device=device))], MULTILINEAR)
+    assert (set(threads.values()) == {threading.get_ident()}) is (device != "cpu")
 
 
 def test_the_kind_is_that_of_the_device() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import ALONE_BYTES, Manifest, pack, unpack
+from penstock.weights.manifest import ALONE_BYTES, Manifest, pack, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8]
     ),
     max_bucket_bytes=st.integers(1, 400),
 )
-def test_pack_and_unpack_are_inverse(shapes: list[tuple[torch.dtype, list[int]]], max_bucket_bytes: int) -> None:
+def test_pack_and_views_are_inverse(shapes: list[tuple[torch.dtype, list[int]]], max_bucket_bytes: int) -> None:
     """Any tensors come through any bucket size bit by bit, in order, aligned, and over the wire."""
     tensors = {
         f"layer.{index}": torch.randint(-100, 100, shape).to(dtype) for index, (dtype, shape) in enumerate(shapes)
@@ -35,7 +35,7 @@ def test_pack_and_unpack_are_inverse(shapes: list[tuple[torch.dtype, list[int]]]
         for spec in bucket:
             assert offset % tensors[spec.name].element_size() == 0
             offset += spec.num_bytes
-        arrived |= unpack(bucket, data)
+        arrived |= views(bucket, data)
     assert list(arrived) == list(tensors)
     for name, tensor in tensors.items():
         assert arrived[name].dtype == tensor.dtype
@@ -72,7 +72,7 @@ def test_pack_refuses_other_tensors_than_announced() -> None:
         with pytest.raises(ValueError, match="announced as float32"):
             pack(manifest.buckets[0], {"a": tensor})
     with pytest.raises(ValueError, match="holds 23 bytes"):
-        unpack(manifest.buckets[0], torch.zeros(23, dtype=torch.uint8))
+        views(manifest.buckets[0], torch.zeros(23, dtype=torch.uint8))
 
 
 def _tensor(**fields: object) -> rollout_pb2.WeightBucket:

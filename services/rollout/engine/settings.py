@@ -13,6 +13,7 @@ from typing import Any
 from penstock import tokens
 from penstock.errors import ConfigError
 from penstock.model_folder import read_json
+from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
@@ -44,7 +45,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         **disaggregation.environment(config, cuda=cuda),
     }
     if cuda:
-        return {**shared, START_METHOD_VARIABLE: "spawn"}
+        return {**shared, **nccl.environment(), START_METHOD_VARIABLE: "spawn"}
     return {
         **shared,
         START_METHOD_VARIABLE: "fork",

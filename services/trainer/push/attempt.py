@@ -48,6 +48,8 @@ class Outcome:
     """They serve the version."""
     failed: Mapping[Member, PenstockError]
     """They could not go on, and why."""
+    failed_in: Mapping[Member, str]
+    """The stage of each one's failure, by its name."""
     again: tuple[Member, ...]
     """They suffered from the failure of others: worth another attempt without these."""
     is_reusable: bool
@@ -82,6 +84,7 @@ class Attempt:
         self._paused_at = float("inf")
         self._transferred = False
         self._stages_s: dict[str, float] = {}
+        self._failed_in: dict[Member, str] = {}
 
     async def run(self) -> Outcome:
         """Play all stages."""
@@ -129,6 +132,8 @@ class Attempt:
             yield
         finally:
             self._stages_s[stage] = time.monotonic() - started
+            for member in self._stages.failures:
+                self._failed_in.setdefault(member, stage)
 
     async def _sum_up(self) -> Outcome:
         """End the push with those that did not complete it, and find out who is to blame."""
@@ -138,6 +143,7 @@ class Attempt:
             return Outcome(
                 done=stages.members,
                 failed={},
+                failed_in={},
                 again=(),
                 is_reusable=not self._transport.is_closed,
                 paused_at=self._paused_at,
@@ -150,11 +156,13 @@ class Attempt:
         unheard = await stages.abort(ended, reason, self._config.control_timeout_s)
         for member in unheard - failures.keys():
             failures[member] = UnavailableError(f"{member.replica_id}: it did not hear that the push has ended")
+            self._failed_in[member] = "abort"
         to_blame = {member for member in failures if member not in self._suffered or member in unheard}
         to_blame = to_blame or (self._first & failures.keys()) or set(failures)
         return Outcome(
             done=done,
             failed={member: error for member, error in failures.items() if member in to_blame},
+            failed_in=self._failed_in,
             again=tuple(member for member in ended if member not in to_blame),
             is_reusable=False,
             paused_at=self._paused_at,

@@ -49,6 +49,7 @@ class PublishedWeights:
         manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
         device = next(iter(named.values())).device
         segment = None
+        _finish_work(device)  # of the thread that has trained, whatever its stream
         if shared:
             *firsts, size_bytes = manifest.offsets(ALIGNMENT)
             segment = Segment.create(size_bytes, device)
@@ -56,10 +57,9 @@ class PublishedWeights:
                 pack(bucket, named, out=segment.data[first : first + sum(spec.num_bytes for spec in bucket)])
                 for bucket, first in zip(manifest.buckets, firsts, strict=True)
             )
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # others read it without knowing of this process's streams
         else:
             buckets = tuple(pack(bucket, named) for bucket in manifest.buckets)
+        _finish_work(device)  # other threads, and processes, read it without knowing of this thread's stream
         copied: dict[str, torch.Tensor] = {}
         for specs, data in zip(manifest.buckets, buckets, strict=True):
             copied |= views(specs, data)
@@ -89,3 +89,8 @@ class PublishedWeights:
         """Parameters whose digest in `held` is another, or that only one side has. Blocking."""
         digests = self.digests
         return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
+
+
+def _finish_work(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -2,8 +2,9 @@
 
 Invariants: a replica generates again only after the digest of every parameter it holds equals the trainer's; no stage
 waits longer than its deadline, so a replica that dies or hangs costs one deadline and the others get their weights;
-one that has failed is tried again by itself, so that it can spoil no other's push; weights are pushed from a snapshot,
-so that a replica which joins between two steps gets exactly the published version.
+one that has failed is tried again by itself, so that it can spoil no other's push, and gives way to a publication, so
+that training does not wait for its deadlines; weights are pushed from a snapshot, so that a replica which joins between
+two steps gets exactly the published version.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from services.trainer.config import PushConfig
 from services.trainer.push.attempt import Attempt, ChecksumError
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.snapshots import Snapshots
-from services.trainer.push.stages import Member, NobodyLeftError, Stages, Stub
+from services.trainer.push.stages import Member, NobodyLeftError, Stages, Stub, gathered
 from services.trainer.push.ways import Ways
 
 log = structlog.get_logger()
@@ -84,6 +85,8 @@ class WeightPublisher:
     _failures: dict[Member, _Failure] = field(default_factory=dict)
     _held: dict[Member, int] = field(default_factory=dict)
     """The version that each said it held when it was last asked; 0: none that is whole."""
+    _retry: asyncio.Task[None] | None = None
+    """Another try with one that has failed. It waits for the lock by itself, and may be cancelled at any time."""
     _ways: Ways = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,11 +97,12 @@ class WeightPublisher:
         """Make `weights` the published version and push it to every live replica.
 
         Replicas that fail, or have failed before, are left out and caught up with later; that no replica is there is
-        no error.
+        no error. Another try with one that has failed is broken off for it; a catch-up of others ends first.
 
         Raises:
             SetupError: this machine cannot be reached at push.host, or has no room for a delta.
         """
+        await self._end_retry()
         async with self._lock:
             await self._ways.make_ready(weights)
             self._current = weights
@@ -121,11 +125,10 @@ class WeightPublisher:
                 if self._current is not None and fresh:
                     await self._push(self._current, fresh, only_lagging=True)
             for member in self._due():
-                async with self._lock:
-                    if self._current is not None and member in self._lagging():
-                        await self._push(self._current, [member], only_lagging=True)
-                    else:
-                        self._failures.pop(member, None)  # it has the version after all, or is gone
+                self._retry = asyncio.create_task(self._try_again(member))
+                await gathered([self._retry])
+                if not self._retry.cancelled():
+                    self._retry.result()
 
     @property
     def num_live_replicas(self) -> int:
@@ -138,6 +141,20 @@ class WeightPublisher:
         await self.snapshots.close()
         for member in tuple(self._channels):
             await self._disconnect(member)
+
+    async def _try_again(self, member: Member) -> None:
+        async with self._lock:
+            if self._current is not None and member in self._lagging():
+                await self._push(self._current, [member], only_lagging=True)
+            else:
+                self._failures.pop(member, None)  # it has the version after all, or is gone
+
+    async def _end_retry(self) -> None:
+        """Break off the try that runs, and those that follow it. They count as no failure: the replicas stay due."""
+        while (retry := self._retry) is not None and not retry.done():
+            retry.cancel()
+            await asyncio.wait([retry])  # its replica is told, and its transport is closed
+            log.info("push.retry_broken_off")
 
     def _lagging(self) -> list[Member]:
         """Those that lack the published version, by their leases."""
@@ -179,7 +196,7 @@ class WeightPublisher:
                 stages_s[stage] = stages_s.get(stage, 0.0) + seconds
             left = tuple(member for member in left if member not in outcome.done and member not in outcome.failed)
             for member, error in outcome.failed.items():
-                has_another = self._ways.note_failure(transport, member, error)
+                has_another = self._ways.note_failure(transport, member, error, stage=outcome.failed_in[member])
                 failed_delta.add(member)
                 if has_another and isinstance(error, NotReadyError):
                     log.info("push.falls_back", replica_id=member.replica_id, way=transport.kind, reason=str(error))

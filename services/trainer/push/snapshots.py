@@ -5,7 +5,7 @@ A snapshot is a convenience: where it cannot be written or read, weights travel 
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -23,6 +23,7 @@ class Snapshots:
     parent: Path | None
     _newest: tuple[int, Path] | None = None
     _writing: asyncio.Task[None] | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def folder_of(self, version: int) -> Path | None:
         """Where the snapshot of a version is, or soon will be."""
@@ -34,17 +35,18 @@ class Snapshots:
 
     async def write(self, weights: PublishedWeights) -> None:
         """Write a version, unless it is there already."""
-        if self.parent is None or self.newest(weights.version) is not None:
-            return
-        started = time.monotonic()
-        try:
-            folder = await asyncio.to_thread(
-                write_snapshot, self.parent, weights.version, weights.manifest, weights.buckets
-            )
-        except OSError as error:
-            log.error("snapshot.failed", folder=str(self.parent), reason=str(error), remedy="push.snapshot_dir")
-            return
-        self._newest = (weights.version, folder)
+        async with self._lock:
+            if self.parent is None or self.newest(weights.version) is not None:
+                return
+            started = time.monotonic()
+            try:
+                folder = await asyncio.to_thread(
+                    write_snapshot, self.parent, weights.version, weights.manifest, weights.buckets
+                )
+            except OSError as error:
+                log.error("snapshot.failed", folder=str(self.parent), reason=str(error), remedy="push.snapshot_dir")
+                return
+            self._newest = (weights.version, folder)
         log.info("snapshot.written", version=weights.version, elapsed_s=round(time.monotonic() - started, 3))
 
     def write_soon(self, weights: PublishedWeights) -> None:

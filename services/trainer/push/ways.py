@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from penstock.errors import PenstockError
+from penstock.errors import NotReadyError, PenstockError
 from services.trainer.config import PushConfig
-from services.trainer.push.attempt import Outcome
+from services.trainer.push.attempt import ChecksumError, Outcome
 from services.trainer.push.pieces import Pieces
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.snapshots import Snapshots
@@ -85,12 +85,15 @@ class Ways:
         elif outcome.failed:
             await self._end_epoch()  # who gives up a push leaves its group
 
-    def note_failure(self, transport: Transport, member: Member, error: PenstockError) -> bool:
-        """Offer it to `member` no more, if there is a fuller one; returns whether there is."""
+    def note_failure(self, transport: Transport, member: Member, error: PenstockError, *, stage: str) -> bool:
+        """Offer it to `member` no more, if it was to blame and there is a fuller one; returns whether that is so."""
         if isinstance(transport, Broadcast):
             return False
         if isinstance(transport, Stream):
             return transport.base_version > 0
+        refused = stage == "prepare" and isinstance(error, NotReadyError)
+        if not (refused or stage == "transfer" or isinstance(error, ChecksumError)):
+            return False  # an engine that does not pause or resume in time would not do so with another way either
         log.info("push.way_closed", way=transport.kind, replica_id=member.replica_id, reason=str(error))
         self._unfit.setdefault(transport.kind, set()).add(member)
         return True

@@ -1,9 +1,12 @@
 """The trainer's end of a weight group: rank 0 of a torch.distributed group whose other members are SGLang engines.
 
-The rendezvous is the one of SGLang's `init_custom_process_group`, so no SGLang is needed here. No call waits longer
-than its timeout. `close` ends a rendezvous at once, also for the members. It ends a broadcast at once with NCCL; gloo
-cannot be interrupted, so there the members are let go when the broadcast ends: at its timeout, or when the member for
-which it waits leaves. After an error the group is of no use; close it and open another under a new name.
+The rendezvous is the one of SGLang's `init_custom_process_group`, so no SGLang is needed here. With gloo `form` proves
+that all members are there, and no call waits longer than its timeout. `close` ends a rendezvous at once, also for the
+members; a broadcast cannot be interrupted, so the members are let go when it ends: at its timeout, or when the member
+for which it waits leaves. After an error the group is of no use; close it and open another under a new name.
+
+With NCCL members connect at their first broadcast, so `form` proves nothing about them, and one that is missing is
+noticed in the transfer. Whether `close` or the timeout ends a broadcast that still connects has not been tried.
 """
 
 import collections
@@ -73,7 +76,7 @@ class WeightGroup:
         return cls(server, store, name=name, world_size=world_size, backend=backend)
 
     def form(self, *, timeout_s: float) -> None:
-        """Wait for the members.
+        """Wait for the members, with gloo; with NCCL only this side gets ready.
 
         Raises:
             DeadlineError: not all came within `timeout_s`.
@@ -161,7 +164,7 @@ class WeightGroup:
     def close(self, *, num_coming: int = 0) -> None:
         """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated.
 
-        With gloo it waits for a broadcast that runs, see above.
+        It may wait for a broadcast that runs, see above.
 
         Args:
             num_coming: Members that are on their way to the rendezvous. They are awaited for a moment, to be sent away:

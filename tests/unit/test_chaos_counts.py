@@ -1,0 +1,54 @@
+"""What bench/chaos.py counts: every kill's time away, and no bar that holds without a measurement."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.chaos import GROUPS_PER_STEP, Kills, tell
+
+
+def test_one_that_is_killed_again_before_it_was_seen_is_counted_twice() -> None:
+    """The look just before a kill sees that it was back; one that is killed twice under one number is away once."""
+    kills = Kills()
+    kills.add("router", 10, 1.0)
+    kills.look({"router": 10}, 2.0)
+    kills.look({"router": 11}, 5.0)
+    kills.add("router", 11, 5.0)
+    kills.look({}, 6.0)
+    kills.add("router", 11, 7.0)
+    kills.look({"router": 12}, 9.0)
+    assert kills.away_s == {"router": [4.0, 4.0]}
+    assert kills.by_service == {"router": 3}
+
+
+def test_those_that_never_come_back_are_told() -> None:
+    """Until the run's end at least they were away."""
+    kills = Kills()
+    kills.add("decode-0", 10, 1.0)
+    kills.add("decode-1", 11, 2.0)
+    kills.look({"decode-1": 12}, 3.0)
+    kills.end(31.0)
+    assert kills.away_s == {"decode": [1.0, 30.0]}
+    assert kills.num_not_back == {"decode": 1}
+
+
+@pytest.mark.parametrize(("dlogp", "exit_code"), [([], 1), ([1e-6], 0), ([1e-6, 1.0], 1), ([1e-6, float("nan")], 1)])
+def test_the_bar_on_logprobs_needs_a_measurement(dlogp: list[float], exit_code: int) -> None:
+    """Steps without a token of the current version measure nothing."""
+    rows: list[dict[str, Any]] = [
+        {
+            "step": step,
+            "groups": range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP),
+            "staleness_max": 0,
+            "max_staleness": 1,
+            "policy_version": step,
+            "num_failed_groups": 0,
+            "num_stale_groups": 0,
+        }
+        for step in range(3)
+    ]
+    for row, value in zip(rows, dlogp, strict=False):
+        row["dlogp_max_current"] = value
+    train: Any = SimpleNamespace(rows=lambda: rows, pids=lambda: [])
+    assert tell(train, Kills(), 0, num_steps=3, wall_s=1.0) == exit_code

@@ -1,0 +1,20 @@
+"""What NCCL is told where trainer or engine have a GPU."""
+
+import pytest
+
+from services.rollout.engine import settings
+from services.rollout.engine.config import RolloutConfig
+
+HANDLING, SHARING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def test_an_engine_on_a_gpu_outlives_its_group_and_may_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody has said otherwise; on a CPU neither is set."""
+    monkeypatch.delenv(HANDLING, raising=False)
+    monkeypatch.delenv(SHARING, raising=False)
+    environment = settings.environment(RolloutConfig(), cuda=True)
+    assert (environment[HANDLING], environment[SHARING]) == ("2", "1")
+    monkeypatch.setenv(HANDLING, "3")
+    environment = settings.environment(RolloutConfig(), cuda=True)
+    assert (environment[HANDLING], environment[SHARING]) == ("3", "1")
+    assert not {HANDLING, SHARING} & settings.environment(RolloutConfig(), cuda=False).keys()
