@@ -13,7 +13,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 COMPILED := .venv/.compiled
 RECIPE ?= recipes/tiny-cpu.toml
-COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -f deploy/docker-compose.yml
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 export UV_HTTP_TIMEOUT ?= 300
 export UV_PYTHON_DOWNLOADS ?= never
@@ -87,14 +87,15 @@ churn: setup ## Have 64 simulated replicas join and leave under load for ten min
 chaos: setup ## Kill processes of a real run at random, 50 times, and count what was lost; ARGS="--kills 5" is a taste.
 	@$(BIN)/python bench/chaos.py $(ARGS)
 
+# In deploy/: a -f here would win over COMPOSE_FILE of deploy/.env, and act on another stack than that says.
 up: ## Start the compose stack in the background: builds its images and trains; ARGS="--scale rollout=3" adds engines.
-	$(COMPOSE) up --build --detach $(ARGS)
+	cd deploy && $(COMPOSE) up --build --detach $(ARGS)
 
 down: ## Stop the compose stack in order; what it stored stays. ARGS="--volumes" removes that too.
-	$(COMPOSE) down $(ARGS)
+	cd deploy && $(COMPOSE) down $(ARGS)
 
 logs: ## Follow what the compose stack says; ARGS="trainer" picks a service.
-	$(COMPOSE) logs --follow --tail=50 $(ARGS)
+	cd deploy && $(COMPOSE) logs --follow --tail=50 $(ARGS)
 
 test-compose: setup ## Test the compose stack on a real Docker engine, and measure it; the images take 13 GB.
 	@$(BIN)/pytest tests/compose/run_stack.py -s -p no:randomly $(ARGS)

@@ -1,7 +1,7 @@
 """Whether a server is ready for work, in an exit code: `python3 -m penstock.health HOST:PORT`.
 
 Containers ask every few seconds, so this imports gRPC and nothing else of size. It asks grpc.health.v1, for which no
-server wants a token.
+server wants a token. It asks the address itself, whatever proxies the environment names.
 """
 
 import argparse
@@ -12,6 +12,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+_OPTIONS = (("grpc.enable_http_proxy", 0),)
+
 
 def health_of(address: str, *, timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> str:
     """What the server at `address` (host:port) says of itself: SERVING, NOT_SERVING, or why it says nothing.
@@ -21,8 +23,11 @@ def health_of(address: str, *, timeout_s: float, credentials: grpc.ChannelCreden
         timeout_s: Deadline of the question, the connection included.
         credentials: For a server with TLS; None: the connection is plain text.
     """
-    channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
-    with channel:
+    with (
+        grpc.insecure_channel(address, _OPTIONS)
+        if credentials is None
+        else grpc.secure_channel(address, credentials, _OPTIONS)
+    ) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
@@ -37,13 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=8.0)
     parser.add_argument("--tls-ca", type=Path, help="the authority that the server is checked against; switches TLS on")
     parser.add_argument("--tls-cert", type=Path, help="for servers that want one of their callers, too")
-    parser.add_argument("--tls-key", type=Path)
+    parser.add_argument("--tls-key", type=Path, help="the key of that certificate")
     given = parser.parse_args(arguments)
+    if (given.tls_cert is None) != (given.tls_key is None):
+        parser.error("--tls-cert and --tls-key go together; give both or neither")
+    if given.tls_cert is not None and given.tls_ca is None:
+        parser.error("--tls-cert needs --tls-ca, which switches TLS on; give the authority of the server's certificate")
     credentials = None
     if given.tls_ca is not None:
-        root, key, certificate = (
-            None if path is None else path.read_bytes() for path in (given.tls_ca, given.tls_key, given.tls_cert)
-        )
+        try:
+            root, key, certificate = (
+                None if path is None else path.read_bytes() for path in (given.tls_ca, given.tls_key, given.tls_cert)
+            )
+        except OSError as error:
+            parser.error(f"{error.filename} cannot be read: {error.strerror}; give the path of a PEM file")
         credentials = grpc.ssl_channel_credentials(root, key, certificate)
     status = health_of(given.address, timeout_s=given.timeout_s, credentials=credentials)
     sys.stdout.write(f"{status}\n")

@@ -5,6 +5,7 @@ token is in the environment and in memory, never in a recipe, a log or the text 
 """
 
 import contextlib
+import ctypes
 import hmac
 import ipaddress
 import os
@@ -37,6 +38,7 @@ REFUSAL = f"token missing or wrong; set {TOKEN}"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 """What a bearer token is made of (RFC 6750)."""
 _SCHEME = b"bearer "
+_PR_SET_DUMPABLE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +95,15 @@ class Security:
         token = read_secret(TOKEN, environment)
         return cls(token=token, nats_token=read_secret(NATS_TOKEN, environment) or token, tls=_read_tls(config))
 
-    def tell_if_open(self, host: str, address: str) -> None:
-        """Warn, where a server at `address` that listens on `host` takes callers from other machines unasked."""
-        is_closed = bool(self.token) or (self.tls is not None and self.tls.mutual)
+    def tell_if_open(self, host: str, address: str, *, secret: str = TOKEN) -> None:
+        """Warn, where a server at `address` that listens on `host` takes callers from other machines unasked.
+
+        `secret` is the variable of the token that it asks for: TOKEN or NATS_TOKEN.
+        """
+        token = self.nats_token if secret == NATS_TOKEN else self.token
+        is_closed = bool(token) or (self.tls is not None and self.tls.mutual)
         if not is_closed and not _is_loopback(host):
-            log.warning("server.left_open", address=address, remedy=f"set {TOKEN}, or keep the network private")
+            log.warning("server.left_open", address=address, remedy=f"set {secret}, or keep the network private")
 
     def admits(self, authorization: bytes) -> bool:
         """Whether a caller with this `authorization` (header or metadata; empty where there is none) may come in.
@@ -129,6 +135,19 @@ def install(security: Security) -> None:
 def of_process() -> Security:
     """What was installed; else the environment's tokens, and no TLS: so clients in a script of one's own work."""
     return Security.load(SecurityConfig()) if _of_process is None else _of_process
+
+
+def hide_secrets(environment: Mapping[str, str] = os.environ) -> None:
+    """Close this process's environment and memory to others of the same user, where `environment` leads to a secret.
+
+    Not for a process whose files others open under /proc, as an engine does with the weights of its trainer: the kernel
+    closes those, too. It holds for forks, and ends where a process becomes another program. Without it a verifier could
+    read its server's token in /proc.
+    """
+    if any(environment.get(name) for name in VARIABLES):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
 def read_secret(name: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -22,5 +22,6 @@ VOLUME /data /secrets
 USER 10001:10001
 EXPOSE 4222
 HEALTHCHECK --interval=5s --timeout=10s --start-period=120s \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8222/healthz', timeout=8)"]
+    CMD ["python3", "-c", "from urllib.request import ProxyHandler, build_opener; \
+         build_opener(ProxyHandler({})).open('http://127.0.0.1:8222/healthz', timeout=8)"]
 ENTRYPOINT ["sh", "/etc/nats/start-nats.sh"]

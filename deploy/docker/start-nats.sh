@@ -3,6 +3,14 @@
 # first start. It is kept in /secrets, which the services that need it mount.
 set -eu
 
+for path in /data /data/jetstream /secrets /secrets/nats-token; do
+    if [ -e "$path" ] && [ ! -w "$path" ]; then
+        echo "error: $path belongs to user $(stat -c %u "$path"), not to PENSTOCK_UID $(id -u); set PENSTOCK_UID to that" \
+            'one, or chown the volumes (docs/deploy.md, "When something is red")' >&2
+        exit 2
+    fi
+done
+
 token=${PENSTOCK_NATS_TOKEN:-}
 if [ -z "$token" ] && [ -s /secrets/nats-token ]; then
     token=$(cat /secrets/nats-token)

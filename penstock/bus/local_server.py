@@ -19,7 +19,7 @@ from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.parent import dying_with_parent
 from penstock.ports import require_free_port
-from penstock.security import Security, Tls, of_process
+from penstock.security import NATS_TOKEN, Security, Tls, of_process
 
 _CONFIG = """\
 listen: "{host}:{port}"
@@ -95,6 +95,7 @@ def become_server(config: BusConfig, folder: Path) -> NoReturn:
         raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
     command = server_command(folder, host=host, port=port)
     require_free_port(host, port, key="bus.url")
+    of_process().tell_if_open(host, url, secret=NATS_TOKEN)
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
 
 

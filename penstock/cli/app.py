@@ -58,6 +58,8 @@ _MODULES = {
 
 
 _WITHOUT_MODEL = (Service.NATS, Service.REWARD, Service.ROUTER)
+_SHARING_MEMORY = (Service.ROLLOUT, Service.TRAINER)
+"""Weights go from one to the other through /proc or CUDA's memory handles, which a closed process does not give."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,11 +88,13 @@ def serve(
     """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
     recipe = configuration.load(ServiceRecipe if service in _WITHOUT_MODEL else Recipe, config, context.args)
     security.install(Security.load(recipe.security))
+    if service not in _SHARING_MEMORY:
+        security.hide_secrets()
+    log.configure(recipe.log, service=name or service.value)
     if service is Service.NATS:
         from penstock.bus.local_server import become_server
 
         become_server(recipe.bus, (recipe.run.folder or recipe.run.dir / recipe.run.name) / "nats")
-    log.configure(recipe.log, service=name or service.value)
     module = _import_service(service, f"penstock serve {service}")
     return process.run(lambda stop: module.serve(recipe, stop))
 
@@ -145,6 +149,7 @@ def score(
     else:
         recipe = configuration.load(ServiceRecipe, config, ["--log.level=warning", *overrides])
         log.configure(recipe.log, service="score")
+        security.hide_secrets()
         _import_service(Service.REWARD, "penstock score")
         service, max_queue = functools.partial(scoring.private_service, recipe.reward), recipe.reward.max_queue
     return scoring.score(source=source, output=output, profile=profile, service=service, max_queue=max_queue)
@@ -173,6 +178,7 @@ def train(
         settings = configuration.load(Recipe, _only(recipes), overrides)
         security.install(Security.load(settings.security))  # what is wrong with it is said before a folder is made
         folder = RunFolder.create(settings.run)
+    security.hide_secrets()
     with folder.locked():
         folder.write_config(settings)
         log.configure(settings.log, service="launcher", file=folder.launcher_log)

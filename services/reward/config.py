@@ -2,11 +2,13 @@
 
 import re
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 from penstock.config import Config
+
+_WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
 
 class ProfileConfig(Config):
@@ -37,7 +39,8 @@ class RemoteConfig(Config):
     """The service that the profile `remote` asks."""
 
     url: str = pydantic.Field(default="", pattern="^(https?://.+)?$")
-    """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`."""
+    """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. No user and
+    password in it: `PENSTOCK_REMOTE_TOKEN` is shown to it."""
     timeout_s: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
     """Limit of one attempt."""
     attempts: int = pydantic.Field(default=3, ge=1, le=100)
@@ -46,6 +49,18 @@ class RemoteConfig(Config):
     """Limit of all attempts of an item that asks for none; reward.max_deadline_s bounds it too."""
     max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
     """Requests at once; further items wait."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _holds_no_secret(cls, section: Any) -> Any:
+        # Of the whole section, and before anything else, so that no message shows the URL.
+        url = section.get("url") if isinstance(section, dict) else None
+        if isinstance(url, str) and _WITH_USER.match(url):
+            raise ValueError(
+                "url holds a user or a password, which would be written down with the recipe; leave out what is before "
+                "the @, and set PENSTOCK_REMOTE_TOKEN"
+            )
+        return section
 
     @pydantic.field_validator("url")
     @classmethod

@@ -77,6 +77,8 @@ class RemoteJudge:
                         return Judgement(status=Status.OK, credit=credit, method=Method.VERIFIER)
                     except TimeoutError:
                         reason = f"an attempt took longer than {self._config.timeout_s:g} s"
+                    except httpx.HTTPStatusError as error:  # whose text has the URL, and that may hold a secret
+                        reason = f"it answered with HTTP status {error.response.status_code}"
                     except httpx.HTTPError as error:
                         reason = f"{type(error).__name__}: {error}"
         except TimeoutError:

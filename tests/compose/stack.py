@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -43,10 +44,13 @@ class Stack:
 
     project: str
     environment: dict[str, str]
+    env_file: Path
+    """Without a line: in place of deploy/.env, which is for the stack in use."""
 
     def compose(self, *arguments: str, timeout_s: float = 300.0) -> str:
         """Run compose on this project and return what it printed on standard output."""
-        command = [*compose_command(), "--file", str(COMPOSE_FILE), "--project-name", self.project, *arguments]
+        options = ("--env-file", str(self.env_file), "--file", str(COMPOSE_FILE), "--project-name", self.project)
+        command = [*compose_command(), *options, *arguments]
         return _run(command, environment=self.environment, timeout_s=timeout_s).stdout
 
     def port(self, variable: str) -> int:
@@ -94,14 +98,15 @@ class Stack:
 def stack(**settings: str) -> Iterator[Stack]:
     """A project with `settings` as its environment; at the end its containers, networks and volumes are removed."""
     project = f"penstock-test-{uuid.uuid4().hex[:8]}"
-    names = ("PENSTOCK_ROUTER_PORT", "PENSTOCK_REWARD_PORT", "PENSTOCK_REWARD_HTTP_PORT")
+    names = ("PENSTOCK_ROUTER_PORT", "PENSTOCK_ROUTER_HTTP_PORT", "PENSTOCK_REWARD_PORT", "PENSTOCK_REWARD_HTTP_PORT")
     ports = dict(zip(names, map(str, free_ports(len(names))), strict=True))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "COMPOSE_PROJECT"))}
-    tested = Stack(project, {**kept, **ports, **settings})
-    try:
-        yield tested
-    finally:
-        tested.compose("down", "--volumes", "--remove-orphans", "--timeout", "20")
+    with tempfile.NamedTemporaryFile(prefix=project, suffix=".env") as empty:  # docker-compose 1.29 takes no /dev/null
+        tested = Stack(project, {**kept, **ports, **settings}, Path(empty.name))
+        try:
+            yield tested
+        finally:
+            tested.compose("down", "--volumes", "--remove-orphans", "--timeout", "20")
 
 
 def leftovers(project: str) -> list[str]:

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
+import sys
 import uuid
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from penstock.bus.consumer import Delivery, open_consumer, work
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import AccessError, ConfigError, SetupError
+from penstock.ports import free_ports
 from penstock.security import Security
 from tests.certificates import security_of
 from tests.strangers import TOKEN, WRONG
@@ -132,6 +135,38 @@ async def test_a_token_is_not_shown_to_a_server_without_tls(certificates: Securi
         with pytest.raises(SetupError):  # the pretender would have heard it
             await enter(url, security_of(nats_token=TOKEN), timeout_s=1.0)
         assert TOKEN.encode() in heard
+
+
+@pytest.mark.parametrize(
+    ("host", "variables", "is_open"),
+    [
+        ("0.0.0.0", {}, True),
+        ("127.0.0.1", {}, False),
+        ("0.0.0.0", {"PENSTOCK_TOKEN": TOKEN}, False),
+        ("0.0.0.0", {"PENSTOCK_NATS_TOKEN": TOKEN}, False),
+    ],
+)
+async def test_a_server_that_is_left_open_says_so(
+    tmp_path: Path, host: str, variables: dict[str, str], is_open: bool
+) -> None:
+    """`penstock serve nats` on all addresses without a token, and only that."""
+    (port,) = free_ports(1)
+    options = (f"--bus.url=nats://{host}:{port}", f"--run.dir={tmp_path}", "--log.format=json")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock", "serve", "nats", *options),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | variables,
+    )
+    assert process.stderr is not None
+    warnings = []
+    async with asyncio.timeout(60):
+        while b"Server is ready" not in (line := await process.stderr.readline()):
+            assert line, "it did not start"
+            warnings += [json.loads(line)] if b"server.left_open" in line else []
+        process.terminate()
+        await process.communicate()
+    assert [warning["address"] for warning in warnings] == [f"nats://{host}:{port}"] * is_open
+    assert all("set PENSTOCK_NATS_TOKEN" in warning["remedy"] for warning in warnings)
 
 
 async def test_a_handler_that_is_let_in_nowhere_ends_the_work_and_keeps_the_message(bus: Bus) -> None:

@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import json
+import os
+import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -19,7 +23,7 @@ from penstock.http.server import HttpServer
 from penstock.routed import RoutedGenerateClient
 from penstock.rpc.server import RpcServer
 from penstock.security import Security
-from penstock.v1 import generate_pb2, trainer_pb2_grpc
+from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc
 from services.reward.config import RemoteConfig, RewardConfig
 from services.reward.item import Item
 from services.reward.remote import RemoteJudge
@@ -85,6 +89,70 @@ async def test_processes_that_judge_have_no_secret(monkeypatch: pytest.MonkeyPat
         [forkserver] = set(psutil.Process().children()) - before  # workers are forks of it
         assert "PATH" in forkserver.environ()
         assert TOKEN not in str(forkserver.environ())
+
+
+_CURIOUS = """
+def verify(golds, response, prompt):
+    try:
+        with open(f"/proc/{response}/environ") as file:
+            return {"credit": golds[0] in file.read(), "extracted": "read"}
+    except OSError as error:
+        return {"credit": 0, "extracted": type(error).__name__}
+"""
+UNPRIVILEGED = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+"""Begins the command of a process to which the kernel refuses what it refuses to others; root's own goes through."""
+
+
+async def test_processes_that_judge_cannot_read_the_secret_of_their_server(tmp_path: Path) -> None:
+    """Nor has /proc what it was started with, where the service and its workers are the same user's."""
+    (tmp_path / "curious.py").write_text(_CURIOUS)
+    settings = (f"--reward.verifiers.curious={tmp_path}/curious.py:verify", "--reward.workers=1", "--log.format=json")
+    environment = os.environ | {"PENSTOCK_TOKEN": TOKEN}
+    server = await asyncio.create_subprocess_exec(
+        *(*UNPRIVILEGED, sys.executable, "-m", "penstock", "serve", "reward", *settings),
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    neighbour = await asyncio.create_subprocess_exec(*UNPRIVILEGED, "sleep", "60", env=environment)
+    assert server.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while b"server.started" not in (line := await server.stderr.readline()):
+                assert line, "the service did not start"
+            items = [
+                reward_pb2.VerifyItem(golds=[TOKEN], response=str(pid), profile="curious")
+                for pid in (neighbour.pid, server.pid)
+            ]
+            address = json.loads(line)["address"]
+            async with RewardClient(address, security=Security(token=TOKEN)) as client:
+                verdicts = await client.verify_batch(items, timeout_s=20.0)
+    finally:
+        neighbour.kill()
+        await neighbour.wait()
+        server.terminate()
+        await server.communicate()
+    seen = [(verdict.score, verdict.extracted) for verdict in verdicts]
+    assert seen == [(1.0, "read"), (0.0, "PermissionError")]  # the neighbour has hidden nothing
+
+
+async def test_what_the_remote_judge_logs_has_no_secret_of_its_url(capsys: pytest.CaptureFixture[str]) -> None:
+    """A key in the query is one; what the service answered is told without it."""
+    app = make_app(title="remote", description="", version="0")
+
+    @app.post("/")
+    async def judge() -> float:
+        raise UnavailableError("out of order")
+
+    server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
+    await server.start()
+    remote = RemoteJudge(RemoteConfig(url=f"{server.url}/?key={TOKEN}", attempts=1))
+    judgement, _ = await remote.judge(Item(golds=["5"], response="r", profile="remote"), 30.0)
+    await remote.close()
+    await server.drain(0.0)
+    assert judgement.status is Status.FAILED
+    logged = capsys.readouterr().out
+    assert "it answered with HTTP status 503" in logged
+    assert TOKEN not in logged
 
 
 async def test_the_remote_judge_is_shown_its_own_token_and_no_other(

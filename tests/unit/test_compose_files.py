@@ -3,10 +3,16 @@
 That they work is tested on a real Docker engine: `make test-compose`.
 """
 
+import http.server
 import importlib.util
+import inspect
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import threading
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +22,10 @@ import pytest
 import yaml
 
 from penstock import config as configuration
-from services.recipe import Recipe
+from penstock.http.server import HttpServer
+from penstock.ports import free_ports
+from services.recipe import Recipe, ServiceRecipe
+from tests.compose import stack
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -30,6 +39,20 @@ KNOWN_KEYS = {
     "volumes",
 }  # fmt: skip
 """Of a service, of the same meaning in docker-compose 1.29 and in today's compose specification."""
+
+
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "COMPOSE_", "MAKE"))
+}
+"""This process's, without what tells compose or make something else."""
+
+
+def installed_compose() -> list[str]:
+    """docker-compose, or else Compose v2; where there is neither, the test is skipped."""
+    for command in (["docker-compose"], ["docker", "compose"]):
+        if shutil.which(command[0]) and not subprocess.run([*command, "version"], capture_output=True).returncode:
+            return command
+    pytest.skip("no compose is installed")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -72,16 +95,37 @@ def test_compose_old_and_new_know_every_key(path: Path) -> None:
 @pytest.mark.parametrize("files", [[BASE], [BASE, OVERRIDES[0]], [BASE, OVERRIDES[1]]], ids=["base", "gpu", "pairs"])
 def test_the_installed_compose_takes_the_files(files: list[Path]) -> None:
     """docker-compose 1.29 checks them against the JSON schema of the compose specification, as v2 does."""
-    command = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
-    if (
-        subprocess.run([*command, "version"], capture_output=True, check=False).returncode
-        if shutil.which(command[0])
-        else 1
-    ):
-        pytest.skip("no compose is installed")
     arguments = [part for path in files for part in ("--file", str(path))]
-    done = subprocess.run([*command, *arguments, "config", "--quiet"], capture_output=True, text=True, check=False)
+    command = [*installed_compose(), *arguments, "config", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", ["up", "down", "logs"])
+def test_make_acts_on_the_files_that_env_names(target: str, tmp_path: Path) -> None:
+    """Not on docker-compose.yml alone, whatever deploy/.env says; the project's name stays that of the folder."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy", ignore=shutil.ignore_patterns(".env"))
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "deploy" / ".env").write_text("COMPOSE_FILE=docker-compose.yml:docker-compose.disaggregated.yml\n")
+    told = f"COMPOSE=basename $$PWD; {' '.join(installed_compose())} config --services #"
+    command = ["make", "--silent", "--directory", str(tmp_path), target, told]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    name, *services = done.stdout.split()
+    assert name == "deploy"
+    assert set(services) == {*SERVICES, "prefill", "decode"}
+
+
+def test_a_stack_under_test_is_not_the_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test-compose` reads nothing of deploy/.env."""
+    installed_compose()
+    shutil.copy(BASE, tmp_path)
+    (tmp_path / ".env").write_text("PENSTOCK_TAG=in-use\n")
+    (tmp_path / "empty").touch()
+    monkeypatch.setattr(stack, "COMPOSE_FILE", tmp_path / BASE.name)
+    config = stack.Stack("penstock-test", ENVIRONMENT, tmp_path / "empty").compose("config")
+    assert "penstock-nats:latest" in config
+    assert "in-use" not in config
 
 
 def test_the_example_names_every_variable_with_its_default() -> None:
@@ -120,7 +164,8 @@ def test_a_service_is_confined_bounded_and_watched(name: str) -> None:
     assert {"mem_limit", "stop_grace_period"} <= service.keys()
     assert service["restart"] == ("on-failure" if name == "trainer" else "unless-stopped")
     dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
-    assert "HEALTHCHECK" in dockerfile
+    (check,) = re.findall(r"^HEALTHCHECK .*\\\n(.*)$", dockerfile, re.MULTILINE)
+    assert name == "nats" or check.endswith(" $PENSTOCK_HEALTH_ARGS")
     assert "USER 10001:10001" in dockerfile
 
 
@@ -132,6 +177,106 @@ def test_a_service_has_time_for_its_grace_period() -> None:
         for name in ("rollout", "worker", "router", "reward"):
             seconds = int(services[name]["stop_grace_period"].removesuffix("s"))
             assert seconds >= getattr(recipe, name).grace_s + 10, (recipe_file.name, name)
+    for path, checkpoint_gb in ((BASE, 0.02), (OVERRIDES[0], 24)):  # of 2 billion parameters, with Adam's moments
+        seconds = int(read(path)["services"]["trainer"]["stop_grace_period"].removesuffix("s"))
+        assert seconds >= checkpoint_gb * 1000 / SLOW_DISK_MB_PER_S + STEP_S, path.name
+
+
+SLOW_DISK_MB_PER_S = 30
+STEP_S = 60
+
+
+def test_the_token_reaches_every_service() -> None:
+    """One that missed it would let everybody in. The other tokens go only where they are used."""
+    files = [read(path)["services"] for path in (BASE, *OVERRIDES)]
+    environments: dict[str, dict[str, Any]] = {}
+    for services in files:
+        for name, service in services.items():
+            environments.setdefault(name, {}).update(service.get("environment", {}))
+    assert environments.keys() == {*SERVICES, "prefill", "decode"}
+    for name, environment in environments.items():
+        if name != "nats":
+            assert environment["PENSTOCK_TOKEN"] == "${PENSTOCK_TOKEN:-}", name
+            assert environment["PENSTOCK_HEALTH_ARGS"] == "${PENSTOCK_HEALTH_ARGS:-}", name
+    holders = {name for name, environment in environments.items() if "PENSTOCK_REMOTE_TOKEN" in environment}
+    assert holders == {"reward"}
+    assert environments["reward"]["PENSTOCK_REMOTE_TOKEN"] == "${PENSTOCK_REMOTE_TOKEN:-}"
+
+
+def test_what_a_service_may_take_fits_its_memory_limit() -> None:
+    """Bodies of HTTP requests, worker processes, and a quarter of a GiB for the processes themselves."""
+    services = read(BASE)["services"]
+    limits_mb = {name: int(re.findall(r"(\d+)g", services[name]["mem_limit"])[0]) * 1024 for name in SERVICES}
+    for path in (BASE, OVERRIDES[0]):
+        command = read(path)["services"]["reward"]["command"]
+        (given,) = re.findall(r"(--reward\.http_memory_mb=\S+) \$\{PENSTOCK_ARGS", command)
+        reward = configuration.load(ServiceRecipe, None, [given]).reward
+        assert reward.http_memory_mb + reward.overtime_memory_mb + 256 <= limits_mb["reward"], path.name
+    room_bytes = inspect.signature(HttpServer).parameters["max_memory_bytes"].default
+    assert room_bytes / 2**20 + 256 <= limits_mb["router"]
+
+
+def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None:
+    """In one line, and before it draws a token that the others would not have."""
+    paths = {each: tmp_path / each for each in ("data", "secrets", "tmp", "etc")}
+    for path in paths.values():
+        path.mkdir()
+    (paths["etc"] / "nats").mkdir()
+    shutil.copy(DOCKER / "nats.conf", paths["etc"] / "nats")
+    text = (DOCKER / "start-nats.sh").read_text()
+    script = re.sub(r"(?<![\w.])/(data|secrets|tmp|etc)\b", lambda found: str(paths[found[1]]), text)
+    server = tmp_path / "nats-server"
+    server.write_text("#!/bin/sh\necho started\n")
+    server.chmod(0o755)
+    environment = ENVIRONMENT | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def start() -> "subprocess.CompletedProcess[str]":
+        command = [*UNPRIVILEGED, "sh", "-c", script]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=20)
+
+    assert start().stdout == "started\n"
+    token = (paths["secrets"] / "nats-token").read_bytes()
+    assert start().stdout == "started\n"
+    assert (paths["secrets"] / "nats-token").read_bytes() == token
+    (paths["data"] / "jetstream").mkdir(mode=0o500)
+    for path in (paths["data"] / "jetstream", paths["secrets"] / "nats-token", paths["secrets"]):
+        mode = path.stat().st_mode
+        path.chmod(0o500)
+        refused = start()
+        path.chmod(mode | 0o200)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(f"error: {path} belongs to user ")
+        assert "set PENSTOCK_UID" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert start().stdout == "started\n"
+
+
+UNPRIVILEGED = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+"""Begins the command of a process to which the kernel refuses what it refuses to others; root's own goes through."""
+
+
+def test_a_proxy_of_the_environment_does_not_hear_of_health() -> None:
+    """The health check of nats asks its own container, whatever HTTP_PROXY says; docker hands that to containers."""
+    (json_command,) = re.findall(r"CMD (\[.*?\])\n", (DOCKER / "nats.Dockerfile").read_text(), re.DOTALL)
+    command = json.loads(json_command.replace("\\\n", ""))
+
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (nobody,) = free_ports(1)
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), f"http://127.0.0.1:{nobody}")
+    kept = {name: value for name, value in ENVIRONMENT.items() if name.lower() != "no_proxy"}
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = [sys.executable, *(part.replace(":8222", f":{server.server_port}") for part in command[1:])]
+        done = subprocess.run(asked, env=kept | proxies, capture_output=True, text=True, check=False, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
 
 
 MODEL = {"path": ROOT / "models" / "tiny-qwen3-vl"}
@@ -152,7 +297,8 @@ def test_engines_of_all_roles_run_alike() -> None:
     for role in ("prefill", "decode"):
         engine = read(OVERRIDES[1])["services"][role]
         assert f"--rollout.role={role}" in engine["command"]
-        apart = {"build", "command", "scale"}
+        apart = {"image", "command", "scale"}
+        assert engine["image"] == unified["image"].replace("rollout", role)
         assert {key: value for key, value in engine.items() if key not in apart} == {
             key: value for key, value in unified.items() if key not in apart
         }
@@ -204,6 +350,7 @@ def test_the_transfer_wheel_is_the_extra_s(requirements: ModuleType) -> None:
     (wanted,) = project()["optional-dependencies"]["disaggregation"]
     (given,) = re.findall(r"^ARG TRANSFER=(.*)$", (DOCKER / "rollout.Dockerfile").read_text(), re.MULTILINE)
     assert wanted.partition(";")[0].strip() == given
+    assert variables(BASE.read_text())["PENSTOCK_TRANSFER"] == {given}
 
 
 def project() -> dict[str, Any]:

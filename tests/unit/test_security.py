@@ -92,11 +92,26 @@ def test_a_token_is_in_no_recipe_and_shows_nowhere(monkeypatch: pytest.MonkeyPat
     assert TOKEN not in repr(Security.load(recipe.security))
 
 
-def test_a_url_with_a_secret_is_refused_without_showing_it() -> None:
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        (f"--bus.url=nats://{TOKEN}@localhost:4222", "set PENSTOCK_NATS_TOKEN"),
+        (f"--reward.remote.url=https://user:{TOKEN}@host/judge", "set PENSTOCK_REMOTE_TOKEN"),
+        (f"--reward.remote.url=https://{TOKEN}@host:99999", "set PENSTOCK_REMOTE_TOKEN"),
+        (f"--reward.remote.url=user:{TOKEN}@host", "set PENSTOCK_REMOTE_TOKEN"),
+    ],
+)
+def test_a_url_with_a_secret_is_refused_without_showing_it(setting: str, remedy: str) -> None:
     """It would be written into the run's folder."""
-    with pytest.raises(ConfigError, match="set PENSTOCK_NATS_TOKEN") as caught:
-        configuration.load(ServiceRecipe, None, [f"--bus.url=nats://{TOKEN}@localhost:4222"])
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        configuration.load(ServiceRecipe, None, [setting])
     assert TOKEN not in str(caught.value)
+
+
+def test_an_at_sign_behind_the_host_is_no_secret() -> None:
+    """It may be part of a path or of a query."""
+    for url in ("http://host/@judge", "http://host?by=a@b"):
+        assert configuration.load(ServiceRecipe, None, [f"--reward.remote.url={url}"]).reward.remote.url == url
 
 
 @pytest.mark.parametrize(
