@@ -82,7 +82,7 @@ async def test_nothing_computed_by_older_weights_serves_a_new_request(
     before = await engine.generation.Generate(request(ids, images), timeout=60)
     again = await engine.generation.Generate(request(ids, images), timeout=60)
     assert again.usage.num_cached_tokens > before.usage.num_cached_tokens == 0
-    calls = await started(engine, request(ids, images, max_new_tokens=200), 60)  # more than can run
+    calls = await started(engine, request(ids, images, max_new_tokens=100), 44)  # more than can run
     newer = current.perturbed(seed=4)
     push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode), drain_s=0.2)
     pushing = asyncio.ensure_future(push.complete())
