@@ -26,6 +26,19 @@ _plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_t
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers share the tests file by file, so that a module's fixtures are made once. Those that start engines are
+    one worker's, and come first: two of them at a time would starve each other."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("engines" if _starts_engines(item) else str(item.path)))
+    items.sort(key=lambda item: not _starts_engines(item))
+
+
+def _starts_engines(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("engine", "e2e"))
+
+
 @pytest.fixture(scope="session")
 async def nats_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """URL of a nats-server with JetStream, on any free port."""

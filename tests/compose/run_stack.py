@@ -9,13 +9,17 @@ import random
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import pytest
 
 from penstock.cli.replica_table import describe_pool, fetch_pool
+from penstock.errors import AccessError
 from tests.compose.stack import (
+    PAIRS_FILE,
     SERVICES,
     Stack,
     crash,
@@ -34,6 +38,7 @@ pytestmark = [
 ]
 
 RUN = "compose-test"
+TOKEN = "4be1c5f0d2a94c7a8f36"
 NUM_STEPS = int(os.environ.get("NUM_STEPS", "400"))
 NUM_RANDOM_KILLS = 6
 GROUPS_PER_STEP = 8
@@ -121,6 +126,30 @@ def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
         assert codes == [0] or service == "nats", f"{service} did not stop by itself: {codes}"
 
 
+def test_pairs_train_behind_a_token() -> None:
+    """Prefill and decode engines in place of unified ones; who comes without PENSTOCK_TOKEN is refused."""
+    num_steps = 4
+    settings = [f"--run.name={RUN}", f"--trainer.num_steps={num_steps}", "--trainer.groups_per_step=8"]
+    arguments = " ".join([*settings, "--trainer.samples_per_group=4", "--worker.concurrency=16"])
+    with stack(PAIRS_FILE, PENSTOCK_TOKEN=TOKEN, PENSTOCK_DECODES="1", PENSTOCK_ARGS=arguments) as project:
+        started = time.monotonic()
+        project.compose("up", "--detach", timeout_s=1200)
+        assert project.containers("rollout") == []
+        project.wait_until(lambda: bool(project.rows(RUN)), "the first trained step", 600)
+        tell(f"prefill and decode: from `up` to the first trained step: {time.monotonic() - started:.0f} s")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            verify(project)
+        assert verify(project, {"Authorization": f"Bearer {TOKEN}"}) == 1.0
+        with pytest.raises(AccessError):
+            fetch_pool(f"127.0.0.1:{project.port('PENSTOCK_ROUTER_PORT')}")
+        (trainer,) = project.containers("trainer")
+        project.wait_until(lambda: health(trainer) == "exited", "the end of the run", 600)
+        assert inspect(trainer)["State"]["ExitCode"] == 0, project.logs("trainer")
+        rows = project.rows(RUN)
+        assert sorted(index for row in rows for index in row["groups"]) == list(range(num_steps * 8))
+    assert leftovers(project.project) == []
+
+
 def test_the_reward_service_alone_answers_as_the_readme_says() -> None:
     """`up reward` starts nothing else, and a caller on this machine reaches it over gRPC and HTTP."""
     with stack() as project:
@@ -129,11 +158,7 @@ def test_the_reward_service_alone_answers_as_the_readme_says() -> None:
         took_s = project.wait_until(lambda: health(reward) == "healthy", "a healthy reward service", 120)
         tell(f"the reward service alone: healthy after {took_s:.0f} s")
         assert [service for service in SERVICES if project.containers(service)] == ["reward"]
-        body = json.dumps({"golds": ["3/4"], "response": "so it is \\boxed{0.75}.", "profile": "math"}).encode()
-        url = f"http://127.0.0.1:{project.port('PENSTOCK_REWARD_HTTP_PORT')}/v1/verify"
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as response:
-            assert json.load(response)["score"] == 1.0
+        assert verify(project) == 1.0
         done = subprocess.run(
             [sys.executable, "-c", _README_EXAMPLE.format(port=project.port("PENSTOCK_REWARD_PORT"))],
             capture_output=True,
@@ -164,6 +189,15 @@ def tell(line: str) -> None:
     """Write a measurement; `make test-compose` lets it through."""
     sys.stdout.write(f"  {line}\n")
     sys.stdout.flush()
+
+
+def verify(project: Stack, headers: Mapping[str, str] = MappingProxyType({})) -> float:
+    """The score of a right answer, over HTTP."""
+    body = json.dumps({"golds": ["3/4"], "response": "so it is \\boxed{0.75}.", "profile": "math"}).encode()
+    url = f"http://127.0.0.1:{project.port('PENSTOCK_REWARD_HTTP_PORT')}/v1/verify"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return float(json.load(response)["score"])
 
 
 def scale(project: Stack, num_rollouts: int) -> float:

@@ -17,6 +17,7 @@ from penstock.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE_FILE = ROOT / "deploy" / "docker-compose.yml"
+PAIRS_FILE = ROOT / "deploy" / "docker-compose.disaggregated.yml"
 SERVICES = ("nats", "reward", "router", "worker", "rollout", "trainer")
 
 _POLL_S = 0.5
@@ -46,10 +47,13 @@ class Stack:
     environment: dict[str, str]
     env_file: Path
     """Without a line: in place of deploy/.env, which is for the stack in use."""
+    files: tuple[Path, ...]
+    """Of compose, the first one the base."""
 
     def compose(self, *arguments: str, timeout_s: float = 300.0) -> str:
         """Run compose on this project and return what it printed on standard output."""
-        options = ("--env-file", str(self.env_file), "--file", str(COMPOSE_FILE), "--project-name", self.project)
+        files = [part for path in self.files for part in ("--file", str(path))]
+        options = ("--env-file", str(self.env_file), "--project-name", self.project, *files)
         command = [*compose_command(), *options, *arguments]
         return _run(command, environment=self.environment, timeout_s=timeout_s).stdout
 
@@ -95,14 +99,14 @@ class Stack:
 
 
 @contextmanager
-def stack(**settings: str) -> Iterator[Stack]:
+def stack(*overrides: Path, **settings: str) -> Iterator[Stack]:
     """A project with `settings` as its environment; at the end its containers, networks and volumes are removed."""
     project = f"penstock-test-{uuid.uuid4().hex[:8]}"
     names = ("PENSTOCK_ROUTER_PORT", "PENSTOCK_ROUTER_HTTP_PORT", "PENSTOCK_REWARD_PORT", "PENSTOCK_REWARD_HTTP_PORT")
     ports = dict(zip(names, map(str, free_ports(len(names))), strict=True))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "COMPOSE_PROJECT"))}
     with tempfile.NamedTemporaryFile(prefix=project, suffix=".env") as empty:  # docker-compose 1.29 takes no /dev/null
-        tested = Stack(project, {**kept, **ports, **settings}, Path(empty.name))
+        tested = Stack(project, {**kept, **ports, **settings}, Path(empty.name), (COMPOSE_FILE, *overrides))
         try:
             yield tested
         finally:
