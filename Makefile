@@ -59,7 +59,7 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 	$(BIN)/python tools/generate_proto.py --check
 
 test: setup ## Run the tests; ARGS="-m 'not e2e'" picks.
-	@$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder $(ARGS)
+	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 check: lint type proto-check test ## All that CI runs.
 

@@ -141,7 +141,7 @@ def request_of(session: str, latency_s: float, num_tokens: int, prompt: list[int
         session_id=session,
         input_ids=prompt,
         sampling=generate_pb2.SamplingParams(temperature=latency_s, max_new_tokens=num_tokens),
-        chunk_tokens=16,
+        chunk_tokens=64,
     )
 
 

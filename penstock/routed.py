@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
-_CHUNK_TOKENS = 16
+_CHUNK_TOKENS = 64
 """Where the caller wants the whole turn, it comes in chunks of so many tokens: what a replica that dies costs."""
 _PREFIX_TOKENS = 1024
 """How much of the prompt a prefix-aware router is told."""

@@ -1,19 +1,25 @@
 """What tests share: a real nats-server for the whole session, and a run of its own for each test."""
 
 import contextlib
+import functools
 import os
+import re
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import nats.js.errors
 import pytest
 import structlog
+from xdist.scheduler import LoadScopeScheduling
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
 from penstock.security import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Before torch is imported: two OpenMP threads that share a busy core wait for each other far longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,17 +32,31 @@ _plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_t
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
 
 
+class EnginesTogether(LoadScopeScheduling):
+    """Workers share the tests file by file, so that a module's fixtures are made once.
+
+    All that start engines are one worker's: two of those at a time would starve each other.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "engines" if _starts_engines(ROOT / file) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether:
+    """For `make test`; plain `pytest` has no workers."""
+    return EnginesTogether(config, log)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers share the tests file by file, so that a module's fixtures are made once. Those that start engines are
-    one worker's, and come first: two of them at a time would starve each other."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("engines" if _starts_engines(item) else str(item.path)))
-    items.sort(key=lambda item: not _starts_engines(item))
+    """What takes longest comes first."""
+    items.sort(key=lambda item: not _starts_engines(item.path))
 
 
-def _starts_engines(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("engine", "e2e"))
+@functools.cache
+def _starts_engines(file: Path) -> bool:
+    return re.search(r"^pytestmark = .*\.mark\.(engine|e2e)\b", file.read_text(), re.MULTILINE) is not None
 
 
 @pytest.fixture(scope="session")

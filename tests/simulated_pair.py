@@ -101,6 +101,7 @@ class SimulatedPrefill(SimulatedHalf):
         self._tickets: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._fetched: dict[int, asyncio.Event] = {}
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._serves_tickets = False
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -149,8 +150,8 @@ class SimulatedPrefill(SimulatedHalf):
         assert serving is not None
         self._connections[writer] = serving
         try:
-            if not (line := await reader.readline()):
-                return  # who asked has left
+            if not self._serves_tickets or not (line := await reader.readline()):
+                return  # it comes too late, or who asked has left
             room = int(line)
             ticket = self._ticket_of(room)
             await asyncio.wait((ticket,))
@@ -178,6 +179,7 @@ class SimulatedPrefill(SimulatedHalf):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
         """Serve tickets as well."""
+        self._serves_tickets = True
         tickets = await asyncio.start_server(self._serve_ticket, "127.0.0.1", 0)
         self.replica.disaggregation.bootstrap_host = "127.0.0.1"
         self.replica.disaggregation.bootstrap_port = tickets.sockets[0].getsockname()[1]
@@ -185,6 +187,7 @@ class SimulatedPrefill(SimulatedHalf):
             async with super().running():
                 yield self
         finally:
+            self._serves_tickets = False
             tickets.close()
             for waiting in self._tickets.values():
                 waiting.cancel()

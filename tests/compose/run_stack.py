@@ -6,6 +6,7 @@ Not collected by `make test`: its images take 13 GB. It prints what it measures.
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from penstock.cli.replica_table import describe_pool, fetch_pool
 from penstock.errors import AccessError
 from tests.compose.stack import (
     PAIRS_FILE,
+    ROOT,
     SERVICES,
     Stack,
     crash,
@@ -159,30 +161,29 @@ def test_the_reward_service_alone_answers_as_the_readme_says() -> None:
         tell(f"the reward service alone: healthy after {took_s:.0f} s")
         assert [service for service in SERVICES if project.containers(service)] == ["reward"]
         assert verify(project) == 1.0
-        done = subprocess.run(
-            [sys.executable, "-c", _README_EXAMPLE.format(port=project.port("PENSTOCK_REWARD_PORT"))],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        curl, program = readme_examples(project)
+        done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(done.stdout)["score"] == 1.0
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.split() == ["1.0", "0.75"]
     assert leftovers(project.project) == []
 
 
-_README_EXAMPLE = """
-import asyncio
-from penstock.clients import RewardClient
-from penstock.v1 import reward_pb2
-
-async def main():
-    async with RewardClient("127.0.0.1:{port}") as client:
-        item = reward_pb2.VerifyItem(golds=["3/4"], response="... so it is \\\\boxed{{0.75}}.", profile="math")
-        (verdict,) = await client.verify_batch([item], timeout_s=5)
-        print(verdict.score, verdict.extracted)
-
-asyncio.run(main())
-"""
+def readme_examples(project: Stack) -> list[str]:
+    """The README's curl command and its Python program for the reward service, with this stack's ports."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("The reward service alone") :]
+    curl, program = (
+        re.search(r"^    (curl .*\\\n.*)$", section, re.MULTILINE),
+        re.search(r"```python\n(.*?)```", section, re.DOTALL),
+    )
+    assert curl is not None
+    assert program is not None
+    ports = {7002: "PENSTOCK_REWARD_PORT", 7003: "PENSTOCK_REWARD_HTTP_PORT"}
+    return [
+        re.sub("127.0.0.1:(700[23])", lambda found: f"127.0.0.1:{project.port(ports[int(found[1])])}", example[1])
+        for example in (curl, program)
+    ]
 
 
 def tell(line: str) -> None:

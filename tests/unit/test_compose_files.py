@@ -116,14 +116,14 @@ def test_make_acts_on_the_files_that_env_names(target: str, tmp_path: Path) -> N
     assert set(services) == {*SERVICES, "prefill", "decode"}
 
 
-def test_a_stack_under_test_is_not_the_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_under_test_is_not_the_one_in_use(tmp_path: Path) -> None:
     """`make test-compose` reads nothing of deploy/.env."""
     installed_compose()
     shutil.copy(BASE, tmp_path)
     (tmp_path / ".env").write_text("PENSTOCK_TAG=in-use\n")
     (tmp_path / "empty").touch()
-    monkeypatch.setattr(stack, "COMPOSE_FILE", tmp_path / BASE.name)
-    config = stack.Stack("penstock-test", ENVIRONMENT, tmp_path / "empty").compose("config")
+    files = (tmp_path / BASE.name,)
+    config = stack.Stack("penstock-test", ENVIRONMENT, tmp_path / "empty", files).compose("config")
     assert "penstock-nats:latest" in config
     assert "in-use" not in config
 

@@ -24,7 +24,7 @@ from services.router.openai.recording import call_json, record
 from services.router.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.proxy import Player
 
-_CHUNK_TOKENS = 16
+_CHUNK_TOKENS = 64
 """Of answers that nobody reads before they are whole."""
 
 
