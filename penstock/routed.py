@@ -40,7 +40,7 @@ _PREFIX_TOKENS = 1024
 """How much of the prompt a prefix-aware router is told."""
 _MAX_CHANNELS = 256
 _RELEASE_TIMEOUT_S = 5.0
-_LEAVE_TIMEOUT_S = 1.0
+_LEAVE_TIMEOUT_S = 5.0
 
 
 class _Replica:
