@@ -36,7 +36,10 @@ COPY --from=project /pins/rollout.txt /pins/
 RUN /venv/bin/pip install --quiet --no-deps --requirement /pins/rollout.txt
 # What carries KV caches between prefill and decode engines: on CPU hosts this, on GPUs mooncake-transfer-engine-cuda13.
 ARG TRANSFER=mooncake-transfer-engine-non-cuda==0.3.13.post1
-RUN /venv/bin/pip install --quiet --no-deps ${TRANSFER}
+RUN apt-get update -q \
+    && apt-get install -y -q --no-install-recommends libcurl4 \
+    && rm -rf /var/lib/apt/lists/* \
+    && /venv/bin/pip install --quiet --no-deps ${TRANSFER}
 COPY --from=project /wheel /wheel
 RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && install -d -m 1777 /penstock/runs /cache
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

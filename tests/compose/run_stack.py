@@ -135,7 +135,7 @@ def test_pairs_train_behind_a_token() -> None:
     arguments = " ".join([*settings, "--trainer.samples_per_group=4", "--worker.concurrency=16"])
     with stack(PAIRS_FILE, PENSTOCK_TOKEN=TOKEN, PENSTOCK_DECODES="1", PENSTOCK_ARGS=arguments) as project:
         started = time.monotonic()
-        project.compose("up", "--detach", timeout_s=1200)
+        project.compose("up", "--build", "--detach", timeout_s=1200)
         assert project.containers("rollout") == []
         project.wait_until(lambda: bool(project.rows(RUN)), "the first trained step", 600)
         tell(f"prefill and decode: from `up` to the first trained step: {time.monotonic() - started:.0f} s")
