@@ -32,7 +32,7 @@ def encode_block(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
     planes = np.empty(numbers.shape[::-1], dtype=np.uint8)
     for index, plane in enumerate(planes):  # several times as fast as a transposed copy
         plane[:] = numbers[:, index]
-    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(planes)
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(planes.tobytes())
 
 
 def apply_block(held: torch.Tensor, piece: bytes, *, is_delta: bool) -> None:
