@@ -5,9 +5,10 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -53,27 +54,42 @@ class ProcessSpec:
 class Reaper:
     """The process that kills what is left, should this one be killed."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
         """Use `start`."""
         self._process = process
+        self._line = line
 
     @classmethod
     async def start(cls) -> "Reaper":
         """Start it, out of reach of the terminal's signals."""
         command = [sys.executable, "-I", "-S", reaper.__file__]
-        pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, start_new_session=True))
+        line, its_end = socket.socketpair()
+        with its_end:
+            process = await asyncio.create_subprocess_exec(*command, stdin=its_end.fileno(), start_new_session=True)
+        return cls(process, line)
 
     def tell(self, sign: str, group: int) -> None:
-        """Name a group (`+`) or take it back (`-`)."""
-        assert self._process.stdin is not None
-        with suppress(ConnectionError, RuntimeError):
-            self._process.stdin.write(f"{sign}{group}\n".encode())
+        """Name a group (`+`) or take it back (`-`). Any process of the run may: a line is sent whole."""
+        with suppress(ConnectionError):
+            self._line.send(f"{sign}{group}\n".encode(), socket.MSG_NOSIGNAL)
+
+    def naming_child(self) -> Callable[[], None]:
+        """A `preexec_fn` after which the child dies with this process, and all of its group with it.
+
+        The child names its group itself, before it is a program that could start others: this process may be killed
+        before it has learned the child's id.
+        """
+        die_with_parent = dying_with_parent()
+
+        def name_group() -> None:
+            die_with_parent()
+            self.tell("+", os.getpid())
+
+        return name_group
 
     async def end(self) -> None:
         """Let it go; it kills what was not taken back."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._line.close()
         await self._process.wait()
 
 
@@ -113,10 +129,9 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=dying_with_parent(),
+                preexec_fn=self._reaper.naming_child(),
             )
         self._process = process
-        self._reaper.tell("+", process.pid)
         self.state = State.STARTING
         self.num_starts += 1
         self._started_at = time.monotonic()

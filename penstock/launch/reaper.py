@@ -1,7 +1,8 @@
 """Kills the process groups of a launcher that is gone. Run as a script; imports the standard library only.
 
-The launcher holds the other end of standard input and writes `+<group>` when a group starts and `-<group>` when nothing
-is left of it. When the launcher ends, however it ends, the pipe closes and all groups named and not taken back die.
+The launcher holds the other end of standard input. A process of the run writes `+<group>` there as it starts, and the
+launcher `-<group>` when nothing is left of it. When the launcher ends, however it ends, its end closes and all groups
+named and not taken back die.
 """
 
 import os

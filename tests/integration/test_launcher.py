@@ -43,6 +43,24 @@ note("up")
 time.sleep(600)
 """
 )
+DEAF = """
+import asyncio, os, sys
+from pathlib import Path
+from penstock.launch.child import Child, ProcessSpec, Reaper, StopStage
+
+async def main():
+    command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)
+    spec = ProcessSpec(name="rollout-0", command=command, environment=environment, stage=StopStage.SERVE)
+    child = Child(spec, log_file=Path("log"), reaper=await Reaper.start())
+    start = asyncio.create_subprocess_exec
+    async def start_and_hear_nothing(*command, **options):
+        await start(*command, **options)
+        await asyncio.Event().wait()
+    asyncio.create_subprocess_exec = start_and_hear_nothing
+    await child.run()
+
+asyncio.run(main())
+"""
 PARENT = (
     NOTE
     + """
@@ -269,6 +287,23 @@ def test_killed_launcher_leaves_nothing(fake_run: Callable[..., FakeRun]) -> Non
     run.finish()
     assert len(run.all_pids()) == 3
     assert_all_gone(run)
+
+
+def test_launcher_killed_while_it_starts_a_process_leaves_nothing(tmp_path: Path) -> None:
+    """A process that was started is ended with its children, even if the launcher never learned that it was."""
+    launcher = subprocess.Popen([sys.executable, "-c", DEAF, PARENT], cwd=tmp_path, start_new_session=True)
+    notes = tmp_path / "notes"
+    wait_until(lambda: notes.exists() and "up" in notes.read_text())
+    launcher.kill()
+    launcher.wait()
+    pids = [int(line.split()[1]) for line in notes.read_text().splitlines()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=3.0)
+    try:
+        assert [pid for pid in pids if is_alive(pid)] == []
+    finally:
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_killed_process_leaves_no_children_behind(fake_run: Callable[..., FakeRun]) -> None:
