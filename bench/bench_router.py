@@ -4,9 +4,11 @@
 
 Engines are simulated (bench/simulated_engine_process.py): each request takes a given time and costs next to nothing.
 A given number of calls is kept in flight. The time that each takes is chosen so that about `--rate` calls are made per
-second, whatever that number, for what a router costs goes by calls. The table's latencies are what a call takes beyond
-that time; "added" is by how much they exceed those of direct calls over the same protocol. `--sglang-router` names a
-Python that has the wheel sglang-router 0.3.2; without it that part is left out.
+second, whatever that number, for what a router costs goes by calls; and it is never less than what an engine needs for
+so many tokens, at `--ms-per-token`. The table's latencies are what a call takes beyond that time; "added" is by how
+much they exceed those of direct calls over the same protocol. What is compared takes turns, `--rounds` of them, so that
+all meet with the same moods of the machine, whose cores are kept awake. `--sglang-router` names a Python that has the
+wheel sglang-router 0.3.2; without it that part is left out.
 """
 
 import argparse
@@ -20,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
+from awake import StolenTime, cores_awake
 
 from penstock import log
 from penstock.bus.local_server import local_server
@@ -63,15 +67,24 @@ class Result:
     over_ms: list[float]
     """Of each call, sorted: what it took beyond the engine's time."""
     num_failed: int
-    elapsed_s: float
-    cpu_s: float
-    """CPU seconds of the router process."""
+    cpu_ms: float
+    """CPU of the router process per call."""
     pss_mib: float
     """Its memory while all calls were in flight, proportional set size."""
 
     def at(self, share: float) -> float:
         """A quantile of `over_ms`."""
         return self.over_ms[min(len(self.over_ms) - 1, int(share * len(self.over_ms)))]
+
+    @classmethod
+    def of_all(cls, turns: Sequence["Result"]) -> "Result":
+        """Those of all turns of a subject."""
+        return cls(
+            over_ms=sorted(itertools.chain.from_iterable(turn.over_ms for turn in turns)),
+            num_failed=sum(turn.num_failed for turn in turns),
+            cpu_ms=statistics.median(turn.cpu_ms for turn in turns),
+            pss_mib=max(turn.pss_mib for turn in turns),
+        )
 
 
 async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, duration_s: float) -> Result:
@@ -105,7 +118,8 @@ async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, dur
     await asyncio.sleep(duration_s / 2)
     cpu, elapsed_s = cpu_s(subject.router) - cpu_before, time.monotonic() - started
     await asyncio.gather(*calls)
-    return Result(over_ms=sorted(over_ms), num_failed=num_failed, elapsed_s=elapsed_s, cpu_s=cpu, pss_mib=pss)
+    rate = num_in_flight / (latency_s + statistics.mean(over_ms) / 1e3)
+    return Result(over_ms=sorted(over_ms), num_failed=num_failed, cpu_ms=cpu / elapsed_s / rate * 1e3, pss_mib=pss)
 
 
 async def hold(subject: Subject, *, num_in_flight: int, latency_s: float) -> tuple[int, float]:
@@ -260,7 +274,7 @@ async def subjects(options: argparse.Namespace) -> AsyncIterator[list[Subject]]:
             Subject(name="direct", call=call_directly, baseline="direct"),
             Subject(name="direct, streamed", call=stream_directly, baseline="direct, streamed"),
             Subject(name="penstock, proxied", call=call_proxied, baseline="direct", router=router),
-            Subject(name="penstock, Route", call=call_routed, baseline="direct, streamed", router=router),
+            Subject(name="penstock, Route", call=call_routed, baseline="direct", router=router),
         ]
         http = await stack.enter_async_context(
             aiohttp.ClientSession(
@@ -301,52 +315,87 @@ async def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--held", type=int, default=4096, help="calls in flight at once, none of which may be lost")
     parser.add_argument("--rate", type=float, default=128.0, help="calls per second, about")
-    parser.add_argument("--duration-s", type=float, default=20.0)
+    parser.add_argument("--ms-per-token", type=float, default=4.0, help="the least that an engine takes")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--duration-s", type=float, default=6.0, help="of one turn")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args()
     log.configure(LogConfig(level="error"), service="bench")
-    headings = (
-        "in flight", "engine s", "", "calls/s", "p50 ms", "p99 ms", "p50 added", "p99 added", "CPU ms/call",
-        "calls/s per core", "PSS MiB", "failed",
-    )  # fmt: skip
-    sys.stdout.write(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}\n")
-    num_lost, records = 0, []
     gc.freeze()
-    async with subjects(options) as compared:
-        for num_in_flight in options.in_flight:
-            latency_s = max(0.02, num_in_flight / options.rate)
-            baselines: dict[str, Result] = {}
-            for subject in compared:
-                result = await measure(
-                    subject, num_in_flight=num_in_flight, latency_s=latency_s, duration_s=options.duration_s
-                )
-                if subject.baseline == subject.name:
-                    baselines[subject.name] = result
-                num_lost += result.num_failed
-                records.append(record(subject, num_in_flight, latency_s, result, baselines[subject.baseline]))
-                sys.stdout.write(f"| {' | '.join(map(str, records[-1].values()))} |\n")
-                sys.stdout.flush()
-        if options.held:
-            sys.stdout.write(f"\n| {options.held} in flight at once | lost | PSS MiB |\n|---|---|---|\n")
-        for subject in compared if options.held else []:
-            lost, pss = await hold(subject, num_in_flight=options.held, latency_s=options.held / options.rate)
-            num_lost += lost
-            sys.stdout.write(f"| {subject.name} | {lost} | {f'{pss:.0f}' if pss else ''} |\n")
-            sys.stdout.flush()
+    stolen = StolenTime()
+    with cores_awake():
+        async with subjects(options) as compared:
+            records = await compare(compared, options)
+            lost = await hold_all(compared, options) if options.held else {}
+    verdicts = [*judge(records), *(f"lost of {options.held} in flight: {name}: {num}" for name, num in lost.items())]
+    sys.stdout.write("\n" + "\n".join(verdicts) + "\n")
+    sys.stdout.write(f"time that the host took from all cores: {stolen.share():.1%}\n")
     if options.json is not None:
         options.json.write_text(json.dumps(records, indent=2))
-    return 1 if num_lost else 0
+    return 1 if sum(lost.values()) or any(row["failed"] for row in records) else 0
 
 
-def record(
-    subject: Subject, num_in_flight: int, latency_s: float, result: Result, baseline: Result
-) -> dict[str, object]:
+async def compare(compared: list[Subject], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the table, printed as they come."""
+    headings = (
+        "in flight", "engine s", "", "calls/s", "p50 ms", "p99 ms", "p50 added", "p99 added", "p50 / direct",
+        "CPU ms/call", "calls/s per core", "PSS MiB", "failed",
+    )  # fmt: skip
+    sys.stdout.write(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}\n")
+    records = []
+    for num_in_flight in options.in_flight:
+        latency_s = max(options.tokens * options.ms_per_token / 1e3, num_in_flight / options.rate)
+        turns: dict[str, list[Result]] = {subject.name: [] for subject in compared}
+        for _ in range(options.rounds):
+            for subject in compared:
+                turns[subject.name].append(
+                    await measure(
+                        subject, num_in_flight=num_in_flight, latency_s=latency_s, duration_s=options.duration_s
+                    )
+                )
+        results = {name: Result.of_all(each) for name, each in turns.items()}
+        for subject in compared:
+            baseline = results[subject.baseline]
+            records.append(record(subject, num_in_flight, latency_s, results[subject.name], baseline))
+            sys.stdout.write(f"| {' | '.join(map(str, records[-1].values()))} |\n")
+        sys.stdout.flush()
+    return records
+
+
+async def hold_all(compared: list[Subject], options: argparse.Namespace) -> dict[str, int]:
+    """How many of the calls in flight at once each subject lost."""
+    sys.stdout.write(f"\n| {options.held} in flight at once | lost | PSS MiB |\n|---|---|---|\n")
+    num_lost = {}
+    for subject in compared:
+        num_lost[subject.name], pss = await hold(
+            subject, num_in_flight=options.held, latency_s=options.held / options.rate
+        )
+        sys.stdout.write(f"| {subject.name} | {num_lost[subject.name]} | {f'{pss:.0f}' if pss else ''} |\n")
+        sys.stdout.flush()
+    return num_lost
+
+
+def judge(records: list[dict[str, Any]]) -> Iterator[str]:
+    """The bars."""
+    for row in records:
+        if row["subject"] == "penstock, proxied" and row["in_flight"] == 256:
+            yield verdict("proxied, p50 added at 256 in flight", row["p50_added_ms"], "ms", 2.0)
+        if row["subject"] == "penstock, Route":
+            excess = round((row["p50_ratio"] - 1) * 100, 2)
+            yield verdict(f"Route, p50 beyond direct at {row['in_flight']} in flight", excess, "%", 5.0)
+
+
+def verdict(what: str, measured: float, unit: str, bar: float) -> str:
+    return f"{what}: {measured} {unit}, bar {bar} {unit}: {'HOLDS' if measured <= bar else 'FAILS'}"
+
+
+def record(subject: Subject, num_in_flight: int, latency_s: float, result: Result, baseline: Result) -> dict[str, Any]:
     """One row."""
     rate = num_in_flight / (latency_s + statistics.mean(result.over_ms) / 1e3)
-    cpu_ms = result.cpu_s / result.elapsed_s / rate * 1e3
+    ratio = (latency_s * 1e3 + result.at(0.5)) / (latency_s * 1e3 + baseline.at(0.5))
     between = subject.router is not None
     return {
         "in_flight": num_in_flight,
@@ -357,8 +406,9 @@ def record(
         "p99_ms": round(result.at(0.99), 2),
         "p50_added_ms": round(result.at(0.5) - baseline.at(0.5), 2) if between else "",
         "p99_added_ms": round(result.at(0.99) - baseline.at(0.99), 2) if between else "",
-        "cpu_ms": round(cpu_ms, 3) if between else "",
-        "rate_per_core": round(1e3 / cpu_ms) if between and cpu_ms else "",
+        "p50_ratio": round(ratio, 4) if between else "",
+        "cpu_ms": round(result.cpu_ms, 3) if between else "",
+        "rate_per_core": round(1e3 / result.cpu_ms) if between and result.cpu_ms else "",
         "pss_mib": round(result.pss_mib, 1) if between else "",
         "failed": result.num_failed,
     }

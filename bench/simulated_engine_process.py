@@ -23,7 +23,7 @@ from penstock.bus import leases
 from penstock.bus.connection import connect
 from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, LogConfig
-from penstock.rpc.channel import MAX_MESSAGE_BYTES
+from penstock.rpc.server import SERVER_OPTIONS
 from penstock.v1 import common_pb2, generate_pb2
 
 SERVICE = "penstock.v1.GenerateService"
@@ -109,14 +109,7 @@ async def main() -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # sglang-router first tries HTTP/2
     engine = Engine(options.replica_id, options.tokens)
 
-    server = grpc.aio.server(
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
-    )
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     handlers = {
         "Generate": grpc.unary_unary_rpc_method_handler(engine.generate),
         "GenerateStream": grpc.unary_stream_rpc_method_handler(engine.generate_stream),

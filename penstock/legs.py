@@ -3,9 +3,10 @@
 The router's proxy and the clients that do without it play legs in the same way, and give up after the same failures.
 """
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc.aio
 
@@ -20,6 +21,9 @@ MAX_TRIES = 3
 _MAX_TRIES_FACTOR = 4
 """And one that so many times that failed, even if each of them delivered tokens."""
 _CONNECT_TIMEOUT_S = 2.0
+
+_ending: set[grpc.aio.UnaryStreamCall[Any, Any]] = set()
+"""Calls whose status is on its way; gRPC cancels those that are garbage."""
 
 
 class UnreachableError(UnavailableError):
@@ -82,14 +86,18 @@ async def play_leg(
     start: Callable[[float], grpc.aio.UnaryStreamCall[Any, ChunkT]],
     *,
     name: str,
+    is_last: Callable[[ChunkT], bool],
     deadline: float,
 ) -> AsyncGenerator[ChunkT, None]:
     """The chunks that the replica `name` streams. Leaving early cancels the call there.
+
+    It ends with the last chunk: that all went well comes on its own, later, and says nothing new.
 
     Args:
         channel: To the replica.
         start: Starts the call, which may take so many seconds.
         name: What the replica is called in messages.
+        is_last: Whether nothing comes after this chunk; asked when the caller has had it.
         deadline: Time of `time.monotonic()` at which it is over.
 
     Raises:
@@ -99,15 +107,29 @@ async def play_leg(
         PenstockError: as the replica says, or UnavailableError where it is lost.
     """
     await reach(channel, name=name, deadline=deadline)
-    stream, has_begun = start(seconds_until(deadline)), False
+    stream, has_begun, is_over = start(seconds_until(deadline)), False, False
     try:
-        async for chunk in stream:
-            has_begun = True
-            yield chunk
+        generator = cast("AsyncGenerator[ChunkT, None]", aiter(stream))  # left open, it would be garbage in a cycle
+        async with contextlib.aclosing(generator) as chunks:
+            async for chunk in chunks:
+                has_begun = True
+                yield chunk
+                if is_last(chunk):
+                    is_over = True
+                    return
     except grpc.aio.AioRpcError as failure:
         error = error_of(failure, peer=name)
         if has_begun and isinstance(error, OverloadedError):  # gRPC says so of streams that it resets
             error = UnavailableError(f"{error}, in mid-answer")
         raise error from None
     finally:
-        stream.cancel()
+        if is_over:
+            _let_end(stream)
+        else:
+            stream.cancel()
+
+
+def _let_end(stream: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
+    """Nobody waits for the call's status, but the replica is not to see it cancelled."""
+    _ending.add(stream)
+    stream.add_done_callback(_ending.discard)

@@ -52,6 +52,7 @@ async def play_pair(
     start_prefill: Callable[[float], Awaitable[Any]],
     start_decode: Callable[[float], grpc.aio.UnaryStreamCall[Any, ChunkT]],
     on_handover: Callable[[], None],
+    is_last: Callable[[ChunkT], bool],
     deadline: float,
 ) -> AsyncGenerator[ChunkT, None]:
     """The chunks that the decode replica streams. Leaving early cancels both calls.
@@ -62,6 +63,7 @@ async def play_pair(
         start_prefill: Starts the call to `prefill`, which may take so many seconds.
         start_decode: The same of `decode`.
         on_handover: Called once, when the part of `prefill` is done; it cannot fail the leg any more.
+        is_last: As of `penstock.legs.play_leg`.
         deadline: Time of `time.monotonic()` at which it is over.
 
     Raises:
@@ -72,7 +74,7 @@ async def play_pair(
             await reach(half.channel, name=half.name, deadline=deadline)
         except PenstockError as error:
             raise HalfError(half, error) from None
-    chunks = play_leg(decode.channel, start_decode, name=decode.name, deadline=deadline)
+    chunks = play_leg(decode.channel, start_decode, name=decode.name, is_last=is_last, deadline=deadline)
     prefilling: asyncio.Task[Any] = asyncio.create_task(_prefill(prefill, start_prefill, deadline))
     beginning = asyncio.create_task(_first_of(chunks))
     is_over = False

@@ -204,7 +204,7 @@ class RoutedGenerateClient(Client):
         place, has_begun = leg.place, False
         error: PenstockError | None = None
         try:
-            async with contextlib.aclosing(self._chunks(leg, bootstrap, turn.remaining(), deadline)) as chunks:
+            async with contextlib.aclosing(self._chunks(leg, bootstrap, turn, deadline)) as chunks:
                 async for chunk in chunks:
                     turn.relay(chunk)
                     if not has_begun:
@@ -228,16 +228,17 @@ class RoutedGenerateClient(Client):
             raise error from None
 
     def _chunks(
-        self, leg: _Leg, bootstrap: generate_pb2.Bootstrap, request: generate_pb2.GenerateRequest, deadline: float
+        self, leg: _Leg, bootstrap: generate_pb2.Bootstrap, turn: Continuation, deadline: float
     ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
         """What the leg's replica, or its pair, streams."""
-        stub, prefill = leg.place.replica.stub, leg.prefill
+        request, stub, prefill = turn.remaining(), leg.place.replica.stub, leg.prefill
         if prefill is None:
             half = leg.place.half
             return play_leg(
                 half.channel,
                 lambda timeout_s: stub.GenerateStream(request, timeout=timeout_s),
                 name=half.name,
+                is_last=lambda _: turn.is_finished,
                 deadline=deadline,
             )
         request.bootstrap.CopyFrom(bootstrap)
@@ -252,6 +253,7 @@ class RoutedGenerateClient(Client):
             start_prefill=lambda timeout_s: prefill.replica.stub.Generate(request, timeout=timeout_s),
             start_decode=lambda timeout_s: stub.GenerateStream(request, timeout=timeout_s),
             on_handover=hand_over,
+            is_last=lambda _: turn.is_finished,
             deadline=deadline,
         )
 

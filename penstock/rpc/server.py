@@ -29,6 +29,22 @@ log = structlog.get_logger()
 _MAX_STATUS_BYTES = 2000
 _MAX_PENDING = 65536
 _MAX_UNREQUESTED_S = 86_400
+
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server on the same port would silently share its calls
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # gRPC cancels calls that arrive faster than they are picked up; servers say themselves when they are full.
+    ("grpc.server.max_pending_requests", _MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+    # It also cancels those that are not picked up within 30 s, as on a machine that is far too busy; how long a call
+    # may take is its deadline's to say.
+    ("grpc.server_max_unrequested_time_in_server", _MAX_UNREQUESTED_S),
+)
+"""How every server speaks HTTP/2."""
+
 _HEALTH = "/grpc.health.v1.Health/"
 _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
@@ -50,21 +66,7 @@ class RpcServer:
         self._security = security or of_process()
         if self._security.tls is not None:
             self._security.tls.require_certificate()
-        # Without so_reuseport=0 a second server on the same port would silently share its calls.
-        options = [
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            # gRPC cancels calls that arrive faster than they are picked up; servers say themselves when they are full.
-            ("grpc.server.max_pending_requests", _MAX_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-            # It also cancels those that are not picked up within 30 s, as on a machine that is far too busy; how long a
-            # call may take is its deadline's to say.
-            ("grpc.server_max_unrequested_time_in_server", _MAX_UNREQUESTED_S),
-        ]
-        self._server = grpc.aio.server(interceptors=[_Boundary(self._security)], options=options)
+        self._server = grpc.aio.server(interceptors=[_Boundary(self._security)], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._host = host
         self._port = port

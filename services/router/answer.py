@@ -36,6 +36,12 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
     )
 
 
+def is_last(chunk: bytes) -> bool:
+    """Whether a serialized GenerateChunk ends its turn."""
+    reason = generate_pb2.GenerateChunk.FromString(chunk).finish_reason
+    return bool(reason != generate_pb2.FINISH_REASON_UNSPECIFIED)
+
+
 class Answer:
     """What was delivered of a turn. Play `leg`, `take` each chunk, `end_leg`; repeat until that says it is whole."""
 

@@ -23,7 +23,7 @@ from penstock.legs import Tries, play_leg
 from penstock.pairs import HalfError, play_pair
 from penstock.rpc.server import deadline_s, service_name
 from penstock.v1 import generate_pb2
-from services.router.answer import Answer, read_query
+from services.router.answer import Answer, is_last, read_query
 from services.router.config import RouterConfig
 from services.router.hedge import Race
 from services.router.line import Claim
@@ -177,6 +177,7 @@ def _chunks(place: Place, leg: bytes, deadline: float) -> AsyncGenerator[bytes, 
             member.channel,
             lambda timeout_s: member.generate_stream(leg, timeout_s=timeout_s),
             name=member.name,
+            is_last=is_last,
             deadline=deadline,
         )
     request = leg + generate_pb2.GenerateRequest(bootstrap=place.bootstrap).SerializeToString()
@@ -191,5 +192,6 @@ def _chunks(place: Place, leg: bytes, deadline: float) -> AsyncGenerator[bytes, 
         start_prefill=lambda timeout_s: prefill.member.generate(request, timeout_s=timeout_s),
         start_decode=lambda timeout_s: member.generate_stream(request, timeout_s=timeout_s),
         on_handover=hand_over,
+        is_last=is_last,
         deadline=deadline,
     )
