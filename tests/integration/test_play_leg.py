@@ -71,6 +71,7 @@ async def test_a_leg_is_over_with_its_last_chunk() -> None:
         async with leg() as chunks:
             assert [chunk async for chunk in chunks] == [b"first", LAST]
         gc.collect()
+        await asyncio.wait({replica.ended}, timeout=0.3)
         assert not replica.ended.done()
         replica.may_end.set()
         assert await asyncio.wait_for(replica.ended, 10.0) == "by itself"
