@@ -316,7 +316,7 @@ async def main() -> int:
     parser.add_argument("--held", type=int, default=4096, help="calls in flight at once, none of which may be lost")
     parser.add_argument("--rate", type=float, default=128.0, help="calls per second, about")
     parser.add_argument("--ms-per-token", type=float, default=4.0, help="the least that an engine takes")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--duration-s", type=float, default=6.0, help="of one turn")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
