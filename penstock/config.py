@@ -68,6 +68,9 @@ class SecurityConfig(Config):
     tls_ca: Path | None = None
     """Certificates of the authorities that servers, and with `mutual` clients, are checked against (PEM).
     None: servers are checked against the public authorities."""
+    tls_server_name: str = ""
+    """The name that every server's certificate holds, for servers under names that no certificate can know beforehand,
+    as scaled containers are. Empty: a certificate has to hold the name under which its server is reached."""
     mutual: bool = False
     """Servers take only callers that have a certificate of tls_ca's, too."""
 
@@ -78,6 +81,8 @@ class SecurityConfig(Config):
             raise ValueError(f"{given} is given and {missing} is not; a certificate and its key go together")
         if self.mutual and (self.tls_cert is None or self.tls_ca is None):
             raise ValueError("mutual = true needs tls_cert, tls_key and tls_ca; give all three")
+        if self.tls_server_name and self.tls_ca is None:
+            raise ValueError("tls_server_name needs tls_ca: a name that many share says nothing of public authorities'")
         return self
 
 

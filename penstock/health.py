@@ -15,18 +15,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
-def health_of(address: str, *, timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> str:
+def health_of(
+    address: str, *, timeout_s: float, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> str:
     """What the server at `address` (host:port) says of itself: SERVING, NOT_SERVING, or why it says nothing.
 
     Args:
         address: The server.
         timeout_s: Deadline of the question, the connection included.
         credentials: For a server with TLS; None: the connection is plain text.
+        server_name: The name that its certificate holds; empty: that of the address.
     """
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", server_name)) if server_name else _OPTIONS
     with (
-        grpc.insecure_channel(address, _OPTIONS)
+        grpc.insecure_channel(address, options)
         if credentials is None
-        else grpc.secure_channel(address, credentials, _OPTIONS)
+        else grpc.secure_channel(address, credentials, options)
     ) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -43,11 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tls-ca", type=Path, help="the authority that the server is checked against; switches TLS on")
     parser.add_argument("--tls-cert", type=Path, help="for servers that want one of their callers, too")
     parser.add_argument("--tls-key", type=Path, help="the key of that certificate")
+    parser.add_argument("--tls-server-name", default="", help="the name that the server's certificate holds")
     given = parser.parse_args(arguments)
     if (given.tls_cert is None) != (given.tls_key is None):
         parser.error("--tls-cert and --tls-key go together; give both or neither")
     if given.tls_cert is not None and given.tls_ca is None:
         parser.error("--tls-cert needs --tls-ca, which switches TLS on; give the authority of the server's certificate")
+    if given.tls_server_name and given.tls_ca is None:
+        parser.error("--tls-server-name needs --tls-ca, which switches TLS on; give the authority of the certificate")
     credentials = None
     if given.tls_ca is not None:
         try:
@@ -57,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             parser.error(f"{error.filename} cannot be read: {error.strerror}; give the path of a PEM file")
         credentials = grpc.ssl_channel_credentials(root, key, certificate)
-    status = health_of(given.address, timeout_s=given.timeout_s, credentials=credentials)
+    status = health_of(
+        given.address, timeout_s=given.timeout_s, credentials=credentials, server_name=given.tls_server_name
+    )
     sys.stdout.write(f"{status}\n")
     return 0 if status == "SERVING" else 1
 

@@ -51,6 +51,8 @@ class Tls:
     certificate: bytes | None
     key: bytes | None = field(repr=False)
     ca: bytes | None
+    server_name: str
+    """The name that certificates of servers hold; empty: that under which each is reached."""
     mutual: bool
     """Whether a server takes only callers with a certificate of that authority."""
 
@@ -185,6 +187,7 @@ def _read_tls(config: SecurityConfig) -> Tls | None:
         certificate=_read("tls_cert", config.tls_cert),
         key=_read("tls_key", config.tls_key),
         ca=_read("tls_ca", config.tls_ca),
+        server_name=config.tls_server_name,
         mutual=config.mutual,
     )
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -234,6 +234,7 @@ async def connect(config: BusConfig, *, run: str, security: Security | None = No
                 disconnected_cb=on_disconnect,
                 token=_token_for(client, security),
                 tls=None if security.tls is None else security.tls.client_context(),
+                tls_hostname=None if security.tls is None else security.tls.server_name or None,
             )
             has_been_in = True
             bus = Bus(client, config, run)

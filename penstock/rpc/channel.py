@@ -41,7 +41,8 @@ def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
     else:
         tls = security.tls
         credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
-        channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+        name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+        channel = grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *name))
     return TokenChannel(channel, security.token) if security.token else channel
 
 

@@ -31,7 +31,10 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
 _HINTS = (
     ("WRONG_VERSION_NUMBER", "it speaks plain text: switch TLS on there, or leave it out of [security] here"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is none of those authorities': see security.tls_ca"),
-    ("Hostname Verification", "its certificate does not name this host: make one that does"),
+    (
+        "Hostname Verification",
+        "its certificate does not name this host: make one that does, or see security.tls_server_name",
+    ),
     ("Socket closed", "if it asks for TLS, or for a certificate, give the same [security] section here"),
 )
 """A sign in gRPC's words about a handshake that failed, and what it means."""

@@ -3,6 +3,7 @@
 Not collected by `make test`: its images take 13 GB. It prints what it measures.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -13,12 +14,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from penstock.cli.replica_table import describe_pool, fetch_pool
-from penstock.errors import AccessError
+from penstock.clients import RouterClient
+from penstock.config import SecurityConfig
+from penstock.errors import AccessError, UnavailableError
+from penstock.security import Security
+from tests.certificates import make_certificates, security_of
 from tests.compose.stack import (
     PAIRS_FILE,
     ROOT,
@@ -42,7 +48,6 @@ pytestmark = [
 RUN = "compose-test"
 TOKEN = "4be1c5f0d2a94c7a8f36"
 NUM_STEPS = int(os.environ.get("NUM_STEPS", "400"))
-NUM_RANDOM_KILLS = 6
 GROUPS_PER_STEP = 8
 ARGUMENTS = " ".join(
     (
@@ -79,7 +84,7 @@ def running() -> Iterator[Stack]:
 
 
 def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
-    """One engine, then three, then one; an engine, the worker, then anybody is killed: every group is trained once."""
+    """One engine, then three, then one; an engine, the worker, then each service dies: no group is lost or twice."""
     started = time.monotonic()
     running.compose("up", "--detach")
     tell(f"up returned after {time.monotonic() - started:.0f} s")
@@ -100,10 +105,9 @@ def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
     kill_and_see_it_back(running, worker)
     wait_for_steps(running, 3)
     seed = int(os.environ.get("SEED", time.time_ns()))
-    tell(f"random kills, SEED={seed}")
+    tell(f"every service, SEED={seed}")
     chance = random.Random(seed)
-    for _ in range(NUM_RANDOM_KILLS):
-        service = chance.choice(SERVICES)
+    for service in chance.sample(SERVICES, len(SERVICES)):
         tell(f"kill -9 of a {service} at step {last_step(running)}")
         kill_and_see_it_back(running, chance.choice(running.containers(service)))
         wait_for_steps(running, 2)
@@ -128,22 +132,24 @@ def test_a_run_survives_scaling_and_kills(running: Stack) -> None:
         assert codes == [0] or service == "nats", f"{service} did not stop by itself: {codes}"
 
 
-def test_pairs_train_behind_a_token() -> None:
-    """Prefill and decode engines in place of unified ones; who comes without PENSTOCK_TOKEN is refused."""
+def test_pairs_train_behind_a_token_and_tls(tmp_path: Path) -> None:
+    """Prefill and decode engines in place of unified ones, all with mutual TLS as .env.example shows it. Who comes
+    without a certificate, or without PENSTOCK_TOKEN, is refused."""
+    certificates = make_certificates(tmp_path)
+    for path in (tmp_path / "certs", *(tmp_path / "certs").iterdir()):
+        path.chmod(0o755)
+    tls = example_of_mutual_tls()
     num_steps = 4
-    settings = [f"--run.name={RUN}", f"--trainer.num_steps={num_steps}", "--trainer.groups_per_step=8"]
-    arguments = " ".join([*settings, "--trainer.samples_per_group=4", "--worker.concurrency=16"])
-    with stack(PAIRS_FILE, PENSTOCK_TOKEN=TOKEN, PENSTOCK_DECODES="1", PENSTOCK_ARGS=arguments) as project:
+    settings = [tls["PENSTOCK_ARGS"], f"--run.name={RUN}", f"--trainer.num_steps={num_steps}"]
+    settings += ["--trainer.groups_per_step=8", "--trainer.samples_per_group=4", "--worker.concurrency=16"]
+    tls |= {"PENSTOCK_ARGS": " ".join(settings), "PENSTOCK_CERTS": str(tmp_path / "certs")}
+    with stack(PAIRS_FILE, PENSTOCK_TOKEN=TOKEN, PENSTOCK_DECODES="1", **tls) as project:
         started = time.monotonic()
         project.compose("up", "--build", "--detach", timeout_s=1200)
         assert project.containers("rollout") == []
         project.wait_until(lambda: bool(project.rows(RUN)), "the first trained step", 600)
-        tell(f"prefill and decode: from `up` to the first trained step: {time.monotonic() - started:.0f} s")
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            verify(project)
-        assert verify(project, {"Authorization": f"Bearer {TOKEN}"}) == 1.0
-        with pytest.raises(AccessError):
-            fetch_pool(f"127.0.0.1:{project.port('PENSTOCK_ROUTER_PORT')}")
+        tell(f"prefill and decode, mutual TLS: from `up` to the first trained step: {time.monotonic() - started:.0f} s")
+        assert_only_members_come_in(project, certificates)
         (trainer,) = project.containers("trainer")
         project.wait_until(lambda: health(trainer) == "exited", "the end of the run", 600)
         assert inspect(trainer)["State"]["ExitCode"] == 0, project.logs("trainer")
@@ -169,6 +175,36 @@ def test_the_reward_service_alone_answers_as_the_readme_says() -> None:
     assert leftovers(project.project) == []
 
 
+def example_of_mutual_tls() -> dict[str, str]:
+    """The variables that switch it on, as deploy/.env.example has them."""
+    text = (ROOT / "deploy" / ".env.example").read_text()
+    return dict(re.findall(r"^#   ([A-Z_]+)=(.*)$", text, re.MULTILINE))
+
+
+def assert_only_members_come_in(project: Stack, certificates: SecurityConfig) -> None:
+    """Over HTTP and gRPC; `certificates` are those of the stack."""
+    no_certificate = certificates.model_copy(update={"tls_cert": None, "tls_key": None})
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    assert verify(project, bearer, security_of(certificates)) == 1.0
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        verify(project, {}, security_of(certificates))
+    for stranger in (security_of(no_certificate), None):
+        with pytest.raises(OSError) as refused:  # noqa: PT011 - of many kinds: the connection ends
+            verify(project, bearer, stranger)
+        assert not isinstance(refused.value, urllib.error.HTTPError)
+
+    async def ask_router(security: Security) -> int:
+        address = f"localhost:{project.port('PENSTOCK_ROUTER_PORT')}"
+        async with RouterClient(address, security=security) as client:
+            return len((await client.list_replicas(timeout_s=10.0)).replicas)
+
+    assert asyncio.run(ask_router(security_of(certificates, token=TOKEN))) == 2
+    with pytest.raises(AccessError):
+        asyncio.run(ask_router(security_of(certificates)))
+    with pytest.raises(UnavailableError):
+        asyncio.run(ask_router(security_of(no_certificate, token=TOKEN)))
+
+
 def readme_examples(project: Stack) -> list[str]:
     """The README's curl command and its Python program for the reward service, with this stack's ports."""
     text = (ROOT / "README.md").read_text()
@@ -192,12 +228,17 @@ def tell(line: str) -> None:
     sys.stdout.flush()
 
 
-def verify(project: Stack, headers: Mapping[str, str] = MappingProxyType({})) -> float:
-    """The score of a right answer, over HTTP."""
+def verify(
+    project: Stack, headers: Mapping[str, str] = MappingProxyType({}), security: Security | None = None
+) -> float:
+    """The score of a right answer, over HTTP; over HTTPS with a `security`."""
     body = json.dumps({"golds": ["3/4"], "response": "so it is \\boxed{0.75}.", "profile": "math"}).encode()
-    url = f"http://127.0.0.1:{project.port('PENSTOCK_REWARD_HTTP_PORT')}/v1/verify"
+    scheme, context = "http", None
+    if security is not None and security.tls is not None:
+        scheme, context = "https", security.tls.client_context()
+    url = f"{scheme}://localhost:{project.port('PENSTOCK_REWARD_HTTP_PORT')}/v1/verify"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=10, context=context) as response:
         return float(json.load(response)["score"])
 
 

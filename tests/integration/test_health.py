@@ -64,6 +64,8 @@ async def test_a_server_with_mutual_tls(certificates: SecurityConfig) -> None:
     try:
         assert await ask(server.address, *authority, *own) == (0, "SERVING")
         assert await ask(server.address, *authority) == (1, "UNAVAILABLE")
+        assert await ask(server.address, *authority, *own, "--tls-server-name", "penstock") == (0, "SERVING")
+        assert await ask(server.address, *authority, *own, "--tls-server-name", "another") == (1, "UNAVAILABLE")
         assert await ask(server.address) == (1, "UNAVAILABLE")
     finally:
         await server.drain(0.0)

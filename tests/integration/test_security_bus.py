@@ -92,6 +92,14 @@ async def test_tls(tmp_path: Path, certificates: SecurityConfig, other_certifica
             await enter(url, security_of(nameless, nats_token=WRONG))
 
 
+async def test_one_name_may_stand_for_every_host(tmp_path: Path, certificates: SecurityConfig) -> None:
+    """As for containers, whose names no certificate can know; a certificate without it is none."""
+    async with local_server(tmp_path, security=security_of(certificates)) as url:
+        await enter(url, security_of(certificates.model_copy(update={"tls_server_name": "penstock"})))
+        with pytest.raises(SetupError, match="certificate verify failed"):
+            await enter(url, security_of(certificates.model_copy(update={"tls_server_name": "another"})), timeout_s=2.0)
+
+
 async def test_mutual_tls(tmp_path: Path, certificates: SecurityConfig) -> None:
     """Callers need a certificate of the same authority."""
     mutual = certificates.model_copy(update={"mutual": True})

@@ -160,6 +160,16 @@ async def test_a_certificate_must_name_the_host(certificates: SecurityConfig) ->
             await version_at(address.replace("127.0.0.1", "127.0.0.2"), security)
 
 
+async def test_one_name_may_stand_for_every_host(certificates: SecurityConfig) -> None:
+    """As for containers, whose names no certificate can know; a certificate without it is none."""
+    async with serving(security_of(certificates), host="0.0.0.0") as (address, _):
+        elsewhere = address.replace("127.0.0.1", "127.0.0.2")
+        named = certificates.model_copy(update={"tls_server_name": "penstock"})
+        assert await version_at(elsewhere, security_of(named)) == 7
+        with pytest.raises(UnavailableError, match="does not name this host"):
+            await version_at(address, security_of(named.model_copy(update={"tls_server_name": "another"})))
+
+
 async def test_a_token_is_not_shown_to_a_server_without_tls(certificates: SecurityConfig) -> None:
     """The client says what is wrong; the server hears nothing that it could read."""
     with structlog.testing.capture_logs() as logs:

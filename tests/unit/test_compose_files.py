@@ -143,6 +143,14 @@ def test_the_example_names_every_variable_with_its_default() -> None:
             assert {documented[name]} == defaults, name
 
 
+def test_every_service_is_given_the_certificates() -> None:
+    """Those of the base file and of the pairs; and nats-server, which has no Python, its arguments."""
+    for path in (BASE, OVERRIDES[1]):
+        for name, service in read(path)["services"].items():
+            assert "image" not in service or "${PENSTOCK_CERTS:-certs}:/certs:ro" in service["volumes"], name
+    assert read(BASE)["services"]["nats"]["command"] == "${PENSTOCK_NATS_ARGS:-}"
+
+
 def test_ports_are_published_on_this_machine_only() -> None:
     """Nobody else on the network reaches the stack, and nobody at all its NATS, engines and trainer."""
     published = {name: service["ports"] for name, service in read(BASE)["services"].items() if "ports" in service}
