@@ -1,13 +1,13 @@
 """How fast weights get to the engines, beside a raw torch.distributed broadcast of the same bytes.
 
-    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--ways disk ipc delta] [--rounds 5] [--no-engine]
+    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--ways disk ipc delta] [--rounds 9] [--no-engine]
 
 Rounds of both take turns. Raw: plain processes, a process group, the same buckets, into memory that is there already,
 nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC and the same gloo.
 Simulated engines (tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model;
 the real engine is SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each is not counted:
 it forms the group. Not generating is the time from the first pause to the last resume. The other ways of a push have a
-raw broadcast beside them too, though they do not broadcast.
+raw broadcast beside them too, though they do not broadcast. Cores are kept awake meanwhile (bench/awake.py).
 """
 
 import argparse
@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - after the environment is set
 import torch.distributed as dist  # noqa: E402
 
+from bench.awake import StolenTime, cores_awake  # noqa: E402
 from penstock import log  # noqa: E402
 from penstock.bus.connection import Bus, connect  # noqa: E402
 from penstock.bus.leases import watched  # noqa: E402
@@ -321,13 +322,21 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
     parser.add_argument("--receivers", type=int, nargs="*", default=[1, 2], help="numbers of simulated engines")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ways", nargs="*", default=["disk", "ipc", "delta"], help="push.transport, beside broadcast")
     parser.add_argument("--no-engine", action="store_true", help="leave out the real SGLang")
     arguments = parser.parse_args()
     log.configure(LogConfig(level="warning"), service="bench")
     torch.set_num_threads(1)
     say(f"digests: {digest_rate(int(arguments.gb * 1e9)):.1f} GB/s")
+    stolen = StolenTime()
+    with cores_awake():
+        rows = await measure_all(arguments)
+    say(f"\n{table(rows)}\n\ntime that the host took from all cores: {stolen.share():.1%}\n\n{delta_table()}")
+
+
+async def measure_all(arguments: argparse.Namespace) -> list[Row]:
+    """Every row, printed as it comes."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         async with local_server(Path(folder)) as url:
@@ -339,7 +348,7 @@ async def main() -> None:
                 say(table(rows[-1:]))
             if not arguments.no_engine:
                 rows.append(await measure_engine(url, arguments, "retract"))
-    say(f"\n{table(rows)}\n\n{delta_table()}")
+    return rows
 
 
 if __name__ == "__main__":
