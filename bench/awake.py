@@ -2,7 +2,8 @@
 
 A virtual core that has nothing to do is taken away, and on many hosts it takes milliseconds to come back: a benchmark
 of calls that take less measures the host. Here every core has something to do: a process of the scheduling class
-SCHED_IDLE, which gets only the time that nobody else wants. It is what `idle=poll` is to a kernel.
+SCHED_IDLE, which gets only the time that nobody else wants. It is what `idle=poll` is to a kernel. Not for what keeps
+cores busy anyway: where two of them share a physical one, the spinning takes some of the other's speed.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ nothing else. Push: the trainer's WeightPublisher, with all its stages and diges
 Simulated engines (tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model;
 the real engine is SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each is not counted:
 it forms the group. Not generating is the time from the first pause to the last resume. The other ways of a push have a
-raw broadcast beside them too, though they do not broadcast. Cores are kept awake meanwhile (bench/awake.py).
+raw broadcast beside them too, though they do not broadcast.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - after the environment is set
 import torch.distributed as dist  # noqa: E402
 
-from bench.awake import StolenTime, cores_awake  # noqa: E402
+from bench.awake import StolenTime  # noqa: E402
 from penstock import log  # noqa: E402
 from penstock.bus.connection import Bus, connect  # noqa: E402
 from penstock.bus.leases import watched  # noqa: E402
@@ -330,8 +330,7 @@ async def main() -> None:
     torch.set_num_threads(1)
     say(f"digests: {digest_rate(int(arguments.gb * 1e9)):.1f} GB/s")
     stolen = StolenTime()
-    with cores_awake():
-        rows = await measure_all(arguments)
+    rows = await measure_all(arguments)
     say(f"\n{table(rows)}\n\ntime that the host took from all cores: {stolen.share():.1%}\n\n{delta_table()}")
 
 

@@ -29,7 +29,10 @@ log = structlog.get_logger()
 _LISTEN_TIMEOUT_S = 5.0
 _KNOCK_S = 1.0
 _POLL_S = 0.002
-_BROADCAST_POLL_S = 0.0003
+_SHORT_POLL_S = 0.0001
+_LONG_POLL_S = 0.002
+"""How often to look whether a bucket has gone: often at first, for between GPUs it takes no longer; then rarely, for
+between CPUs the looking takes time from the sending."""
 _AHEAD = 4
 """Buckets that are under way at a time."""
 _ARRIVALS_KEY = "init/"
@@ -150,13 +153,15 @@ class WeightGroup:
             group = None
 
     def _await(self, work: Any, deadline: float) -> None:
+        poll_s = _SHORT_POLL_S
         try:
             while not work.is_completed():
                 if self.is_closed:
                     raise UnavailableError(f"weight group {self.name} was closed during a broadcast")
                 if time.monotonic() > deadline:
                     raise DeadlineError(f"weight group {self.name}: the transfer takes too long; a member hangs")
-                time.sleep(_BROADCAST_POLL_S)
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _LONG_POLL_S)
             work.wait()
         finally:
             work = None
