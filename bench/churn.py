@@ -37,8 +37,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench_router import RUN, cpu_s, penstock_router, pss_mib
 from churn_measures import Life, Turn, affinity, shares
+from router_subjects import RUN, cpu_s, penstock_router, pss_mib
 
 from penstock import log
 from penstock.bus.local_server import local_server
