@@ -13,13 +13,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.parent import dying_with_parent
+
 _SPIN = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
 
 
 @contextlib.contextmanager
 def cores_awake() -> Iterator[None]:
     """Have them so for the time of the context."""
-    spinners = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in os.sched_getaffinity(0)]
+    spinners = [
+        subprocess.Popen([sys.executable, "-c", _SPIN], preexec_fn=dying_with_parent()) for _ in os.sched_getaffinity(0)
+    ]
     try:
         yield
     finally:

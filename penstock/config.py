@@ -82,7 +82,10 @@ class SecurityConfig(Config):
         if self.mutual and (self.tls_cert is None or self.tls_ca is None):
             raise ValueError("mutual = true needs tls_cert, tls_key and tls_ca; give all three")
         if self.tls_server_name and self.tls_ca is None:
-            raise ValueError("tls_server_name needs tls_ca: a name that many share says nothing of public authorities'")
+            raise ValueError(
+                f"tls_server_name = {self.tls_server_name!r} needs tls_ca, the authority that answers for the name; "
+                "give both or neither"
+            )
         return self
 
 

@@ -76,6 +76,7 @@ async def test_a_server_with_mutual_tls(certificates: SecurityConfig) -> None:
     [
         (("--tls-cert", "a", "--tls-key", "b"), "--tls-cert needs --tls-ca"),
         (("--tls-ca", "a", "--tls-cert", "b"), "--tls-cert and --tls-key go together"),
+        (("--tls-server-name", "penstock"), "--tls-server-name needs --tls-ca"),
         (("--tls-ca", "nowhere.pem"), "nowhere.pem cannot be read: No such file"),
     ],
 )

@@ -121,6 +121,7 @@ def test_an_at_sign_behind_the_host_is_no_secret() -> None:
         ({"tls_key": "a"}, "tls_key is given and tls_cert is not"),
         ({"mutual": "true"}, "mutual = true needs tls_cert, tls_key and tls_ca"),
         ({"mutual": "true", "tls_ca": "a"}, "mutual = true needs"),
+        ({"tls_server_name": "a"}, "tls_server_name = 'a' needs tls_ca"),
     ],
 )
 def test_half_a_section_is_an_error(settings: dict[str, str], said: str) -> None:
