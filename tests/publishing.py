@@ -11,6 +11,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.v1 import common_pb2
 from penstock.weights.digest import XXH3, tensor_digest
+from penstock.weights.segment import Segments
 from services.trainer.config import PushConfig
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.publisher import WeightPublisher
@@ -33,7 +34,10 @@ CONFIG = PushConfig(
 def snapshot(version: int, *, shared: bool = False) -> PublishedWeights:
     """The weights of a version, taken."""
     return PublishedWeights.take(
-        version, weights_of(version).items(), max_bucket_bytes=CONFIG.bucket_bytes, shared=shared
+        version,
+        weights_of(version).items(),
+        max_bucket_bytes=CONFIG.bucket_bytes,
+        segments=Segments() if shared else None,
     )
 
 

@@ -41,7 +41,6 @@ from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.v1 import generate_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
 from services.trainer.config import PushConfig  # noqa: E402
-from services.trainer.push.published_weights import PublishedWeights  # noqa: E402
 from services.trainer.push.publisher import WeightPublisher  # noqa: E402
 from tests.engine_process import EngineProcess, engine_process  # noqa: E402
 
@@ -156,12 +155,7 @@ async def measure_way(
 
 async def push_once(publisher: WeightPublisher, tensors: dict[str, torch.Tensor], version: int) -> None:
     """The same weights under another number."""
-    shared = publisher.config.transport == "ipc"
-    weights = await asyncio.to_thread(
-        lambda: PublishedWeights.take(
-            version, tensors.items(), max_bucket_bytes=publisher.config.bucket_bytes, shared=shared
-        )
-    )
+    weights = await asyncio.to_thread(publisher.take, version, tensors.items())
     report = await publisher.publish(weights)
     if (report.num_replicas, report.num_failed) != (1, 0):
         raise SystemExit(f"the push to the running engine failed: {report}")

@@ -55,6 +55,12 @@ def require_digest_kind(kind: str) -> None:
         )
 
 
+def digest_pool(device: torch.device) -> ThreadPoolExecutor:
+    """Threads for digests of tensors on `device`: as many of this process's cores as are of use, for a GPU one."""
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if device.type == "cpu" else 1
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="digest")
+
+
 def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
     """The digest of the tensor's elements in logical (row-major) order, on whatever device they are; 0 to 2^64 - 1.
 
@@ -75,7 +81,7 @@ def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = XXH3
     named = dict(tensors)
     if any(tensor.device.type != "cpu" for tensor in named.values()):
         return {name: tensor_digest(tensor, kind) for name, tensor in named.items()}
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with digest_pool(torch.device("cpu")) as pool:
         return dict(zip(named, pool.map(lambda tensor: tensor_digest(tensor, kind), named.values()), strict=True))
 
 

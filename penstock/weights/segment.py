@@ -30,31 +30,55 @@ class Segment:
     """A segment of this process. Others can open it as long as this object lasts."""
 
     def __init__(self, data: torch.Tensor, message: rollout_pb2.WeightSegment) -> None:
-        """Use `create`."""
+        """Use `Segments`."""
         self.data = data
-        """uint8[bytes]."""
+        """uint8[bytes]. Not to be used without the segment, whose memory may be another's afterwards."""
         self.message = message
         """How others open it."""
 
-    @classmethod
-    def create(cls, size_bytes: int, device: torch.device) -> Self:
-        """Allocate a segment of `size_bytes` (1 or more) where `device` is.
+
+class Segments:
+    """Makes segments. Of those on a CPU the memory of one that is gone becomes the next one's, if that is of its size:
+    new pages cost several times what it takes to fill them.
+    """
+
+    def __init__(self) -> None:
+        """None is there yet."""
+        self._spare: _SharedMemory | None = None
+
+    def create(self, size_bytes: int, device: torch.device) -> Segment:
+        """Allocate a segment of `size_bytes` (1 or more) where `device` is. Its content is undefined.
 
         Raises:
             OSError: there is not so much memory on the GPU.
         """
         message = rollout_pb2.WeightSegment(machine=machine(), size_bytes=size_bytes)
         if device.type == "cuda":
-            memory = cuda_memory.allocate(size_bytes, device)
-            message.cuda.handle, message.cuda.device_uuid = memory.handle, cuda_memory.device_uuid(device)
-            return cls(memory.data, message)
-        name = f"penstock-{uuid.uuid4().hex}"
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size_bytes)
-        message.shared.process_id, message.shared.descriptor, message.shared.name = os.getpid(), descriptor, name
-        segment = cls(torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8), message)
-        weakref.finalize(segment, os.close, descriptor)
+            on_gpu = cuda_memory.allocate(size_bytes, device)
+            message.cuda.handle, message.cuda.device_uuid = on_gpu.handle, cuda_memory.device_uuid(device)
+            return Segment(on_gpu.data, message)
+        memory, self._spare = self._spare, None
+        if memory is None or memory.data.numel() != size_bytes:
+            memory = _SharedMemory(size_bytes)
+        message.shared.process_id, message.shared.descriptor = os.getpid(), memory.descriptor
+        message.shared.name = memory.name
+        segment = Segment(memory.data, message)
+        weakref.finalize(segment, self._keep, memory).atexit = False
         return segment
+
+    def _keep(self, memory: "_SharedMemory") -> None:
+        self._spare = memory
+
+
+class _SharedMemory:
+    """Of all processes that open it; gone with the last of them."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.name = f"penstock-{uuid.uuid4().hex}"
+        self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, size_bytes)
+        self.data = torch.frombuffer(mmap.mmap(self.descriptor, size_bytes), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

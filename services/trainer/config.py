@@ -65,13 +65,14 @@ class PushConfig(Config):
     go on. in_place: they go on from what the old weights computed. drain: they finish first, new ones wait."""
     drain_s: float = pydantic.Field(default=30.0, gt=0)
     """With mode drain, how long running requests may take to finish; then they are retracted."""
-    transport: Literal["broadcast", "disk", "ipc", "delta"] = "broadcast"
-    """How weights travel. broadcast: over NCCL between GPUs, over gloo between CPUs. disk: replicas read them from a
-    snapshot, in a folder that they see under the same path as the trainer. ipc: replicas on the trainer's machine copy
-    them out of its memory, on a GPU by a CUDA handle (which has not run yet). Replicas that cannot use disk or ipc are
-    broadcast to. delta: for links that are slow: over gRPC, compressed, while engines still generate; to a replica that
-    holds the version before only what has changed, to others all. It costs the trainer time, the memory of one more
-    copy, and room in its TMPDIR; the engine room in its own."""
+    transport: Literal["auto", "broadcast", "disk", "ipc", "delta"] = "auto"
+    """How weights travel. auto: ipc where the trainer computes on a CPU, broadcast where on a GPU. broadcast: over NCCL
+    between GPUs, over gloo between CPUs. disk: replicas read them from a snapshot, in a folder that they see under the
+    same path as the trainer. ipc: replicas on the trainer's machine copy them out of its memory, on a GPU by a CUDA
+    handle (which has not run yet). Replicas that cannot use disk or ipc are broadcast to. delta: for links that are
+    slow: over gRPC, compressed, while engines still generate; to a replica that holds the version before only what has
+    changed, to others all. It costs the trainer time, the memory of one more copy, and room in its TMPDIR; the engine
+    room in its own."""
     snapshots: bool = False
     """Also write each version as a snapshot, from which replicas that join later load it; with disk it is always so."""
     snapshot_dir: str = ""

@@ -25,7 +25,6 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.flow.gate import Gate
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.publisher import PushReport, WeightPublisher
 from services.trainer.report.episode_samples import write_group
 from services.trainer.report.metrics_log import MetricsLog
@@ -109,14 +108,7 @@ class TrainingRun:
     async def _publish(self, version: int) -> PushReport:
         """Push the weights of now as `version`, then announce it: from then on groups may be admitted at it."""
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
-        weights = await asyncio.to_thread(
-            lambda: PublishedWeights.take(
-                version,
-                self.optimizer.named_weights(),
-                max_bucket_bytes=self.config.push.bucket_bytes,
-                shared=self.config.push.transport == "ipc",
-            )
-        )
+        weights = await asyncio.to_thread(lambda: self.publisher.take(version, self.optimizer.named_weights()))
         # Taken before any replica holds it: whoever dies in between, the number never stands for other weights.
         await self.bus.put(self.policy_bucket, "reserved", json.dumps({"version": version}).encode())
         report = await self.publisher.publish(weights)

@@ -11,6 +11,7 @@ from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2
+from penstock.weights.segment import Segments
 from services.trainer.config import PushConfig
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.publisher import WeightPublisher
@@ -46,7 +47,9 @@ async def test_an_engine_that_joins_late(
     config = PushConfig(mode="in_place", bucket_bytes=1 << 16)
 
     def taken(policy: Reference, version: int) -> PublishedWeights:
-        return PublishedWeights.take(version, policy.weights.items(), max_bucket_bytes=config.bucket_bytes, shared=True)
+        return PublishedWeights.take(
+            version, policy.weights.items(), max_bucket_bytes=config.bucket_bytes, segments=Segments()
+        )
 
     def publishing(watch: Watch, **settings: object) -> WeightPublisher:
         publisher = WeightPublisher(

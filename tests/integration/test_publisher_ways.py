@@ -18,7 +18,7 @@ from penstock.weights.snapshot import write_snapshot
 from services.trainer.push import pieces
 from services.trainer.push.publisher import WeightPublisher
 from tests.publishing import digests, kept_current, publishing, replicas_of, snapshot, until_seen, until_serving
-from tests.simulated_replica import simulated_replica
+from tests.simulated_replica import simulated_replica, weights_of
 from tests.simulated_sink import Action, Fault
 
 
@@ -157,27 +157,30 @@ async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus
             assert (await second.report()).num_paused == 1
 
 
-async def test_replicas_on_this_machine_copy_from_memory(bus: Bus) -> None:
-    """No group forms; one that joins late copies the same memory."""
-    async with replicas_of(bus, 2) as replicas, publishing(bus, transport="ipc") as publisher:
-        for version in (1, 2):
-            report = await publisher.publish(snapshot(version, shared=True))
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
+async def test_replicas_on_this_machine_copy_from_memory(bus: Bus, transport: str) -> None:
+    """No group forms; one that joins late copies the same memory, though older versions' memory is used again."""
+    versions = (1, 2, 3, 4)
+    async with replicas_of(bus, 2) as replicas, publishing(bus, transport=transport) as publisher:
+        for version in versions:
+            report = await publisher.publish(publisher.take(version, weights_of(version).items()))
             assert (report.num_replicas, report.num_failed) == (2, 0)
         async with simulated_replica(bus, replica_id="engine-9") as third, kept_current(publisher):
-            await until_serving(third, 2)
+            await until_serving(third, 4)
             assert (await third.report()).loads == ["segment"]
         for replica in replicas:
             said = await replica.report()
-            assert (said.digests, said.loads, said.groups) == (digests(2), ["segment"] * 2, [])
-            assert said.serving_digests == [digests(1), digests(2)]
+            assert (said.digests, said.loads, said.groups) == (digests(4), ["segment"] * 4, [])
+            assert said.serving_digests == [digests(version) for version in versions]
 
 
-async def test_a_replica_on_another_machine_is_broadcast_to(bus: Bus) -> None:
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
+async def test_a_replica_on_another_machine_is_broadcast_to(bus: Bus, transport: str) -> None:
     """In the same push, said once; the others go on copying."""
     async with (
         replicas_of(bus, 1) as (near,),
         simulated_replica(bus, replica_id="engine-9", elsewhere=True) as far,
-        publishing(bus, transport="ipc") as publisher,
+        publishing(bus, transport=transport) as publisher,
     ):
         with capture_logs() as events:
             for version in (1, 2):

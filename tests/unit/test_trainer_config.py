@@ -23,7 +23,7 @@ class Both(Config):
         ("--trainer.max_staleness=-1", r"trainer\.max_staleness = '-1'"),
         ("--trainer.samples_per_group=1", r"trainer\.samples_per_group = '1'"),
         ("--trainer.push.mode=abort", r"trainer\.push\.mode = 'abort'.*'retract', 'in_place' or 'drain'"),
-        ("--trainer.push.transport=nfs", r"trainer\.push\.transport = 'nfs'.*'broadcast', 'disk', 'ipc' or 'delta'"),
+        ("--trainer.push.transport=nfs", r"trainer\.push\.transport = 'nfs'.*'auto', 'broadcast', 'disk', 'ipc' or 'd"),
         ("--trainer.push.drain_s=0", r"trainer\.push\.drain_s"),
         ("--trainer.loss.importance=gspo", r"trainer\.loss\.importance = 'gspo'.*'tis' or 'ppo'"),
         ("--trainer.loss.clip=0.2", r"unknown key trainer\.loss\.clip; known here: .*clip_high, clip_low"),

@@ -12,7 +12,7 @@ import torch
 from penstock.errors import NotReadyError
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import Manifest, pack, views
-from penstock.weights.segment import ALIGNMENT, Segment, SegmentSource, open_segment
+from penstock.weights.segment import ALIGNMENT, Segments, SegmentSource, open_segment
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def opened_memory(name: str) -> list[str]:
 
 
 def _own_segment(pipe: Connection) -> None:
-    segment = Segment.create(3 << 20, CPU)
+    segment = Segments().create(3 << 20, CPU)
     segment.data.copy_(torch.arange(3 << 20) % 251)
     pipe.send(segment.message.SerializeToString())
     pipe.recv()
@@ -58,7 +58,7 @@ def test_another_process_reads_it_and_outlives_its_owner() -> None:
 
 def test_it_is_gone_when_nobody_refers_to_it() -> None:
     """Without a call to close anything, and without a name in any folder."""
-    segment = Segment.create(1 << 20, CPU)
+    segment = Segments().create(1 << 20, CPU)
     message = segment.message
     name = message.shared.name
     assert opened_memory(name)
@@ -74,9 +74,29 @@ def test_it_is_gone_when_nobody_refers_to_it() -> None:
     assert opened_memory(name) == []
 
 
+def test_memory_is_used_again_only_when_its_segment_is_gone() -> None:
+    """Two that are alive at a time never share; the next one of the same size gets what has become free, others not."""
+    segments = Segments()
+    first, second = segments.create(1000, CPU), segments.create(1000, CPU)
+    names = [segment.message.shared.name for segment in (first, second)]
+    assert names[0] != names[1]
+    del first
+    third = segments.create(1000, CPU)
+    assert third.message.shared.name == names[0]
+    third.data.fill_(7)
+    with open_segment(SegmentSource.of(third.message)) as reader:
+        target = torch.empty(1000, dtype=torch.uint8)
+        reader.read(0, target)
+    assert target.sum() == 7000
+    del second, third
+    other = segments.create(2000, CPU)
+    assert other.message.shared.name not in names
+    assert [opened_memory(name) for name in names] == [[], []], "memory of another size is kept for nobody"
+
+
 def test_what_is_something_else_is_refused() -> None:
     """Another machine, a number that another file has now, another size, a GPU that is not seen."""
-    segment = Segment.create(1000, CPU)
+    segment = Segments().create(1000, CPU)
     good = segment.message
     SegmentSource.of(good)
 
@@ -106,7 +126,7 @@ def test_buckets_lie_in_it_aligned() -> None:
     assert len(manifest.buckets) > 2
     *firsts, size_bytes = manifest.offsets(ALIGNMENT)
     assert [first % ALIGNMENT for first in (*firsts, size_bytes)] == [0] * (len(firsts) + 1)
-    segment = Segment.create(size_bytes, CPU)
+    segment = Segments().create(size_bytes, CPU)
     with open_segment(SegmentSource.of(segment.message)) as reader:
         for bucket, first in zip(manifest.buckets, firsts, strict=True):
             num_bytes = sum(spec.num_bytes for spec in bucket)

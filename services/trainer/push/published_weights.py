@@ -1,15 +1,15 @@
 """A snapshot of the policy, ready to be pushed at any time while training goes on."""
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
-from penstock.weights.digest import digest_kind, tensor_digests
+from penstock.weights.digest import digest_kind, digest_pool, tensor_digest
 from penstock.weights.manifest import Manifest, pack, views
-from penstock.weights.segment import ALIGNMENT, Segment
+from penstock.weights.segment import ALIGNMENT, Segment, Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class PublishedWeights:
     """The memory of which the buckets are parts, where other processes of this machine can read it."""
     digest_kind: str
     """See `penstock.weights.digest`."""
-    pending_digests: Future[dict[str, int]]
-    """Computed in the background."""
+    pending_digests: Mapping[str, Future[int]]
+    """By checkpoint name; computed in the background."""
 
     @classmethod
     def take(
@@ -34,9 +34,9 @@ class PublishedWeights:
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
         max_bucket_bytes: int,
-        shared: bool = False,
+        segments: Segments | None = None,
     ) -> Self:
-        """Copy `tensors` (checkpoint name, tensor); if `shared`, into a segment. Blocking: it reads every byte.
+        """Copy `tensors` (checkpoint name, tensor), into one of `segments` if there are. Blocking: it reads every byte.
 
         Raises:
             ValueError: a name comes twice, or one tensor under two names.
@@ -48,29 +48,30 @@ class PublishedWeights:
                 raise ValueError(f"{name} and {other} are one tensor; push tied parameters once")
         manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
         device = next(iter(named.values())).device
-        segment = None
-        _finish_work(device)  # of the thread that has trained, whatever its stream
-        if shared:
-            *firsts, size_bytes = manifest.offsets(ALIGNMENT)
-            segment = Segment.create(size_bytes, device)
-            buckets = tuple(
-                pack(bucket, named, out=segment.data[first : first + sum(spec.num_bytes for spec in bucket)])
-                for bucket, first in zip(manifest.buckets, firsts, strict=True)
-            )
-        else:
-            buckets = tuple(pack(bucket, named) for bucket in manifest.buckets)
-        _finish_work(device)  # other threads, and processes, read it without knowing of this thread's stream
-        copied: dict[str, torch.Tensor] = {}
-        for specs, data in zip(manifest.buckets, buckets, strict=True):
-            copied |= views(specs, data)
         kind = digest_kind(device)
-        pool = ThreadPoolExecutor(1)
-        pending = pool.submit(tensor_digests, copied.items(), kind)
+        segment, outs = None, [None] * len(manifest.buckets)
+        if segments is not None:
+            *firsts, size_bytes = manifest.offsets(ALIGNMENT)
+            segment = segments.create(size_bytes, device)
+            outs = [
+                segment.data[first : first + sum(spec.num_bytes for spec in bucket)]
+                for bucket, first in zip(manifest.buckets, firsts, strict=True)
+            ]
+        buckets: list[torch.Tensor] = []
+        pending: dict[str, Future[int]] = {}
+        pool = digest_pool(device)
+        _finish_work(device)  # of the thread that has trained, whatever its stream
+        for bucket, out in zip(manifest.buckets, outs, strict=True):
+            data = pack(bucket, named, out=out)
+            _finish_work(device)  # other threads, and processes, read it without knowing of this thread's stream
+            buckets.append(data)
+            for name, tensor in views(bucket, data).items():
+                pending[name] = pool.submit(tensor_digest, tensor, kind)
         pool.shutdown(wait=False)
         return cls(
             version=version,
             manifest=manifest,
-            buckets=buckets,
+            buckets=tuple(buckets),
             segment=segment,
             digest_kind=kind,
             pending_digests=pending,
@@ -79,11 +80,11 @@ class PublishedWeights:
     @property
     def digests(self) -> Mapping[str, int]:
         """Checkpoint name to digest. Blocking until they are computed."""
-        return self.pending_digests.result()
+        return {name: pending.result() for name, pending in self.pending_digests.items()}
 
     def wait(self) -> None:
         """Wait until it can be pushed without further work."""
-        self.pending_digests.result()
+        wait(self.pending_digests.values())
 
     def differing_names(self, held: Mapping[str, int]) -> list[str]:
         """Parameters whose digest in `held` is another, or that only one side has. Blocking."""

@@ -10,11 +10,12 @@ two steps gets exactly the published version.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
 import structlog
+import torch
 
 from penstock.bus.leases import Watch
 from penstock.bus.replica_lease import read_replica
@@ -92,6 +93,14 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         """Nothing is opened yet."""
         self._ways = Ways(self.config, self.snapshots, backend=self.backend)
+
+    def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishedWeights:
+        """A snapshot to publish, of the trainer's parameters by checkpoint name. Blocking: it reads every byte.
+
+        Raises:
+            ValueError: a name comes twice, or one tensor under two names.
+        """
+        return self._ways.take(version, tensors)
 
     async def publish(self, weights: PublishedWeights) -> PushReport:
         """Make `weights` the published version and push it to every live replica.

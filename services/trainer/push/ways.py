@@ -5,11 +5,13 @@ delta they come as a stream to all: what changed, or the whole. A late joiner re
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
+import torch
 
 from penstock.errors import NotReadyError, PenstockError
+from penstock.weights.segment import Segments
 from services.trainer.config import PushConfig
 from services.trainer.push.attempt import ChecksumError, Outcome
 from services.trainer.push.pieces import Pieces
@@ -30,9 +32,19 @@ class Ways:
         self._snapshots = snapshots
         self._backend = backend
         self._pieces = Pieces()
+        self._segments = Segments()
         self._epoch: Broadcast | None = None
         self._unfit: dict[str, set[Member]] = {}
         """By the kind of transport: those that could not use it, while they live."""
+
+    def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishedWeights:
+        """A snapshot of `tensors` that can go the way that was asked for. See `PublishedWeights.take`."""
+        named = tuple(tensors)
+        on_cpu = all(tensor.device.type == "cpu" for _, tensor in named)
+        shared = self._config.transport == "ipc" or (self._config.transport == "auto" and on_cpu)
+        return PublishedWeights.take(
+            version, named, max_bucket_bytes=self._config.bucket_bytes, segments=self._segments if shared else None
+        )
 
     async def make_ready(self, weights: PublishedWeights) -> None:
         """What can be done while engines still generate.
@@ -73,8 +85,8 @@ class Ways:
             return readers, Disk(folder)
         if self._config.transport == "delta":
             return await self._streamed(members, held, failed_delta)
-        segment = weights.segment if self._config.transport == "ipc" else None
-        if segment is not None and (near := self._fit(members, Ipc.kind)):
+        segment = weights.segment
+        if segment is not None and self._config.transport != "broadcast" and (near := self._fit(members, Ipc.kind)):
             return near, Ipc(segment)
         return members, await self._broadcast(members)
 
