@@ -1,6 +1,6 @@
 """Kills processes of a real run at random and counts what it cost: groups lost, groups trained twice, time.
 
-    python bench/chaos.py [--kills 50] [--replicas 1] [--prefill 1] [--decode 2] [--seed 0]
+    python bench/chaos.py [--kills 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto] [--seed 0]
 
 A whole `penstock train` of the tiny recipe, every process the real one. A victim is drawn among engines of each role,
 the router and the worker (`--also trainer reward` adds more), and killed with -9 at a random moment; the next dies when
@@ -82,6 +82,7 @@ def main() -> int:
         "launch.max_restarts": 10_000,
         "launch.restart_window_s": 5.0,
         "run.seed": arguments.seed,
+        "trainer.push.transport": arguments.transport,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.runs or Path(scratch)
@@ -104,6 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--also", nargs="*", default=[], choices=["trainer", "reward"], help="kill these too")
+    parser.add_argument("--transport", default="auto", help="push.transport")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, help="where to keep the run folder; default: a folder that is removed")
     return parser.parse_args()

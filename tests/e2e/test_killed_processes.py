@@ -28,9 +28,13 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 
 
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
-    """An engine, the worker, the router, the reward service and the trainer die in turn; the run goes to its end."""
+    """An engine, the worker, the router, the reward service and the trainer die in turn; the run goes to its end.
+
+    Weights are broadcast, the one way in which the members of a push wait for each other.
+    """
     num_steps = 40
-    with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps)) as train:
+    settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__push__transport="broadcast")
+    with started(tmp_path, str(RECIPE), *settings) as train:
         for step, victim in ((3, "rollout"), (8, "worker"), (13, "router"), (18, "reward"), (23, "trainer")):
             train.wait_for_step(step, timeout_s=240)
             train.kill(victim)
