@@ -3,12 +3,11 @@
     python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--ways disk delta] [--rounds 9] [--no-engine]
 
 Rounds of both take turns. Raw: plain processes, a process group, the same buckets, into memory that is there already,
-nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC: as transport "auto" (which
-is ipc here: all are on one machine), as "broadcast" over the same gloo as raw, and in other ways; the whole of it is
-from the call of `publish` to its end. Simulated engines (tests/simulated_replica.py) are the engine's own receiver with
-tensors in memory instead of a model; the real engine is SGLang with random weights in the layer shapes of Qwen3-VL-2B.
-The first push of each is not counted: it forms the group. Not generating is the time from the first pause to the last
-resume.
+nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC. Its transport is "auto",
+which is ipc here, where all are on one machine; then "broadcast", over the same gloo as raw; then others. All of it is
+from the call of `publish` to its end; not generating is from the first pause to the last resume. Simulated engines
+(tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model; the real one is
+SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each forms the group: not counted.
 """
 
 import argparse
