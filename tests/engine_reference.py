@@ -4,7 +4,7 @@ import asyncio
 import copy
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,24 @@ def request(
         images=[common_pb2.Image(data=image) for image in images],
         sampling=generate_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_new_tokens=max_new_tokens),
     )
+
+
+def require_logprobs(
+    policies: Mapping[int, Reference], made: generate_pb2.GenerateRequest, response: generate_pb2.GenerateResponse
+) -> None:
+    """Each token has the logprob that the policy of its version gives it."""
+    images = [image.data for image in made.images]
+    temperature = made.sampling.temperature or 1.0
+    assert sum(span.num_tokens for span in response.version_spans) == len(response.output_ids) > 0
+    first = 0
+    for span in response.version_spans:
+        expected, _ = policies[span.policy_version].logprobs(
+            made.input_ids, images, response.output_ids, temperature=temperature
+        )
+        end = first + span.num_tokens
+        got = torch.tensor(list(response.logprobs)[first:end])
+        assert (got - expected[first:end]).abs().max() < TOLERANCE
+        first = end
 
 
 def picture(width: int, height: int, *, mode: str = "RGB", format: str = "PNG", seed: int = 0) -> bytes:

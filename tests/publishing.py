@@ -21,6 +21,7 @@ from tests.simulated_replica import SimulatedReplica, simulated_replica, weights
 QUICK_S = 3.0
 """A push that waits for no deadline: far less than any of them."""
 CONFIG = PushConfig(
+    transport="broadcast",
     bucket_bytes=8192,
     prepare_timeout_s=30.0,
     pause_timeout_s=30.0,

@@ -107,6 +107,7 @@ class WeightGroup(_message.Message):
     RANK_OFFSET_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Unique name of the group; a new one whenever membership changes."""
     master_host: _builtins.str
@@ -119,6 +120,8 @@ class WeightGroup(_message.Message):
     """Ranks in the group, the trainer's included."""
     backend: _builtins.str
     """torch.distributed back end: "gloo" or "nccl"."""
+    chunk_bytes: _builtins.int
+    """A bucket that is larger is broadcast in parts of this size, the last one shorter; 0: buckets are broadcast whole."""
     def __init__(
         self,
         *,
@@ -128,10 +131,11 @@ class WeightGroup(_message.Message):
         rank_offset: _builtins.int = ...,
         world_size: _builtins.int = ...,
         backend: _builtins.str = ...,
+        chunk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "master_host", b"master_host", "master_port", b"master_port", "name", b"name", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "chunk_bytes", b"chunk_bytes", "master_host", b"master_host", "master_port", b"master_port", "name", b"name", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -160,6 +160,11 @@ def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.T
     return tensors
 
 
+def chunks(data: torch.Tensor, max_bytes: int) -> tuple[torch.Tensor, ...]:
+    """A bucket's bytes in the parts in which they are broadcast, each a view of at most `max_bytes`; 0: in one."""
+    return data.split(max_bytes) if max_bytes else (data,)
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of that name.
 

@@ -26,25 +26,24 @@ ALIGNMENT = 256
 """Buckets begin at multiples of it, so that tensors of every dtype are aligned."""
 
 
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment of this process. Others can open it as long as this object lasts."""
+    """A segment of this process. Others can open it as long as any part of `data` is referred to."""
 
-    def __init__(self, data: torch.Tensor, message: rollout_pb2.WeightSegment) -> None:
-        """Use `Segments`."""
-        self.data = data
-        """uint8[bytes]. Not to be used without the segment, whose memory may be another's afterwards."""
-        self.message = message
-        """How others open it."""
+    data: torch.Tensor
+    """uint8[bytes]."""
+    message: rollout_pb2.WeightSegment
+    """How others open it."""
 
 
 class Segments:
-    """Makes segments. Of those on a CPU the memory of one that is gone becomes the next one's, if that is of its size:
-    new pages cost several times what it takes to fill them.
+    """Makes segments. Of those on a CPU the memory of one that is gone, with every part of it, becomes the next one's,
+    if that is of its size: new pages cost several times what it takes to fill them.
     """
 
     def __init__(self) -> None:
         """None is there yet."""
-        self._spare: _SharedMemory | None = None
+        self._spare: _Memory | None = None
 
     def create(self, size_bytes: int, device: torch.device) -> Segment:
         """Allocate a segment of `size_bytes` (1 or more) where `device` is. Its content is undefined.
@@ -58,27 +57,28 @@ class Segments:
             message.cuda.handle, message.cuda.device_uuid = on_gpu.handle, cuda_memory.device_uuid(device)
             return Segment(on_gpu.data, message)
         memory, self._spare = self._spare, None
-        if memory is None or memory.data.numel() != size_bytes:
-            memory = _SharedMemory(size_bytes)
+        if memory is None or memory.size_bytes != size_bytes:
+            memory = _Memory(size_bytes)
         message.shared.process_id, message.shared.descriptor = os.getpid(), memory.descriptor
         message.shared.name = memory.name
-        segment = Segment(memory.data, message)
-        weakref.finalize(segment, self._keep, memory).atexit = False
-        return segment
+        view = memoryview(memory.mapping)  # tensors hold it until the last of them is gone
+        weakref.finalize(view, self._keep, memory).atexit = False
+        return Segment(torch.frombuffer(view, dtype=torch.uint8), message)
 
-    def _keep(self, memory: "_SharedMemory") -> None:
+    def _keep(self, memory: "_Memory") -> None:
         self._spare = memory
 
 
-class _SharedMemory:
-    """Of all processes that open it; gone with the last of them."""
+class _Memory:
+    """A memfd, mapped: memory of this process and of others that have it open."""
 
     def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
         self.name = f"penstock-{uuid.uuid4().hex}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, size_bytes)
-        self.data = torch.frombuffer(mmap.mmap(self.descriptor, size_bytes), dtype=torch.uint8)
+        self.mapping = mmap.mmap(self.descriptor, size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,19 +68,20 @@ class PushConfig(Config):
     transport: Literal["auto", "broadcast", "disk", "ipc", "delta"] = "auto"
     """How weights travel. auto: ipc where the trainer computes on a CPU, broadcast where on a GPU. broadcast: over NCCL
     between GPUs, over gloo between CPUs. disk: replicas read them from a snapshot, in a folder that they see under the
-    same path as the trainer. ipc: replicas on the trainer's machine copy them out of its memory, on a GPU by a CUDA
-    handle (which has not run yet). Replicas that cannot use disk or ipc are broadcast to. delta: for links that are
-    slow: over gRPC, compressed, while engines still generate; to a replica that holds the version before only what has
-    changed, to others all. It costs the trainer time, the memory of one more copy, and room in its TMPDIR; the engine
-    room in its own."""
+    same path as the trainer. ipc: replicas on the trainer's machine copy them out of its memory, on a CPU at the price
+    of one more copy in memory, on a GPU by a CUDA handle (which has not run yet). Replicas that cannot use disk or ipc
+    are broadcast to. delta: for links that are slow: over gRPC, compressed, while engines still generate; to a replica
+    that holds the version before only what has changed, to others all. It costs the trainer time, one more copy in
+    memory, and room in its TMPDIR; the engine room in its own."""
     snapshots: bool = False
     """Also write each version as a snapshot, from which replicas that join later load it; with disk it is always so."""
     snapshot_dir: str = ""
     """Folder of the snapshots; empty: `snapshots` in the run's folder. The newest two are kept."""
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=1)
-    """Small tensors are broadcast in buckets of about this size; one of 1 MiB or more travels alone."""
+    """Weights are broadcast in parts of at most this size, several under way at a time: small tensors together, those
+    of 1 MiB or more each alone, larger ones than this in pieces."""
     prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """To form the process group. A replica that hangs meanwhile costs this once."""
+    """To get ready, and to form the process group of a broadcast. A replica that hangs meanwhile costs this once."""
     pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """To stop generating."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)

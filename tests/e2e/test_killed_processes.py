@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.train_process import RECIPE, started
+from tests.engine_pairs import missing_for_pairs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -39,16 +40,35 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
             train.wait_for_step(step, timeout_s=240)
             train.kill(victim)
         assert train.wait(400) == 0, train.tail()
-        rows = train.rows()
-        assert [row["step"] for row in rows] == list(range(1, num_steps + 1)), "a step is missing or there twice"
-        trained = [index for row in rows for index in row["groups"]]
-        assert sorted(trained) == list(range(num_steps * GROUPS_PER_STEP)), "a group was lost or trained twice"
-        assert all(row["staleness_max"] <= row["max_staleness"] for row in rows)
-        assert rows[-1]["num_failed_groups"] == 0
-        versions = [row["policy_version"] for row in rows]
-        assert versions == sorted(set(versions)), "a policy version was used twice"
-        assert_engines_served_what_they_said(rows)
+        assert_nothing_was_lost(train.rows(), num_steps)
         assert train.pids() == []
+
+
+def test_killing_halves_of_pairs_loses_nothing(tmp_path: Path) -> None:
+    """A run without a unified engine: its prefill engine and one of two decode engines die, and it goes to its end."""
+    if missing := missing_for_pairs():
+        pytest.skip(missing)
+    num_steps = 16
+    pairs = {"rollout__replicas": 0, "rollout__prefill": 1, "rollout__decode": 2}
+    with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps, **pairs)) as train:
+        for step, victim in ((3, "decode"), (6, "prefill")):
+            train.wait_for_step(step, timeout_s=240)
+            train.kill(victim)
+        assert train.wait(400) == 0, train.tail()
+        assert_nothing_was_lost(train.rows(), num_steps)
+        assert train.pids() == []
+
+
+def assert_nothing_was_lost(rows: list[dict[str, Any]], num_steps: int) -> None:
+    """Each step once, each group once, none stale or failed, and no version for two sets of weights."""
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1)), "a step is missing or there twice"
+    trained = [index for row in rows for index in row["groups"]]
+    assert sorted(trained) == list(range(num_steps * GROUPS_PER_STEP)), "a group was lost or trained twice"
+    assert all(0 <= row["staleness_max"] <= row["max_staleness"] for row in rows)
+    assert rows[-1]["num_failed_groups"] == 0
+    versions = [row["policy_version"] for row in rows]
+    assert versions == sorted(set(versions)), "a policy version was used twice"
+    assert_engines_served_what_they_said(rows)
 
 
 def assert_engines_served_what_they_said(rows: list[dict[str, Any]]) -> None:
@@ -74,10 +94,5 @@ def test_interrupted_run_goes_on_from_an_older_checkpoint(tmp_path: Path) -> Non
     weights.write_bytes(weights.read_bytes()[:1000])
     with started(tmp_path, "--resume", str(folder)) as train:
         assert train.wait(300) == 0, train.tail()
-        rows = train.rows()
-        assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
-        trained = [index for row in rows for index in row["groups"]]
-        assert sorted(trained) == list(range(num_steps * GROUPS_PER_STEP))
-        assert all(0 <= row["staleness_max"] <= row["max_staleness"] for row in rows)
-        assert_engines_served_what_they_said(rows)
+        assert_nothing_was_lost(train.rows(), num_steps)
         assert train.pids() == []

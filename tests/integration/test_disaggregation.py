@@ -20,7 +20,7 @@ from penstock.continuation import Continuation
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from tests.engine_pairs import Pair, PairHost, missing_for_pairs, pair_host
 from tests.engine_process import EngineProcess, Push
-from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, require_logprobs, until_replica
 from tests.routers import router
 from tests.waiting import until
 
@@ -65,22 +65,6 @@ def turn(kind: str, *, max_new_tokens: int, temperature: float = 1.0, seed: int 
     images = PICTURES[kind]
     ids = prompt(random.Random(f"{kind} {seed}"), num_images=len(images), image_id=366)
     return request(ids, images, max_new_tokens=max_new_tokens, temperature=temperature)
-
-
-def require_logprobs(
-    policies: dict[int, Reference], made: generate_pb2.GenerateRequest, response: generate_pb2.GenerateResponse
-) -> None:
-    """Each token has the logprob that the policy of its version gives it."""
-    images = [image.data for image in made.images]
-    assert sum(span.num_tokens for span in response.version_spans) == len(response.output_ids) > 0
-    first = 0
-    for span in response.version_spans:
-        expected, _ = policies[span.policy_version].logprobs(
-            made.input_ids, images, response.output_ids, temperature=made.sampling.temperature or 1.0
-        )
-        end = first + span.num_tokens
-        assert (torch.tensor(list(response.logprobs)[first:end]) - expected[first:end]).abs().max() < TOLERANCE
-        first = end
 
 
 async def share_policy(engine: EngineProcess, pair: Pair) -> int:

@@ -14,7 +14,16 @@ from penstock.continuation import Continuation
 from penstock.errors import DeadlineError, InvalidRequestError, UnavailableError
 from penstock.v1 import common_pb2, generate_pb2
 from tests.engine_process import EngineProcess, Push
-from tests.engine_reference import TOLERANCE, Reference, long_request, picture, prompt, request, until_replica
+from tests.engine_reference import (
+    TOLERANCE,
+    Reference,
+    long_request,
+    picture,
+    prompt,
+    request,
+    require_logprobs,
+    until_replica,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -67,24 +76,6 @@ async def play(client: GenerateClient, continuation: Continuation, *, leave_afte
             if sum(sizes) >= leave_after:
                 break
     return sizes
-
-
-def require_logprobs(
-    policies: dict[int, Reference], made: generate_pb2.GenerateRequest, response: generate_pb2.GenerateResponse
-) -> None:
-    """Each token has the logprob that the policy of its version gives it."""
-    images = [image.data for image in made.images]
-    temperature = made.sampling.temperature or 1.0
-    assert sum(span.num_tokens for span in response.version_spans) == len(response.output_ids)
-    first = 0
-    for span in response.version_spans:
-        expected, _ = policies[span.policy_version].logprobs(
-            made.input_ids, images, response.output_ids, temperature=temperature
-        )
-        end = first + span.num_tokens
-        got = torch.tensor(list(response.logprobs)[first:end])
-        assert (got - expected[first:end]).abs().max() < TOLERANCE
-        first = end
 
 
 def require_same(one: generate_pb2.GenerateResponse, other: generate_pb2.GenerateResponse) -> None:

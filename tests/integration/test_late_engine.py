@@ -11,9 +11,7 @@ from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2
-from penstock.weights.segment import Segments
 from services.trainer.config import PushConfig
-from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.publisher import WeightPublisher
 from services.trainer.push.snapshots import Snapshots
 from tests.engine_process import EngineProcess, engine_process, log_events
@@ -46,11 +44,6 @@ async def test_an_engine_that_joins_late(
     """
     config = PushConfig(mode="in_place", bucket_bytes=1 << 16)
 
-    def taken(policy: Reference, version: int) -> PublishedWeights:
-        return PublishedWeights.take(
-            version, policy.weights.items(), max_bucket_bytes=config.bucket_bytes, segments=Segments()
-        )
-
     def publishing(watch: Watch, **settings: object) -> WeightPublisher:
         publisher = WeightPublisher(
             config=config.model_copy(update=settings),
@@ -67,7 +60,7 @@ async def test_an_engine_that_joins_late(
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
         publisher = publishing(watch, snapshots=True, transport="broadcast")
         policies = {version: reference.perturbed(version) for version in range(7, 12)}
-        await publisher.publish(taken(policies[7], 7))
+        await publisher.publish(publisher.take(7, policies[7].weights.items()))
         keeping = asyncio.create_task(publisher.keep_current())
         try:
             settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0}
@@ -79,7 +72,7 @@ async def test_an_engine_that_joins_late(
                 await keeping
         broadcast, ipc, delta = (publishing(watch, transport=way) for way in ("broadcast", "ipc", "delta"))
         for version, publisher in ((8, broadcast), (9, ipc), (10, delta), (11, delta)):
-            report = await publisher.publish(taken(policies[version], version))
+            report = await publisher.publish(publisher.take(version, policies[version].weights.items()))
             assert (report.num_replicas, report.num_failed) == (1, 0)
             await assert_serves(engine, policies[version], version)
         received = [event["source"] for event in log_events(engine.log) if event["event"] == "weights.received"]

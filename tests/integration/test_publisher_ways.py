@@ -159,19 +159,26 @@ async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus
 
 @pytest.mark.parametrize("transport", ["auto", "ipc"])
 async def test_replicas_on_this_machine_copy_from_memory(bus: Bus, transport: str) -> None:
-    """No group forms; one that joins late copies the same memory, though older versions' memory is used again."""
-    versions = (1, 2, 3, 4)
+    """No group forms; a snapshot has the memory of one before the last, and never that of the one that is published."""
+    versions, names = (1, 2, 3, 4), []
     async with replicas_of(bus, 2) as replicas, publishing(bus, transport=transport) as publisher:
         for version in versions:
-            report = await publisher.publish(publisher.take(version, weights_of(version).items()))
+            weights = publisher.take(version, weights_of(version).items())
+            assert weights.segment is not None
+            names.append(weights.segment.message.shared.name)
+            report = await publisher.publish(weights)
             assert (report.num_replicas, report.num_failed) == (2, 0)
+        assert len(set(names)) < len(versions)
+        del weights
+        next_weights = publisher.take(5, weights_of(5).items())
         async with simulated_replica(bus, replica_id="engine-9") as third, kept_current(publisher):
             await until_serving(third, 4)
             assert (await third.report()).loads == ["segment"]
+        assert (await publisher.publish(next_weights)).num_replicas == 2
         for replica in replicas:
             said = await replica.report()
-            assert (said.digests, said.loads, said.groups) == (digests(4), ["segment"] * 4, [])
-            assert said.serving_digests == [digests(version) for version in versions]
+            assert (said.digests, said.loads, said.groups) == (digests(5), ["segment"] * 5, [])
+            assert said.serving_digests == [digests(version) for version in (*versions, 5)]
 
 
 @pytest.mark.parametrize("transport", ["auto", "ipc"])

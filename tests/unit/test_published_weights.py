@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.trainer.policy.policy_model import load_policy
+from services.trainer.push import published_weights
 from services.trainer.push.published_weights import PublishedWeights
 from tests.publishing import digests
 from tests.simulated_replica import SHAPES, weights_of
@@ -24,6 +25,18 @@ def test_a_snapshot_is_a_copy() -> None:
         assert taken.differing_names({**digests(1), "scale": 0, "other": 1}) == ["other", "scale"]
         assert sum(bucket.numel() for bucket in taken.buckets) == taken.manifest.num_bytes
         assert len(taken.digests) == len(SHAPES)
+
+
+def test_a_digest_that_cannot_be_computed_is_heard_of_before_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that have paused would wait for it in vain."""
+
+    def fail(tensor: torch.Tensor, kind: str) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(published_weights, "tensor_digest", fail)
+    taken = PublishedWeights.take(1, weights_of(1).items(), max_bucket_bytes=1 << 20)
+    with pytest.raises(MemoryError):
+        taken.wait()
 
 
 def test_tied_weights_are_sent_once(tiny_model_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import ALONE_BYTES, Manifest, pack, views
+from penstock.weights.manifest import ALONE_BYTES, Manifest, chunks, pack, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -57,6 +57,16 @@ def test_large_tensors_travel_alone() -> None:
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
     manifest = Manifest.plan(tensors.items(), max_bucket_bytes=1 << 30)
     assert [[spec.name for spec in bucket] for bucket in manifest.buckets] == [["a"], ["large"], ["b", "c"]]
+
+
+def test_large_buckets_are_broadcast_in_chunks() -> None:
+    """Views of the bucket itself, in order, the last one shorter; an empty bucket is one, too."""
+    data = torch.arange(10, dtype=torch.uint8)
+    assert [chunk.tolist() for chunk in chunks(data, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [chunk.numel() for chunk in chunks(data, 10)] == [chunk.numel() for chunk in chunks(data, 0)] == [10]
+    assert [chunk.numel() for chunk in chunks(data[:0], 4)] == [0]
+    chunks(data, 4)[1].zero_()
+    assert data.tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 8, 9]
 
 
 def test_a_name_comes_once() -> None:

@@ -66,12 +66,12 @@ def test_it_is_gone_when_nobody_refers_to_it() -> None:
     bucket = segment.data[256:512].fill_(7)
     del segment
     gc.collect()
-    with pytest.raises(NotReadyError):
-        SegmentSource.of(message)
     assert bucket.sum() == 7 * 256  # a part of it may still be used
     del bucket
     gc.collect()
     assert opened_memory(name) == []
+    with pytest.raises(NotReadyError):
+        SegmentSource.of(message)
 
 
 def test_memory_is_used_again_only_when_its_segment_is_gone() -> None:
@@ -80,7 +80,13 @@ def test_memory_is_used_again_only_when_its_segment_is_gone() -> None:
     first, second = segments.create(1000, CPU), segments.create(1000, CPU)
     names = [segment.message.shared.name for segment in (first, second)]
     assert names[0] != names[1]
+    part = first.data[10:20].fill_(5)
     del first
+    between = segments.create(1000, CPU)
+    assert between.message.shared.name not in names, "a part of the first is still used"
+    names.append(between.message.shared.name)
+    assert part.sum() == 50
+    del part
     third = segments.create(1000, CPU)
     assert third.message.shared.name == names[0]
     third.data.fill_(7)
@@ -88,10 +94,10 @@ def test_memory_is_used_again_only_when_its_segment_is_gone() -> None:
         target = torch.empty(1000, dtype=torch.uint8)
         reader.read(0, target)
     assert target.sum() == 7000
-    del second, third
+    del second, between, third
     other = segments.create(2000, CPU)
     assert other.message.shared.name not in names
-    assert [opened_memory(name) for name in names] == [[], []], "memory of another size is kept for nobody"
+    assert [opened_memory(name) for name in names] == [[], [], []], "memory of another size is kept for nobody"
 
 
 def test_what_is_something_else_is_refused() -> None:

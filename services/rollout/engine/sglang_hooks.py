@@ -38,6 +38,9 @@ def register() -> None:
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)
         HookRegistry.register(_SCHEDULER + ".pause_generation", version_keys.pause, HookType.AROUND)
+        HookRegistry.register(
+            _SCHEDULER + "._record_scheduler_state_for_paused_engine", _sleep_while_paused, HookType.AFTER
+        )
     transfer_hooks.register()
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
         HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)
@@ -87,6 +90,11 @@ def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) 
     from services.rollout.engine.weight_reception import load
 
     return load(receive, updater, **request)
+
+
+def _sleep_while_paused(_result: None, scheduler: Any) -> None:
+    """SGLang's loop turns without a rest while it is paused, and takes a core from who sends or loads weights."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def _add_version_spans(_result: None, accumulator: Any, *, req: Any) -> None:

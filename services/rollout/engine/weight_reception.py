@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.weights.delta import apply_pieces, read_pieces
-from penstock.weights.manifest import Manifest, TensorSpec, views
+from penstock.weights.manifest import Manifest, TensorSpec, chunks, views
 from penstock.weights.segment import ALIGNMENT, SegmentSource, open_segment
 from penstock.weights.snapshot import snapshot_tensors
 from services.rollout.engine.parameter_names import load_name
@@ -26,7 +26,7 @@ from services.rollout.engine.parameters import checkpoint_parameters
 from services.rollout.engine.weight_source import Source
 
 AHEAD = 4
-"""Buckets that are under way at a time."""
+"""Buckets, or parts of large ones, that are under way at a time."""
 
 _PREFIX = "penstock:"
 
@@ -106,7 +106,7 @@ def _arrivals(
     elif source.segment is not None:
         yield from _read(manifest, source.segment, device=device, held=held)
     else:
-        yield from _received(manifest.buckets, group, device=device, held=held)
+        yield from _received(manifest, source, group, device=device, held=held)
 
 
 def _read(
@@ -121,25 +121,30 @@ def _read(
 
 
 def _received(
-    buckets: Iterable[Sequence[TensorSpec]], group: Any, *, device: torch.device, held: Mapping[str, torch.Tensor]
+    manifest: Manifest, source: Source, group: Any, *, device: torch.device, held: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All buckets, from rank 0 of `group`."""
-    under_way: collections.deque[tuple[Sequence[TensorSpec], torch.Tensor, bool, Any]] = collections.deque()
-    for bucket in buckets:
+    under_way: collections.deque[tuple[Any, Sequence[TensorSpec], torch.Tensor]] = collections.deque()
+    for bucket in manifest.buckets:
         target, in_place = _target(bucket, held, device)
-        under_way.append((bucket, target, in_place, dist.broadcast(target, src=0, group=group, async_op=True)))
+        *parts, last = chunks(target, source.chunk_bytes)
+        for part in parts:
+            under_way.append((dist.broadcast(part, src=0, group=group, async_op=True), (), target))
+            if len(under_way) > AHEAD:
+                yield from _awaited(*under_way.popleft())
+        work = dist.broadcast(last, src=0, group=group, async_op=True)
+        under_way.append((work, () if in_place else bucket, target))
         if len(under_way) > AHEAD:
             yield from _awaited(*under_way.popleft())
     while under_way:
         yield from _awaited(*under_way.popleft())
 
 
-def _awaited(
-    bucket: Sequence[TensorSpec], target: torch.Tensor, in_place: bool, work: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _awaited(work: Any, tensors: Sequence[TensorSpec], target: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Wait for a part, and return what is complete with it and still to be put in its place."""
     work.wait()
-    if not in_place:
-        yield from views(bucket, target).items()
+    if tensors:
+        yield from views(tensors, target).items()
 
 
 def _target(

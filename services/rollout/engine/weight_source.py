@@ -27,6 +27,8 @@ class Source:
 
     group_name: str = ""
     """A group that was joined."""
+    chunk_bytes: int = 0
+    """A larger bucket comes over the group in parts of this size; 0: whole."""
     folder: str = ""
     """A snapshot."""
     segment: SegmentSource | None = None
@@ -143,7 +145,9 @@ def check_group(group: rollout_pb2.WeightGroup) -> Source:
             f"group {group.name!r}: rank_offset {group.rank_offset} and world_size {group.world_size} do not form "
             "a group in which the trainer is rank 0"
         )
-    return Source(group_name=group.name)
+    if group.chunk_bytes < 0:
+        raise InvalidRequestError(f"group {group.name!r}: chunk_bytes = {group.chunk_bytes} must be 0 or greater")
+    return Source(group_name=group.name, chunk_bytes=group.chunk_bytes)
 
 
 def check_readable(

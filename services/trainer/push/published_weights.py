@@ -1,14 +1,14 @@
 """A snapshot of the policy, ready to be pushed at any time while training goes on."""
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from penstock.weights.digest import digest_kind, digest_pool, tensor_digest
-from penstock.weights.manifest import Manifest, pack, views
+from penstock.weights.manifest import Manifest, TensorSpec, pack, views
 from penstock.weights.segment import ALIGNMENT, Segment, Segments
 
 
@@ -36,7 +36,7 @@ class PublishedWeights:
         max_bucket_bytes: int,
         segments: Segments | None = None,
     ) -> Self:
-        """Copy `tensors` (checkpoint name, tensor), into one of `segments` if there are. Blocking: it reads every byte.
+        """Copy `tensors` (checkpoint name, tensor), into one of `segments` if given. Blocking: it reads every byte.
 
         Raises:
             ValueError: a name comes twice, or one tensor under two names.
@@ -60,14 +60,22 @@ class PublishedWeights:
         buckets: list[torch.Tensor] = []
         pending: dict[str, Future[int]] = {}
         pool = digest_pool(device)
-        _finish_work(device)  # of the thread that has trained, whatever its stream
-        for bucket, out in zip(manifest.buckets, outs, strict=True):
-            data = pack(bucket, named, out=out)
-            _finish_work(device)  # other threads, and processes, read it without knowing of this thread's stream
-            buckets.append(data)
-            for name, tensor in views(bucket, data).items():
-                pending[name] = pool.submit(tensor_digest, tensor, kind)
-        pool.shutdown(wait=False)
+
+        def start_digests(bucket: Sequence[TensorSpec], data: torch.Tensor) -> None:
+            pending.update((name, pool.submit(tensor_digest, one, kind)) for name, one in views(bucket, data).items())
+
+        try:
+            _finish_work(device)  # of the thread that has trained, whatever its stream
+            for bucket, out in zip(manifest.buckets, outs, strict=True):
+                buckets.append(pack(bucket, named, out=out))
+                if device.type == "cpu":  # while the bytes are in the cache
+                    start_digests(bucket, buckets[-1])
+            if device.type != "cpu":
+                _finish_work(device)  # other threads, and processes, read it without knowing of this thread's stream
+                for bucket, data in zip(manifest.buckets, buckets, strict=True):
+                    start_digests(bucket, data)
+        finally:
+            pool.shutdown(wait=False)
         return cls(
             version=version,
             manifest=manifest,
@@ -84,7 +92,8 @@ class PublishedWeights:
 
     def wait(self) -> None:
         """Wait until it can be pushed without further work."""
-        wait(self.pending_digests.values())
+        for pending in self.pending_digests.values():
+            pending.result()
 
     def differing_names(self, held: Mapping[str, int]) -> list[str]:
         """Parameters whose digest in `held` is another, or that only one side has. Blocking."""

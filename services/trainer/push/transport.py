@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, Protocol
 
 from penstock.v1 import rollout_pb2
+from penstock.weights.manifest import chunks
 from penstock.weights.segment import Segment
 from services.trainer.push.published_weights import PublishedWeights
 from services.trainer.push.stages import Member, Stub
@@ -63,8 +64,8 @@ class Broadcast:
     is_formed: bool = False
 
     @classmethod
-    def open(cls, members: tuple[Member, ...], *, host: str, backend: str) -> "Broadcast":
-        """Open the rendezvous. Blocking.
+    def open(cls, members: tuple[Member, ...], *, host: str, backend: str, chunk_bytes: int) -> "Broadcast":
+        """Open the rendezvous; more than `chunk_bytes` are broadcast in parts. Blocking.
 
         Raises:
             SetupError: this machine cannot be reached at `host`.
@@ -72,7 +73,12 @@ class Broadcast:
         name, world_size = f"epoch-{uuid.uuid4().hex[:12]}", 1 + len(members)
         group = WeightGroup.listen(host=host, name=name, world_size=world_size, backend=backend)
         message = rollout_pb2.WeightGroup(
-            name=name, master_host=host, master_port=group.port, world_size=world_size, backend=backend
+            name=name,
+            master_host=host,
+            master_port=group.port,
+            world_size=world_size,
+            backend=backend,
+            chunk_bytes=chunk_bytes,
         )
         return cls(members, message, group)
 
@@ -97,7 +103,8 @@ class Broadcast:
 
     def send(self, weights: PublishedWeights, *, timeout_s: float) -> None:
         """Send all buckets."""
-        self.group.broadcast(weights.buckets, timeout_s=timeout_s)
+        parts = (part for bucket in weights.buckets for part in chunks(bucket, self.message.chunk_bytes))
+        self.group.broadcast(parts, timeout_s=timeout_s)
 
     def close(self, *, num_coming: int = 0) -> None:
         """Leave the group."""

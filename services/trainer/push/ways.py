@@ -1,7 +1,8 @@
 """Which way the weights go to which replica: the one that was asked for, and where it does not go, the next fuller one.
 
-push.transport names the way; where a replica has turned out not to be able to use it, weights are broadcast to it. With
-delta they come as a stream to all: what changed, or the whole. A late joiner reads the snapshot, if one is written.
+push.transport names the way, or leaves it to the trainer's device; where a replica has turned out not to be able to
+use it, weights are broadcast to it. With delta they come as a stream to all: what changed, or the whole. A late joiner
+reads the snapshot, if one is written.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class Ways:
         if self._config.transport == "delta":
             return await self._streamed(members, held, failed_delta)
         segment = weights.segment
-        if segment is not None and self._config.transport != "broadcast" and (near := self._fit(members, Ipc.kind)):
+        if segment is not None and (near := self._fit(members, Ipc.kind)):
             return near, Ipc(segment)
         return members, await self._broadcast(members)
 
@@ -145,4 +146,10 @@ class Ways:
             return epoch
         if epoch is not None:
             await asyncio.to_thread(epoch.close)
-        return await asyncio.to_thread(Broadcast.open, members, host=self._config.host, backend=self._backend)
+        return await asyncio.to_thread(
+            Broadcast.open,
+            members,
+            host=self._config.host,
+            backend=self._backend,
+            chunk_bytes=self._config.bucket_bytes,
+        )

@@ -31,10 +31,10 @@ _KNOCK_S = 1.0
 _POLL_S = 0.002
 _SHORT_POLL_S = 0.0001
 _LONG_POLL_S = 0.002
-"""How often to look whether a bucket has gone: often at first, for between GPUs it takes no longer; then rarely, for
+"""How often to look whether a part has gone: often at first, for between GPUs it takes no longer; then rarely, for
 between CPUs the looking takes time from the sending."""
 _AHEAD = 4
-"""Buckets that are under way at a time."""
+"""Parts that are under way at a time."""
 _ARRIVALS_KEY = "init/"
 """Where torch's TCPStore counts the members that have connected."""
 
@@ -114,8 +114,8 @@ class WeightGroup:
         _leave(group)
         raise UnavailableError(f"weight group {self.name} was closed while it formed")
 
-    def broadcast(self, buckets: Iterable[torch.Tensor], *, timeout_s: float) -> None:
-        """Send buckets, uint8[bytes] each, to all members; back when this side is done with them.
+    def broadcast(self, parts: Iterable[torch.Tensor], *, timeout_s: float) -> None:
+        """Send buckets or parts of them, uint8[bytes] each, to all members; back when this side is done with them.
 
         Several are under way at a time, so that no member waits for the next while it looks at the last.
 
@@ -126,8 +126,8 @@ class WeightGroup:
         deadline = time.monotonic() + timeout_s
         under_way: collections.deque[Any] = collections.deque()
         try:
-            for bucket in buckets:
-                under_way.append(self._start(bucket.to(self._device), deadline))
+            for part in parts:
+                under_way.append(self._start(part.to(self._device), deadline))
                 if len(under_way) > _AHEAD:
                     self._await(under_way.popleft(), deadline)
             while under_way:
@@ -138,7 +138,7 @@ class WeightGroup:
             # The members hear that this side has left when nothing refers to the group, a traceback's frame included.
             under_way.clear()
 
-    def _start(self, bucket: torch.Tensor, deadline: float) -> Any:
+    def _start(self, part: torch.Tensor, deadline: float) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -148,7 +148,7 @@ class WeightGroup:
         if group is None:
             raise UnavailableError(f"weight group {self.name} is closed; open another")
         try:
-            return group.broadcast([bucket], options)
+            return group.broadcast([part], options)
         finally:
             group = None
 

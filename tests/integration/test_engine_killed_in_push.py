@@ -1,0 +1,127 @@
+"""kill -9 of a real engine in the middle of a push: the others get their weights, and what it played goes on there."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.bus.connection import connect
+from penstock.bus.leases import watched
+from penstock.config import BusConfig
+from penstock.v1 import common_pb2, generate_pb2
+from services.trainer.config import PushConfig
+from services.trainer.push.publisher import WeightPublisher
+from services.trainer.push.snapshots import Snapshots
+from services.trainer.push.weight_group import WeightGroup
+from tests.engine_process import EngineProcess, engine_process
+from tests.engine_reference import Reference, picture, prompt, request, require_logprobs, until_replica
+from tests.publishing import kept_current
+from tests.routers import Caller, router
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+RUN = "killed-in-push"
+NUM_TURNS = 12
+
+
+def turn(index: int) -> generate_pb2.GenerateRequest:
+    """Long enough to run when the push comes; every other one with a picture."""
+    images = [picture(150, 101, seed=index)] if index % 2 else []
+    ids = prompt(random.Random(index), num_images=len(images), image_id=366)
+    return request(ids, images, max_new_tokens=400)
+
+
+def play(
+    caller: Caller, index: int, made: generate_pb2.GenerateRequest
+) -> "asyncio.Future[generate_pb2.GenerateResponse]":
+    """By the router, in a session of its own."""
+    fields = {"input_ids": made.input_ids, "images": made.images, "sampling": made.sampling}
+    return asyncio.ensure_future(caller.generate(f"session-{index}", timeout_s=200.0, **fields))
+
+
+def killing(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let `engine` die when a few parts of the next broadcast are under way; returns the parts that came before."""
+    broadcast, sent = WeightGroup.broadcast, []
+
+    def broadcast_and_kill(group: WeightGroup, parts: Iterable[torch.Tensor], *, timeout_s: float) -> None:
+        def with_murder() -> Iterable[torch.Tensor]:
+            for part in parts:
+                if len(sent) == 3:
+                    os.killpg(engine.process.pid, signal.SIGKILL)
+                sent.append(part.numel())
+                yield part
+
+        broadcast(group, with_murder(), timeout_s=timeout_s)
+
+    monkeypatch.setattr(WeightGroup, "broadcast", broadcast_and_kill)
+    return sent
+
+
+async def until_serving(engine: EngineProcess, version: int) -> None:
+    """READY at the version."""
+    wanted = (version, common_pb2.REPLICA_STATE_READY)
+    await until_replica(engine, lambda replica: (replica.policy_version, replica.state) == wanted, timeout_s=60)
+
+
+async def test_an_engine_is_killed_while_it_receives_weights(
+    tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that ran is lost, every token is of the policy that it says; the next engine gets weights and calls."""
+    bus_config = BusConfig(url=nats_url)
+    policies = {version: reference.perturbed(version) for version in (1, 2)}
+    async with connect(bus_config, run=RUN) as bus, contextlib.AsyncExitStack() as stack:
+
+        async def start(name: str) -> EngineProcess:
+            folder = tmp_path / name / RUN
+            folder.mkdir(parents=True)
+            settings = {"max_running": 16, "context_length": 1024, "grace_s": 1.0}
+            return await stack.enter_async_context(engine_process(tiny_model_path, nats_url, folder, **settings))
+
+        survivor, victim = await asyncio.gather(start("survivor"), start("victim"))
+        bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
+        watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
+        publisher = WeightPublisher(
+            config=PushConfig(transport="broadcast", bucket_bytes=1 << 16),
+            replicas=watch,
+            backend="gloo",
+            snapshots=Snapshots(None),
+        )
+        stack.push_async_callback(publisher.close)
+        caller = await stack.enter_async_context(router(bus, wait_for_replica_s=60.0))
+        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2, within_s=20.0)
+        first = await publisher.publish(publisher.take(1, policies[1].weights.items()))
+        assert (first.num_replicas, first.num_failed) == (2, 0)
+
+        made = [turn(index) for index in range(NUM_TURNS)]
+        playing = [play(caller, index, each) for index, each in enumerate(made)]
+        for engine in (survivor, victim):
+            await until_replica(engine, lambda replica: replica.num_running >= 3)
+        sent = killing(victim, monkeypatch)
+        second = await publisher.publish(publisher.take(2, policies[2].weights.items()))
+        monkeypatch.undo()
+        assert (second.num_replicas, second.num_failed) == (1, 1)
+        assert len(sent) > 3
+        assert await victim.process.wait() == -signal.SIGKILL
+        await until_serving(survivor, 2)
+        answers = await asyncio.gather(*playing)
+        for each, answer in zip(made, answers, strict=True):
+            require_logprobs(policies, each, answer)
+        spans = [[span.policy_version for span in answer.version_spans] for answer in answers]
+        assert [1, 2] in spans, "no turn ran while weights changed"
+
+        async with kept_current(publisher):
+            successor = await start("successor")
+            await until_serving(successor, 2)
+        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2, within_s=20.0)
+        short = [turn(NUM_TURNS + index) for index in range(NUM_TURNS)]
+        answers = await asyncio.gather(*(play(caller, NUM_TURNS + index, each) for index, each in enumerate(short)))
+        for each, answer in zip(short, answers, strict=True):
+            require_logprobs({2: policies[2]}, each, answer)
+        expected = {(await engine.replica()).replica_id for engine in (survivor, successor)}
+        assert {answer.replica_id for answer in answers} == expected
