@@ -116,17 +116,20 @@ class PairHost:
         return pair
 
 
-def missing_for_pairs() -> str:
+def missing_for_pairs(backend: str = "mooncake") -> str:
     """What this machine lacks to carry KV from engine to engine, and how to install it; empty if nothing."""
     code = (
+        "import sys\n"
         "from penstock.errors import SetupError\n"
         "from services.rollout.engine.config import RolloutConfig\n"
         "from services.rollout.engine.disaggregation import require_transfer_backend\n"
-        "try: require_transfer_backend(RolloutConfig(role='decode'), cuda=False)\n"
+        "config = RolloutConfig(role='decode', transfer_backend=sys.argv[1])\n"
+        "try: require_transfer_backend(config, cuda=False)\n"
         "except SetupError as error: print(error)\n"
     )
+    command = [sys.executable, "-c", code, backend]
     # Not in this process: what is loaded here stays here.
-    return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 @asynccontextmanager

@@ -287,7 +287,9 @@ Global___WeightSegment: _TypeAlias = WeightSegment  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):
-    """Anonymous shared memory, to be opened through the trainer's entry in /proc."""
+    """Anonymous shared memory, to be opened through the trainer's entry in /proc. That of a version which is gone may be
+    another's later; digests tell.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,10 +1,12 @@
-"""Prefill and decode engines, real ones with KV that travels: together they are one unified engine."""
+"""Prefill and decode engines, real ones with KV that travels: together they are one unified engine.
+
+By mooncake, which the tests' environment has; `make test-nixl` has nixl carry it.
+"""
 
 import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
+BACKEND = os.environ.get("PENSTOCK_TEST_TRANSFER_BACKEND", "mooncake")
 PAIR_DEADLINE_S = 8.0
 PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
 
@@ -39,13 +42,18 @@ async def host(
     reference: Reference,
 ) -> AsyncIterator[PairHost]:
     """One pair for all tests here, in the run of the unified engine."""
-    if missing := await asyncio.to_thread(missing_for_pairs):
+    if missing := await asyncio.to_thread(missing_for_pairs, BACKEND):
         pytest.skip(missing)
     folder = tmp_path_factory.mktemp("pairs")
-    settings: dict[str, Any] = {"max_running": 32, "context_length": 1024, "pair_deadline_s": PAIR_DEADLINE_S}
-    async with pair_host(
-        tiny_model_path, nats_url, folder, run_of(engine), reference, **settings, grace_s=2.0, max_queued=32
-    ) as host:
+    settings: dict[str, Any] = {
+        "transfer_backend": BACKEND,
+        "max_running": 32,
+        "max_queued": 32,
+        "context_length": 1024,
+        "pair_deadline_s": PAIR_DEADLINE_S,
+        "grace_s": 2.0,
+    }
+    async with pair_host(tiny_model_path, nats_url, folder, run_of(engine), reference, **settings) as host:
         yield host
 
 
@@ -123,7 +131,7 @@ async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair
     prefill, decode = [await engine.replica() for engine in pair.engines]
     assert (prefill.role, decode.role) == (common_pb2.REPLICA_ROLE_PREFILL, common_pb2.REPLICA_ROLE_DECODE)
     for replica in (prefill, decode):
-        assert (replica.disaggregation.transfer_backend, replica.disaggregation.tensor_parallel) == ("mooncake", 1)
+        assert (replica.disaggregation.transfer_backend, replica.disaggregation.tensor_parallel) == (BACKEND, 1)
         assert 0 < replica.max_tokens < 1024
     assert (prefill.disaggregation.bootstrap_host, decode.disaggregation.bootstrap_host) == ("127.0.0.1", "")
     assert prefill.disaggregation.bootstrap_port > 0 == decode.disaggregation.bootstrap_port
@@ -238,14 +246,14 @@ async def test_half_a_pair_gives_up_in_seconds(pair: Pair) -> None:
     made = turn("text", max_new_tokens=8)
     nowhere = await pair.bootstrapped(made)
     nowhere.bootstrap.port = 1
-    started = time.monotonic()
-    results = await asyncio.gather(
-        pair.prefill.generation.Generate(await pair.bootstrapped(made), timeout=60),
-        pair.decode.generation.Generate(await pair.bootstrapped(made), timeout=60),
-        pair.decode.generation.Generate(nowhere, timeout=60),
-        return_exceptions=True,
-    )
-    assert time.monotonic() - started < 10 * PAIR_DEADLINE_S
+    halves = [
+        (pair.prefill, await pair.bootstrapped(made)),
+        (pair.decode, await pair.bootstrapped(made)),
+        (pair.decode, nowhere),
+    ]
+    # Whoever takes longer fails with another code.
+    calls = [engine.generation.Generate(half, timeout=3 * PAIR_DEADLINE_S) for engine, half in halves]
+    results = await asyncio.gather(*calls, return_exceptions=True)
     for error in results:
         require_code(error, grpc.StatusCode.UNAVAILABLE)
         assert "the other half of the pair is late or gone" in str(error)
