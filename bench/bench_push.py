@@ -13,32 +13,28 @@ SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - after the environment is set
-import torch.distributed as dist  # noqa: E402
 
 from bench.awake import StolenTime  # noqa: E402
+from bench.raw_broadcast import broadcast_raw, raw_group  # noqa: E402
 from penstock import log  # noqa: E402
 from penstock.bus.connection import Bus, connect  # noqa: E402
 from penstock.bus.leases import watched  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
-from penstock.launch.launcher import free_ports  # noqa: E402
 from penstock.weights.digest import tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest, chunks  # noqa: E402
 from services.trainer.config import PushConfig  # noqa: E402
@@ -49,7 +45,6 @@ from tests.simulated_replica import simulated_replica  # noqa: E402
 
 HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128
 """Of Qwen3-VL-2B's language model."""
-AHEAD = 4
 BAR = 0.9
 DELTA_EVERY = 100
 """One number of so many changes from version to version, where deltas are measured."""
@@ -104,56 +99,6 @@ def change(version: int, tensors: dict[str, torch.Tensor], transport: str) -> No
     for tensor in tensors.values():
         words = tensor.view(torch.int16).view(-1)
         (words[::DELTA_EVERY] if transport == "delta" else words).add_(version)
-
-
-def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Connection, backend: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["NCCL_HOSTID"] = f"bench-raw-{rank}"  # NCCL takes processes that share a GPU for one, otherwise
-    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", 0)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    buffers = [torch.full((size,), rank, dtype=torch.uint8, device=device) for size in sizes]
-    while control.recv():
-        dist.barrier()
-        started = time.perf_counter()
-        under_way: list[Any] = []
-        for buffer in buffers:
-            under_way.append(dist.broadcast(buffer, src=0, async_op=True))
-            if len(under_way) > AHEAD:
-                under_way.pop(0).wait()
-        for work in under_way:
-            work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        control.send(time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def raw_group(num_receivers: int, sizes: list[int], backend: str = "gloo") -> Iterator[list[Connection]]:
-    """Plain processes that broadcast when they are told to."""
-    context = multiprocessing.get_context("spawn")
-    (port,) = free_ports(1)
-    pipes = [context.Pipe() for _ in range(1 + num_receivers)]
-    processes = [
-        context.Process(target=_raw, args=(rank, 1 + num_receivers, port, sizes, its, backend), daemon=True)
-        for rank, (_, its) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield [mine for mine, _ in pipes]
-    finally:
-        for mine, _ in pipes:
-            mine.send(False)
-        for process in processes:
-            process.join(20)
-
-
-def broadcast_raw(pipes: list[Connection]) -> float:
-    """Seconds that one broadcast took, by the sender's clock."""
-    for pipe in pipes:
-        pipe.send(True)
-    return max(pipe.recv() for pipe in pipes)
 
 
 @contextlib.asynccontextmanager

@@ -127,15 +127,13 @@ def _received(
     under_way: collections.deque[tuple[Any, Sequence[TensorSpec], torch.Tensor]] = collections.deque()
     for bucket in manifest.buckets:
         target, in_place = _target(bucket, held, device)
-        *parts, last = chunks(target, source.chunk_bytes)
-        for part in parts:
-            under_way.append((dist.broadcast(part, src=0, group=group, async_op=True), (), target))
+        parts = chunks(target, source.chunk_bytes)
+        for number, part in enumerate(parts, start=1):
+            work = dist.broadcast(part, src=0, group=group, async_op=True)
+            completes = number == len(parts) and not in_place
+            under_way.append((work, bucket if completes else (), target))
             if len(under_way) > AHEAD:
                 yield from _awaited(*under_way.popleft())
-        work = dist.broadcast(last, src=0, group=group, async_op=True)
-        under_way.append((work, () if in_place else bucket, target))
-        if len(under_way) > AHEAD:
-            yield from _awaited(*under_way.popleft())
     while under_way:
         yield from _awaited(*under_way.popleft())
 
