@@ -47,8 +47,9 @@ def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) 
 async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
     engine: EngineProcess, current: Reference, tiny_model_path: Path, nats_url: str
 ) -> None:
-    """With images and without, streamed and whole, cut by a stop string and not: to 1e-4, by transformers and by the
-    trainer's own path from record to batch. An image that is none is refused by the engine in so many words."""
+    """Chats with images and without, streamed and whole, cut by a stop string and not, and a plain completion: to 1e-4,
+    by transformers and by the trainer's own path from record to batch. An image that is none is refused by the engine
+    in so many words."""
     run = engine.log.parent.name
     version = (await engine.replica()).policy_version
     policy = load_policy(
@@ -71,6 +72,8 @@ async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
         stream = await create(messages=looked, stream=True, extra_body={"record": True}, **options)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         await create(messages=plain, stop=["e", "a", "1", " "], extra_body={"record": True}, **options)
+        completed = await client.completions.create(prompt="2 + 3 =", extra_body={"record": True}, **options)
+        assert completed.system_fingerprint == f"policy-{version}"
         with pytest.raises(Exception, match=r"images\[0\] .* cannot be decoded") as refused:
             await create(
                 messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(b"no")}}]}],
@@ -78,8 +81,9 @@ async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
             )
         assert getattr(refused.value, "status_code", None) == 400
         calls = [call for _, call in await Recordings(bus).read("agent")]
-    assert [len(call.images) for call in calls] == [2, 2, 2, 0]
+    assert [len(call.images) for call in calls] == [2, 2, 2, 0, 0]
     assert calls[2].text == text
+    assert calls[4].text == completed.choices[0].text
     for call, choice in zip(calls, answer.choices, strict=False):
         assert call.text == choice.message.content
         assert call.logprobs.tolist() == pytest.approx([entry.logprob for entry in choice.logprobs.content])
