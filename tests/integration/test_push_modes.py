@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 
@@ -185,3 +186,24 @@ async def test_a_broken_push_in_place_is_healed_in_place(engine: EngineProcess, 
         answer = await engine.generation.Generate(request(ids, IMAGES), timeout=60)
         assert spans_of(answer) == [(version + 1, len(answer.output_ids))]
         assert_from(newer, ids, IMAGES, answer)
+
+
+async def test_an_engine_that_has_paused_leaves_the_cores_to_others(engine: EngineProcess, current: Reference) -> None:
+    """Whoever sends or loads weights needs them; SGLang's own loop would turn without a rest."""
+    push = Push(engine, current.weights, (await engine.replica()).policy_version + 1)
+    await push.prepare()
+    await push.pause()
+    before_s = _cpu_s(engine.process.pid)
+    await asyncio.sleep(2.0)
+    used_s = _cpu_s(engine.process.pid) - before_s
+    for stage in (push.transfer, push.verify, push.commit, push.resume):
+        await stage()
+    await asyncio.to_thread(push.group.close)
+    assert used_s < 0.5
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process and its descendants."""
+    engine = psutil.Process(pid)
+    times = [process.cpu_times() for process in (engine, *engine.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
