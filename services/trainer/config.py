@@ -77,7 +77,7 @@ class PushConfig(Config):
     """Also write each version as a snapshot, from which replicas that join later load it; with disk it is always so."""
     snapshot_dir: str = ""
     """Folder of the snapshots; empty: `snapshots` in the run's folder. The newest two are kept."""
-    bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=1)
+    bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
     """Weights are broadcast in parts of at most this size, several under way at a time: small tensors together, those
     of 1 MiB or more each alone, larger ones than this in pieces."""
     prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)

@@ -81,15 +81,9 @@ class TrainProcess:
     def kill(self, service: str) -> None:
         """kill -9, and wait until another one has taken its place."""
         victim = self.pid_of(service)
+        name = next(name for name, pid in self.processes().items() if pid == victim)
         os.kill(victim, signal.SIGKILL)
-
-        def is_back() -> bool:
-            try:
-                return self.pid_of(service) != victim
-            except AssertionError:
-                return False
-
-        self.wait_until(is_back, f"a new {service}", 30.0)
+        self.wait_until(lambda: self.processes().get(name, victim) != victim, f"a new {name}", 30.0)
 
     def pids(self) -> list[int]:
         """Every living process that descends from this launch."""

@@ -95,6 +95,9 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         stack.push_async_callback(publisher.close)
         caller = await stack.enter_async_context(router(bus, wait_for_replica_s=60.0))
         await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2, within_s=20.0)
+        async with asyncio.timeout(20):
+            while publisher.num_live_replicas < 2:
+                await watch.changed(0.2)
         first = await publisher.publish(publisher.take(1, policies[1].weights.items()))
         assert (first.num_replicas, first.num_failed) == (2, 0)
 
@@ -111,6 +114,7 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         await until_serving(survivor, 2)
         answers = await asyncio.gather(*playing)
         for each, answer in zip(made, answers, strict=True):
+            assert answer.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
             require_logprobs(policies, each, answer)
         spans = [[span.policy_version for span in answer.version_spans] for answer in answers]
         assert [1, 2] in spans, "no turn ran while weights changed"

@@ -93,7 +93,10 @@ def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) 
 
 
 def _sleep_while_paused(_result: None, scheduler: Any) -> None:
-    """SGLang's loop turns without a rest while it is paused, and takes a core from who sends or loads weights."""
+    """SGLang's loop turns without a rest while it is paused, and takes a core from who sends or loads weights.
+
+    Only where `sleep_on_idle` is set (`settings.py`); all that can end a pause comes by the sockets that it sleeps on.
+    """
     scheduler.maybe_sleep_on_idle()
 
 
