@@ -226,7 +226,13 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
             push_id="p",
             policy_version=3,
             group=rollout_pb2.WeightGroup(
-                name="g", master_host="h", master_port=1, rank_offset=2, world_size=3, backend="gloo"
+                name="g",
+                master_host="h",
+                master_port=1,
+                rank_offset=2,
+                world_size=3,
+                backend="gloo",
+                chunk_bytes=7,
             ),
             manifest=rollout_pb2.WeightManifest(
                 buckets=[
@@ -234,7 +240,7 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
                 ]
             ),
         ),
-        ("0a017010031a120a01671201681801200228033204676c6f6f22140a120a100a01771207666c6f617433321a020203"),
+        ("0a017010031a140a01671201681801200228033204676c6f6f380722140a120a100a01771207666c6f617433321a020203"),
     ),
     (
         rollout_pb2.PrepareWeightsRequest(
