@@ -83,15 +83,21 @@ async def test_nothing_computed_by_older_weights_serves_a_new_request(
     before = await engine.generation.Generate(request(ids, images), timeout=60)
     again = await engine.generation.Generate(request(ids, images), timeout=60)
     assert again.usage.num_cached_tokens > before.usage.num_cached_tokens == 0
-    calls = await started(engine, request(ids, images, max_new_tokens=100), 44)  # more than can run
+    calls = await started(engine, request(ids, images, max_new_tokens=100), 56)  # 24 more than can run
     newer = current.perturbed(seed=4)
     push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode), drain_s=0.2)
     pushing = asyncio.ensure_future(push.complete())
+    await until_replica(
+        engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING or replica.policy_version > version
+    )
     late = [asyncio.ensure_future(engine.generation.Generate(request(ids, images), timeout=120)) for _ in range(4)]
     await pushing
     answers = await asyncio.gather(*calls)
     mixed = next(answer for answer in answers if len(answer.version_spans) == 2)
-    for answer in [*answers, *await asyncio.gather(*late)]:
+    for answer in await asyncio.gather(*late):
+        assert spans_of(answer) == [(version + 1, len(answer.output_ids))]
+        assert_from(newer, ids, images, answer)
+    for answer in answers:
         if spans_of(answer)[0][0] == version + 1:
             assert_from(newer, ids, images, answer)
     num_new = sum(spans_of(answer)[0][0] == version + 1 for answer in answers)
