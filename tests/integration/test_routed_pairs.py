@@ -128,18 +128,14 @@ async def test_both_places_of_a_pair_end_by_themselves(bus: Bus) -> None:
 
 async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(bus: Bus) -> None:
     """Also where only the replica itself knows that the turn is too long; one that nobody can hold fails."""
-    async with (
-        SimulatedEngine(bus, replica_id="large", fail_after=8).running() as large,
-        routed(bus, breaker={"failures": 100}) as (client, router),
-    ):
-        large.replica.max_tokens = 30
-        await large.update()
+    large = SimulatedEngine(bus, replica_id="large", fail_after=8)
+    small = SimulatedEngine(bus, replica_id="small", error=InvalidRequestError("too long"))
+    large.replica.max_tokens, small.replica.max_tokens = 30, 20
+    async with large.running(), routed(bus, breaker={"failures": 100}) as (client, router):
         await until_routable(router, 1)
         parts = client.stream(request(16), timeout_s=20.0)
         await anext(parts)
-        async with SimulatedEngine(bus, replica_id="small", error=InvalidRequestError("too long")).running() as small:
-            small.replica.max_tokens = 20
-            await small.update()
+        async with small.running():
             await until_routable(router, 2)
             left = [token async for part in parts for token in part.output_ids]
             assert len(left) == 15

@@ -43,7 +43,8 @@ async def test_nats_needs_the_token(tmp_path: Path) -> None:
     assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")  # nats-py forgets those that are refused
+# nats-py forgets those that are refused
+@pytest.mark.filterwarnings("ignore:unclosed (<StreamWriter|transport|<socket):ResourceWarning")
 async def test_who_was_in_waits_for_a_server_that_refuses(tmp_path: Path) -> None:
     """One that comes back with another token is an accident that somebody mends; the run goes on then."""
     security = security_of(nats_token=TOKEN)
