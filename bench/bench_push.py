@@ -2,7 +2,7 @@
 
     python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--ways disk delta] [--rounds 9] [--no-engine]
 
-Rounds of both take turns. Raw: plain processes, a process group, the same buckets, into memory that is there already,
+Rounds of both take turns. Raw: plain processes, a process group, whole buckets, into memory that is there already, and
 nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC. Its transport is "auto",
 which is ipc here, where all are on one machine; then "broadcast", over the same gloo as raw; then others. All of it is
 from the call of `publish` to its end; not generating is from the first pause to the last resume. Simulated engines
@@ -36,7 +36,7 @@ from penstock.bus.leases import watched  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.weights.digest import tensor_digests  # noqa: E402
-from penstock.weights.manifest import Manifest, chunks  # noqa: E402
+from penstock.weights.manifest import Manifest  # noqa: E402
 from services.trainer.config import PushConfig  # noqa: E402
 from services.trainer.push.publisher import PushReport, WeightPublisher  # noqa: E402
 from services.trainer.push.snapshots import Snapshots  # noqa: E402
@@ -130,8 +130,7 @@ async def measure(
 ) -> Row:
     """Rounds of both, in turn."""
     manifest = Manifest.plan(tensors.items(), max_bucket_bytes=publisher.config.bucket_bytes)
-    buckets = [torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8) for bucket in manifest.buckets]
-    sizes = [part.numel() for bucket in buckets for part in chunks(bucket, publisher.config.bucket_bytes)]
+    sizes = [sum(spec.num_bytes for spec in bucket) for bucket in manifest.buckets]
     raw_s: list[float] = []
     take_s: list[float] = []
     publish_s: list[float] = []

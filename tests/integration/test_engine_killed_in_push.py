@@ -50,14 +50,14 @@ def killing(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> list[int]
     broadcast, sent = WeightGroup.broadcast, []
 
     def broadcast_and_kill(group: WeightGroup, parts: Iterable[torch.Tensor], *, timeout_s: float) -> None:
-        def with_murder() -> Iterable[torch.Tensor]:
+        def parts_and_kill() -> Iterable[torch.Tensor]:
             for part in parts:
                 if len(sent) == 3:
                     os.killpg(engine.process.pid, signal.SIGKILL)
                 sent.append(part.numel())
                 yield part
 
-        broadcast(group, with_murder(), timeout_s=timeout_s)
+        broadcast(group, parts_and_kill(), timeout_s=timeout_s)
 
     monkeypatch.setattr(WeightGroup, "broadcast", broadcast_and_kill)
     return sent
