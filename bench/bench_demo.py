@@ -38,7 +38,7 @@ def main() -> int:
             started = time.monotonic()
             overrides = [f"--run.seed={seed}", f"--run.dir={runs / f'seed-{seed}'}", *arguments.overrides]
             ended = subprocess.run(
-                [sys.executable, "-m", "penstock", "train", str(RECIPE), *overrides],
+                [sys.executable, "-m", "services.cli", "train", str(RECIPE), *overrides],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
             )

@@ -28,9 +28,9 @@ import aiohttp
 from awake import StolenTime, cores_awake
 from router_subjects import Subject, cpu_s, pss_mib, subjects
 
-from penstock import log
 from penstock.config import LogConfig
 from penstock.errors import PenstockError
+from penstock.telemetry import log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,11 +40,11 @@ from pathlib import Path
 from churn_measures import Life, Turn, affinity, shares
 from router_subjects import RUN, cpu_s, penstock_router, pss_mib
 
-from penstock import log
 from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient
 from penstock.config import LogConfig
 from penstock.errors import PenstockError
+from penstock.telemetry import log
 from penstock.v1 import generate_pb2
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from penstock import log
 from penstock.bus.connection import connect
 from penstock.config import BusConfig, LogConfig
+from penstock.telemetry import log
 from penstock.v1 import common_pb2, rollout_pb2
 from tests.simulated_engine import SimulatedEngine
 

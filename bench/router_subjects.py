@@ -17,8 +17,8 @@ import psutil
 from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient, RouterClient
 from penstock.errors import PenstockError
-from penstock.ports import free_ports
 from penstock.routed import RoutedGenerateClient
+from penstock.runtime.ports import free_ports
 from penstock.v1 import generate_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ async def penstock_router(
     """Address and process of a router that sees all engines."""
     [port] = free_ports(1)
     overrides = (f"--bus.url={url}", f"--run.name={RUN}", f"--router.port={port}", f"--log.level={log_level}")
-    async with process(sys.executable, "-P", "-m", "penstock", "serve", "router", *overrides) as started:
+    async with process(sys.executable, "-P", "-m", "services.cli", "serve", "router", *overrides) as started:
         address = f"127.0.0.1:{port}"
         async with RouterClient(address) as client, asyncio.timeout(30.0):
             while True:

@@ -18,12 +18,12 @@ from typing import Any
 import grpc.aio
 from aiohttp import web
 
-from penstock import log
 from penstock.bus import leases
 from penstock.bus.connection import connect
 from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, LogConfig
 from penstock.rpc.server import SERVER_OPTIONS
+from penstock.telemetry import log
 from penstock.v1 import common_pb2, generate_pb2
 
 SERVICE = "penstock.v1.GenerateService"

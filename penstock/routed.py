@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc.aio
 import structlog
 
-from penstock.clients import Client
+from penstock.clients.base import Client
 from penstock.continuation import Continuation
 from penstock.errors import (
     DeadlineError,
@@ -27,7 +27,7 @@ from penstock.errors import (
 from penstock.legs import Tries, UnreachableError, play_leg, seconds_until
 from penstock.pairs import Half, HalfError, play_pair
 from penstock.rpc.channel import call, connect
-from penstock.security import Security
+from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 
 log = structlog.get_logger()

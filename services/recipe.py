@@ -4,7 +4,7 @@ Imports the services' settings only, so that a mistyped key is answered before a
 """
 
 from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig, SecurityConfig
-from penstock.launch.config import LaunchConfig
+from services.launch.config import LaunchConfig
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.worker.config import WorkerConfig

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from penstock.config import SecurityConfig
-from penstock.security import Security
+from penstock.runtime.security import Security
 
 PAGE = (Path(__file__).parents[1] / "docs/security.md").read_text()
 

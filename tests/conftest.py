@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
-from penstock.security import VARIABLES
+from penstock.runtime.security import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import torch
 
-from penstock.parent import dying_with_parent
 from penstock.rpc.channel import connect
+from penstock.runtime.parent_death import dying_with_parent
 from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.manifest import Manifest, pack
@@ -56,7 +56,7 @@ async def engine_process(
     )
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-W", "ignore", "-m", "penstock", "serve", "rollout", "--config", str(recipe),
+            sys.executable, "-W", "ignore", "-m", "services.cli", "serve", "rollout", "--config", str(recipe),
             stdout=output, stderr=output, start_new_session=True, cwd=_ROOT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}, preexec_fn=dying_with_parent(),
         )  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from penstock.images import decode_image
-from penstock.tokens import forbidden_token_ids, image_token_id
+from penstock.model.images import decode_image
+from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.v1 import common_pb2, generate_pb2
 from tests.engine_process import EngineProcess
 

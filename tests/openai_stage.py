@@ -12,7 +12,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from penstock.bus.connection import Bus
-from penstock.render import Renderer
+from penstock.model.chat_template import Renderer
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.router_process import RouterProcess

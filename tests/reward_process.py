@@ -23,7 +23,7 @@ class RewardProcess:
 @contextlib.contextmanager
 def reward_process(*settings: str) -> Iterator[RewardProcess]:
     """`penstock serve reward` with `settings` such as --reward.workers=1, until the context ends."""
-    command = [sys.executable, "-m", "penstock", "serve", "reward", "--log.format=json", *settings]
+    command = [sys.executable, "-m", "services.cli", "serve", "reward", "--log.format=json", *settings]
     # Without preexec_fn: what runs between fork and exec cannot rely on anything where other threads call into gRPC.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -18,12 +18,12 @@ from typing import Any, Self
 
 from google.protobuf import json_format
 
-from penstock import log
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig, LogConfig
 from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.telemetry import log
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 FIRST_ID = 1000

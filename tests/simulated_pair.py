@@ -16,10 +16,10 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
-from penstock import log
 from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig, LogConfig
 from penstock.errors import InvalidRequestError, NotReadyError, UnavailableError
+from penstock.telemetry import log
 from penstock.v1 import common_pb2, generate_pb2
 from tests.simulated_engine import SimulatedEngine
 

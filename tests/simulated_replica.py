@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from penstock import log
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
 from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, LogConfig
 from penstock.rpc.server import RpcServer, service_name
+from penstock.telemetry import log
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from penstock.weights import segment
 from penstock.weights.digest import tensor_digests

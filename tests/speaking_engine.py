@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.bus.connection import Bus, Stream
-from penstock.codec import decode, encode
 from penstock.records import Group, ImagePart, Message, Prompt, TextPart
+from penstock.records.codec import decode, encode
 from penstock.v1 import common_pb2, generate_pb2
 from services.recipe import Recipe
 from services.rollout.worker.main import serve

@@ -8,7 +8,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.rpc.channel import connect
-from penstock.security import REFUSAL, Security
+from penstock.runtime.security import REFUSAL, Security
 
 TOKEN = "b2f5ff47436671b6e533d8dc3614845d"
 WRONG = TOKEN[:-1] + "e"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from penstock.model.tokens import image_token_id
 from penstock.records import Group, ImagePart, Message, Prompt, Sample, TextPart, Verdict, VersionSpan
-from penstock.tokens import image_token_id
 
 BOILERPLATE = 20
 """Tokens of text before a made-up prompt's first image."""

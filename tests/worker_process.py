@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from penstock.process import run
+from penstock.runtime.process import run
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 

@@ -34,10 +34,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - after the environment is set
 
 from bench.bench_push import Row, measure, publishing, say, table  # noqa: E402
-from penstock import log  # noqa: E402
 from penstock.bus.connection import connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
+from penstock.telemetry import log  # noqa: E402
 from penstock.v1 import generate_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
 from services.trainer.config import PushConfig  # noqa: E402

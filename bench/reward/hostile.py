@@ -33,7 +33,7 @@ _ROUNDS = 3
 
 _SERVICE = """
 import asyncio, sys
-from penstock import log
+from penstock.telemetry import log
 from penstock.config import LogConfig
 from services.reward.config import RewardConfig
 from services.reward.server import running

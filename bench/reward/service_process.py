@@ -28,7 +28,7 @@ class ServiceProcess:
         overrides = [f"--reward.{key}={value}" for key, value in self._settings.items()]
         started = time.perf_counter()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", "reward", "--log.format=json", *overrides],
+            [sys.executable, "-m", "services.cli", "serve", "reward", "--log.format=json", *overrides],
             stderr=subprocess.PIPE,
             text=True,
         )

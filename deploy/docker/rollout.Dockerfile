@@ -47,5 +47,5 @@ WORKDIR /penstock
 USER 10001:10001
 EXPOSE 7010
 HEALTHCHECK --interval=10s --timeout=10s --start-period=600s \
-    CMD exec python3 -m penstock.health 127.0.0.1:7010 $PENSTOCK_HEALTH_ARGS
+    CMD exec python3 -m penstock.runtime.health 127.0.0.1:7010 $PENSTOCK_HEALTH_ARGS
 ENTRYPOINT ["penstock", "serve", "rollout", "--rollout.host=0.0.0.0", "--rollout.port=7010"]

@@ -33,5 +33,5 @@ ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWR
 WORKDIR /penstock
 USER 10001:10001
 HEALTHCHECK --interval=10s --timeout=10s --start-period=120s \
-    CMD exec python3 -m penstock.health 127.0.0.1:7004 $PENSTOCK_HEALTH_ARGS
+    CMD exec python3 -m penstock.runtime.health 127.0.0.1:7004 $PENSTOCK_HEALTH_ARGS
 ENTRYPOINT ["penstock", "serve", "worker", "--worker.port=7004"]

@@ -23,7 +23,7 @@ from nats.js.kv import KeyValue
 from penstock.bus.failures import BUS_ERRORS, Presence, setting_up
 from penstock.config import BusConfig
 from penstock.errors import AccessError, InvalidRequestError, SetupError, UnavailableError
-from penstock.security import NATS_TOKEN, TOKEN, Security, of_process
+from penstock.runtime.security import NATS_TOKEN, TOKEN, Security, of_process
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from nats.js.kv import KeyValue
 
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import SetupError
-from penstock.process import end_task
+from penstock.runtime.process import end_task
 
 log = structlog.get_logger()
 

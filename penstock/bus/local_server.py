@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
-from penstock.parent import dying_with_parent
-from penstock.ports import require_free_port
-from penstock.security import NATS_TOKEN, Security, Tls, of_process
+from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.ports import require_free_port
+from penstock.runtime.security import NATS_TOKEN, Security, Tls, of_process
 
 _CONFIG = """\
 listen: "{host}:{port}"

@@ -15,9 +15,9 @@ from nats.js import api
 
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, describe, setting_up
-from penstock.codec import decode, encode
 from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
 from penstock.records import RecordedCall
+from penstock.records.codec import decode, encode
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import PenstockError
 from penstock.http.body import Bodies, GoneError
 from penstock.http.status import error_body, headers_of, status_of
-from penstock.security import REFUSAL, Security
+from penstock.runtime.security import REFUSAL, Security
 
 log = structlog.get_logger()
 

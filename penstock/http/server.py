@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from penstock.errors import SetupError
 from penstock.http.boundary import Boundary
-from penstock.security import Security, of_process
+from penstock.runtime.security import Security, of_process
 
 log = structlog.get_logger()
 

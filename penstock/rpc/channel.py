@@ -9,7 +9,7 @@ import grpc
 
 from penstock.rpc.status import error_of
 from penstock.rpc.token_channel import TokenChannel
-from penstock.security import Security, of_process
+from penstock.runtime.security import Security, of_process
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Largest gRPC message, for clients and servers: a long episode with many images fits."""

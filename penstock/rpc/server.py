@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from penstock.errors import PenstockError, SetupError
 from penstock.rpc.channel import MAX_MESSAGE_BYTES
 from penstock.rpc.status import code_of
-from penstock.security import REFUSAL, Security, of_process
+from penstock.runtime.security import REFUSAL, Security, of_process
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import structlog
 
-from penstock.security import REMOTE_TOKEN, Tls, of_process, read_secret
+from penstock.runtime.security import REMOTE_TOKEN, Tls, of_process, read_secret
 from services.reward.config import RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.bus.connection import Bus, connect
 from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
-from penstock.torch_free import torch_hidden
+from penstock.runtime.hide_torch import torch_hidden
 from penstock.v1 import router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.places import Places

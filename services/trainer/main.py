@@ -18,9 +18,9 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Consumer, open_consumer
 from penstock.bus.failures import setting_up
 from penstock.bus.replica_lease import read_replica
-from penstock.process import end_task, unless_stopped
+from penstock.model.tokens import forbidden_token_ids
 from penstock.rpc.server import RpcServer, service_name
-from penstock.tokens import forbidden_token_ids
+from penstock.runtime.process import end_task, unless_stopped
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from penstock.weights import nccl
 from services.recipe import Recipe

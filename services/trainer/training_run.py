@@ -16,8 +16,8 @@ import structlog
 from nats.js.kv import KeyValue
 
 from penstock.bus.connection import Bus
-from penstock.codec import encode
-from penstock.process import unless_stopped
+from penstock.records.codec import encode
+from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.collector import Collector, Finished

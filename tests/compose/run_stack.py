@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 import pytest
 
-from penstock.cli.replica_table import describe_pool, fetch_pool
 from penstock.clients import RouterClient
 from penstock.config import SecurityConfig
 from penstock.errors import AccessError, UnavailableError
-from penstock.security import Security
+from penstock.runtime.security import Security
+from services.cli.replica_table import describe_pool, fetch_pool
 from tests.certificates import make_certificates, security_of
 from tests.compose.stack import (
     PAIRS_FILE,

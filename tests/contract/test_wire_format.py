@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message as ProtoMessage
 
-from penstock.codec import decode, encode
 from penstock.records import (
     Group,
     ImagePart,
@@ -17,6 +16,7 @@ from penstock.records import (
     Verdict,
     VersionSpan,
 )
+from penstock.records.codec import decode, encode
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2, router_pb2
 
 PROMPT = Prompt(

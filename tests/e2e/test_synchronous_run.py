@@ -14,12 +14,12 @@ from PIL import Image
 
 from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
-from penstock.codec import decode
 from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
+from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
-from penstock.security import Security
-from penstock.tokens import forbidden_token_ids
+from penstock.records.codec import decode
+from penstock.runtime.security import Security
 from services.recipe import Recipe
 from services.trainer.data.geometry import GeometryDataset
 from services.trainer.policy.batch import GroupReader, ModelTokens

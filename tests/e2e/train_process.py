@@ -117,7 +117,7 @@ def started(tmp_path: Path, *arguments: str, environment: Mapping[str, str] | No
     runs, output = tmp_path / "runs", tmp_path / f"output-{mark[-6:]}.txt"
     with output.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "train", *arguments],
+            [sys.executable, "-m", "services.cli", "train", *arguments],
             cwd=ROOT,
             env={**os.environ, **(environment or {}), "PENSTOCK_TEST_MARK": mark},
             stdin=subprocess.DEVNULL,

@@ -9,11 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-from penstock import process
 from penstock.errors import PenstockError
-from penstock.launch.child import ProcessSpec, StopStage
-from penstock.launch.config import LaunchConfig
-from penstock.launch.supervisor import supervised
+from penstock.runtime import process
+from services.launch.child import ProcessSpec, StopStage
+from services.launch.config import LaunchConfig
+from services.launch.supervisor import supervised
 
 
 def main() -> int:

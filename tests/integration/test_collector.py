@@ -10,10 +10,10 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import open_consumer
-from penstock.codec import encode
 from penstock.errors import DataError
+from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group
-from penstock.tokens import forbidden_token_ids, image_token_id
+from penstock.records.codec import encode
 from services.trainer.flow.collector import Collector
 from services.trainer.flow.gate import Gate
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup

@@ -73,7 +73,7 @@ async def test_generation_ends_at_the_models_and_the_requests_stop_ids(
     engine: EngineProcess, tiny_model_path: Path
 ) -> None:
     """The stop token is the last id; without one, the length ends it."""
-    from penstock.tokens import end_token_ids
+    from penstock.model.tokens import end_token_ids
 
     answers = await asyncio.gather(
         *(engine.generation.Generate(request([5, 6, 7], max_new_tokens=200), timeout=60) for _ in range(24))

@@ -1,4 +1,4 @@
-"""`python3 -m penstock.health`, which containers ask: against a real server."""
+"""`python3 -m penstock.runtime.health`, which containers ask: against a real server."""
 
 import asyncio
 import os
@@ -7,15 +7,15 @@ import sys
 import pytest
 
 from penstock.config import SecurityConfig
-from penstock.ports import free_ports
 from penstock.rpc.server import RpcServer
-from penstock.security import Security
+from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from tests.certificates import security_of
 
 
 async def ask(address: str, *arguments: str, **environment: str) -> tuple[int | None, str]:
     """Exit code and output of the health check; where it says nothing else, the last line of its error."""
-    command = [sys.executable, "-m", "penstock.health", address, "--timeout-s", "20", *arguments]
+    command = [sys.executable, "-m", "penstock.runtime.health", address, "--timeout-s", "20", *arguments]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=os.environ | environment
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.child import Child, ProcessSpec, Reaper, State, StopStage
+from services.launch.child import Child, ProcessSpec, Reaper, State, StopStage
 
 FAKE_RUN = Path(__file__).with_name("fake_run.py")
 
@@ -46,7 +46,7 @@ time.sleep(600)
 DEAF = """
 import asyncio, os, sys
 from pathlib import Path
-from penstock.launch.child import Child, ProcessSpec, Reaper, StopStage
+from services.launch.child import Child, ProcessSpec, Reaper, StopStage
 
 async def main():
     command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)

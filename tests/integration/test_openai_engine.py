@@ -10,8 +10,8 @@ from openai import AsyncOpenAI
 from penstock.bus.connection import connect
 from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
+from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, Prompt, RecordedCall, Verdict
-from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.packing import pad

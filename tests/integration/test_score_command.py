@@ -288,7 +288,7 @@ def test_the_input_is_not_overwritten(score: Callable[..., Scored], tmp_path: Pa
 def test_missing_extra_names_the_remedy() -> None:
     """Where the service's packages are not installed, the private service says which extra brings them."""
     script = (
-        "import sys; sys.modules['grpc_reflection'] = None; from penstock.cli import main; sys.exit(main(['score']))"
+        "import sys; sys.modules['grpc_reflection'] = None; from services.cli import main; sys.exit(main(['score']))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2

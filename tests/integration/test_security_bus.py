@@ -17,8 +17,8 @@ from penstock.bus.consumer import Delivery, open_consumer, work
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import AccessError, ConfigError, SetupError
-from penstock.ports import free_ports
-from penstock.security import Security
+from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from tests.certificates import security_of
 from tests.strangers import TOKEN, WRONG
 from tests.waiting import until
@@ -73,7 +73,9 @@ async def test_a_token_that_looks_like_something_else_to_nats_is_taken_as_it_is(
 
 async def test_the_server_has_the_token_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `penstock train` and `penstock serve nats` start it; PENSTOCK_TOKEN alone closes NATS as well."""
-    monkeypatch.setattr("penstock.security._of_process", Security.load(SecurityConfig(), {"PENSTOCK_TOKEN": TOKEN}))
+    monkeypatch.setattr(
+        "penstock.runtime.security._of_process", Security.load(SecurityConfig(), {"PENSTOCK_TOKEN": TOKEN})
+    )
     async with local_server(tmp_path) as url:
         async with connect(BusConfig(url=url), run="r") as bus:
             await bus.ensure_streams()
@@ -162,7 +164,7 @@ async def test_a_server_that_is_left_open_says_so(
     (port,) = free_ports(1)
     options = (f"--bus.url=nats://{host}:{port}", f"--run.dir={tmp_path}", "--log.format=json")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", "serve", "nats", *options),
+        *(sys.executable, "-m", "services.cli", "serve", "nats", *options),
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | variables,
     )

@@ -13,7 +13,7 @@ from penstock.config import SecurityConfig
 from penstock.errors import ConfigError
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
-from penstock.security import Security
+from penstock.runtime.security import Security
 from tests.certificates import security_of
 from tests.strangers import TOKEN, WRONG, assert_http_is_closed
 

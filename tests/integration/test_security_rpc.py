@@ -13,7 +13,7 @@ from penstock.config import SecurityConfig
 from penstock.errors import AccessError, ConfigError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
-from penstock.security import Security
+from penstock.runtime.security import Security
 from penstock.v1 import router_pb2, router_pb2_grpc
 from tests.certificates import security_of
 from tests.strangers import TOKEN, WRONG, ask, assert_rpc_is_closed

@@ -22,7 +22,7 @@ from penstock.http.app import make_app
 from penstock.http.server import HttpServer
 from penstock.routed import RoutedGenerateClient
 from penstock.rpc.server import RpcServer
-from penstock.security import Security
+from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc
 from services.reward.config import RemoteConfig, RewardConfig
 from services.reward.item import Item
@@ -42,7 +42,7 @@ GENERATE = "/penstock.v1.GenerateService/Generate"
 
 def become(monkeypatch: pytest.MonkeyPatch, security: Security) -> None:
     """From now on this process has `security`, for all that is not told otherwise."""
-    monkeypatch.setattr("penstock.security._of_process", security)
+    monkeypatch.setattr("penstock.runtime.security._of_process", security)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_reward(certificates: SecurityConfig) -> None:
 
 async def test_processes_that_judge_have_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold what strangers wrote; the service that starts them has the token in its environment."""
-    monkeypatch.setattr("penstock.security._of_process", None)
+    monkeypatch.setattr("penstock.runtime.security._of_process", None)
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     before = set(psutil.Process().children())
     async with running(RewardConfig(workers=1)) as service, RewardClient(service.rpc.address) as client:
@@ -109,7 +109,7 @@ async def test_processes_that_judge_cannot_read_the_secret_of_their_server(tmp_p
     settings = (f"--reward.verifiers.curious={tmp_path}/curious.py:verify", "--reward.workers=1", "--log.format=json")
     environment = os.environ | {"PENSTOCK_TOKEN": TOKEN}
     server = await asyncio.create_subprocess_exec(
-        *(*UNPRIVILEGED, sys.executable, "-m", "penstock", "serve", "reward", *settings),
+        *(*UNPRIVILEGED, sys.executable, "-m", "services.cli", "serve", "reward", *settings),
         stderr=asyncio.subprocess.PIPE,
         env=environment,
     )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penstock.errors import InvalidRequestError
-from penstock.images import decode_image
+from penstock.model.images import decode_image
+from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, Sample, Verdict, VersionSpan
-from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.packing import pad, plan_micro_batches

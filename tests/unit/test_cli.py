@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.clients import RewardClient
-from penstock.ports import free_ports
+from penstock.runtime.ports import free_ports
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -179,7 +179,7 @@ def test_recipe_that_is_no_toml(tmp_path: Path) -> None:
 def test_settings_are_checked_before_anything_heavy_is_imported(recipe: Path) -> None:
     """Parsing the recipe of a trainer imports neither torch nor transformers nor sglang."""
     script = (
-        "import sys; from penstock.cli import main; "
+        "import sys; from services.cli import main; "
         f"main(['serve', 'trainer', '--config', {str(recipe)!r}, '--no.such=1']); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sglang', 'grpc')))"
     )
@@ -189,7 +189,7 @@ def test_settings_are_checked_before_anything_heavy_is_imported(recipe: Path) ->
 def test_missing_extra_names_the_remedy(recipe: Path) -> None:
     """A service whose packages are not installed says which extra brings them."""
     script = (
-        "import sys; sys.modules['grpc'] = None; from penstock.cli import main; "
+        "import sys; sys.modules['grpc'] = None; from services.cli import main; "
         f"sys.exit(main(['serve', 'reward', '--config', {str(recipe)!r}]))"
     )
     command = [sys.executable, "-c", script]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import DTYPES, decode, encode
 from penstock.errors import CorruptMessageError
 from penstock.records import Group, ImagePart, Message, Prompt, Sample, TextPart, Verdict, VersionSpan
+from penstock.records.codec import DTYPES, decode, encode
 
 
 class Box(msgspec.Struct):

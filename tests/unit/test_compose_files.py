@@ -23,7 +23,7 @@ import yaml
 
 from penstock import config as configuration
 from penstock.http.server import HttpServer
-from penstock.ports import free_ports
+from penstock.runtime.ports import free_ports
 from services.recipe import Recipe, ServiceRecipe
 from tests.compose import stack
 

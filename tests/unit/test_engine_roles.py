@@ -12,9 +12,9 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError, InvalidRequestError, NotReadyError, SetupError
-from penstock.launch.launcher import process_specs
-from penstock.launch.run_folder import RunFolder
 from penstock.v1 import common_pb2, generate_pb2
+from services.launch.launcher import process_specs
+from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from services.rollout.engine import disaggregation, verbs
 from services.rollout.engine.barrier import Barrier

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.config import SamplingConfig
 from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, UnavailableError
+from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, Message, Prompt, TextPart, Verdict, VersionSpan
-from penstock.render import Renderer
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Observation, StepResult

@@ -10,12 +10,12 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import SetupError
-from penstock.launch.child import StopStage
-from penstock.launch.launcher import child_environment, process_specs, with_addresses
-from penstock.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
-from penstock.launch.reaper import groups_left
-from penstock.launch.run_folder import RunFolder
-from penstock.ports import free_ports
+from penstock.runtime.ports import free_ports
+from services.launch.child import StopStage
+from services.launch.launcher import child_environment, process_specs, with_addresses
+from services.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
+from services.launch.reaper import groups_left
+from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.detokenize import TextStream, TokenTexts
 from penstock.errors import ConfigError
-from penstock.render import Renderer
+from penstock.model.chat_template import Renderer
+from penstock.model.detokenize import TextStream, TokenTexts
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.openai.choice import Choice
 from services.router.openai.stop import StopFinder

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, UserError
-from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
+from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.algorithm.advantage import group_advantages
 from services.trainer.config import LossConfig, OptimizerConfig, TrainerConfig
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup

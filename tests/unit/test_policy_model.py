@@ -8,8 +8,8 @@ import torch
 
 import services.trainer.policy.policy_model as policy_model
 from penstock.errors import ConfigError
+from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group
-from penstock.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainSequence
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.packing import MicroBatch, pad

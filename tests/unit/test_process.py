@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
-from penstock.process import EXIT_FAILURE, EXIT_USER_ERROR, run
+from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, run
 
 
 def ending(*errors: Exception) -> int:
@@ -53,7 +53,8 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 _PROGRAM = """
 import sys
-from penstock import log, process
+from penstock.telemetry import log
+from penstock.runtime import process
 from penstock.config import LogConfig
 
 async def main(stop):

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from penstock.errors import InvalidRequestError
-from penstock.images import decode_image
+from penstock.model.images import decode_image
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.engine.prompt import ImageGrid, PromptChecker
 

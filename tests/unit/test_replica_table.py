@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from penstock.cli import replica_table
 from penstock.v1 import common_pb2, router_pb2
+from services.cli import replica_table
 from services.router.policy import Obstacle
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.score_lines import Line, LineReader
+from services.cli.score_lines import Line, LineReader
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from penstock import config as configuration
-from penstock import security
 from penstock.config import SecurityConfig
 from penstock.errors import ConfigError
-from penstock.security import Security, read_secret
+from penstock.runtime import security
+from penstock.runtime.security import Security, read_secret
 from services.recipe import ServiceRecipe
 
 TOKEN = "b2f5ff47436671b6e533d8dc3614845d"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.tokens import end_token_ids, forbidden_token_ids, image_token_id, vocab_size
+from penstock.model.tokens import end_token_ids, forbidden_token_ids, image_token_id, vocab_size
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.settings import context_length, num_parameters, server_args
 

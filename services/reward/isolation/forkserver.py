@@ -17,7 +17,7 @@ import sys
 
 import msgspec
 
-from penstock.parent import die_with
+from penstock.runtime.parent_death import die_with
 from services.reward.grading.perform import perform, prepare
 from services.reward.isolation import sandbox
 from services.reward.isolation.forkserver_protocol import (

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from penstock import security
+from penstock.runtime import security
 from services.reward.isolation.forkserver_protocol import (
     COMMAND,
     MAX_REPLY_BYTES,

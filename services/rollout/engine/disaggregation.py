@@ -12,7 +12,7 @@ import urllib.request
 from typing import Any
 
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
-from penstock.ports import free_ports
+from penstock.runtime.ports import free_ports
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.engine import verbs
 from services.rollout.engine.config import RolloutConfig

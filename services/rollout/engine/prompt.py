@@ -10,10 +10,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from penstock import tokens
 from penstock.errors import InvalidRequestError
-from penstock.images import decode_image
-from penstock.model_folder import read_json
+from penstock.model import tokens
+from penstock.model.folder import read_json
+from penstock.model.images import decode_image
 from penstock.v1 import generate_pb2
 from services.rollout.engine.disaggregation import check_bootstrap
 

@@ -19,8 +19,8 @@ from penstock.bus.leases import Lease, held
 from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, ModelConfig, RunConfig
 from penstock.errors import UnavailableError
-from penstock.ports import require_free_port
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.ports import require_free_port
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.drain import Drain

@@ -10,9 +10,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from penstock import tokens
 from penstock.errors import ConfigError
-from penstock.model_folder import read_json
+from penstock.model import tokens
+from penstock.model.folder import read_json
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig

@@ -21,7 +21,7 @@ import structlog
 from fastapi import HTTPException
 
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
-from penstock.tokens import forbidden_token_ids
+from penstock.model.tokens import forbidden_token_ids
 from penstock.v1 import generate_pb2
 from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.barrier import Barrier

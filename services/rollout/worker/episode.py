@@ -16,8 +16,8 @@ import structlog
 
 from penstock.config import SamplingConfig
 from penstock.errors import DeadlineError, PenstockError
+from penstock.model.chat_template import Renderer
 from penstock.records import Prompt, Sample, Verdict
-from penstock.render import Renderer
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Environment, Observation

@@ -18,13 +18,13 @@ import structlog
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Delivery, open_consumer, work
 from penstock.clients import GenerateClient, RewardClient
-from penstock.codec import decode, encode
 from penstock.errors import ConfigError, CorruptMessageError
+from penstock.model.chat_template import Renderer
+from penstock.model.tokens import context_length, forbidden_token_ids
 from penstock.records import Group, Prompt
-from penstock.render import Renderer
+from penstock.records.codec import decode, encode
 from penstock.rpc.server import RpcServer
-from penstock.tokens import context_length, forbidden_token_ids
-from penstock.torch_free import torch_hidden
+from penstock.runtime.hide_torch import torch_hidden
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
 from services.rollout.worker.group import GroupPlayer

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.detokenize import TokenTexts
+from penstock.model.detokenize import TokenTexts
 from penstock.records import VersionSpan
 from services.router.openai.asked import Asked
 from services.router.openai.choice import Choice, Piece, Token

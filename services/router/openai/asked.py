@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.config import SamplingConfig
+from penstock.model.chat_template import CallingMessage, Renderer, ToolCall
 from penstock.records import ImagePart, Message, TextPart
-from penstock.render import CallingMessage, Renderer, ToolCall
 from penstock.v1 import generate_pb2
 from services.router.config import OpenAIConfig
 from services.router.openai.errors import ParameterError

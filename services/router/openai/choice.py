@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from penstock.detokenize import TextStream, TokenTexts
+from penstock.model.detokenize import TextStream, TokenTexts
 from penstock.records import VersionSpan
 from penstock.v1 import generate_pb2
 from services.router.openai.stop import StopFinder

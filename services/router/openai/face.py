@@ -12,7 +12,7 @@ from starlette.responses import Response
 from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError
-from penstock.render import Renderer
+from penstock.model.chat_template import Renderer
 from services.router.config import OpenAIConfig
 from services.router.openai.answers import ChatForm, CompletionForm, Form
 from services.router.openai.asked import Asked, Reader, name_session

@@ -10,7 +10,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.http.server import HttpServer
-from penstock.render import Renderer
+from penstock.model.chat_template import Renderer
 from services.router.config import RouterConfig
 from services.router.openai.app import make_openai_app
 from services.router.openai.face import OpenAIFace

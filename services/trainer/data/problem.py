@@ -5,7 +5,7 @@ Invariant: the images that a row's messages refer to are exactly the images besi
 
 from dataclasses import dataclass
 
-from penstock.images import decode_image
+from penstock.model.images import decode_image
 from penstock.records import ImagePart, Message, TextPart
 
 IMAGE_MARK = "<image>"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.bus.consumer import Consumer, Delivery
-from penstock.codec import decode
 from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
 from penstock.records import Group, Prompt, parse_message_id
+from penstock.records.codec import decode
 from services.trainer.flow.gate import Gate
 from services.trainer.policy.batch import GroupReader, TrainGroup
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.bus.connection import Bus
-from penstock.codec import encode
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Prompt
+from penstock.records.codec import encode
 from services.trainer.data.rows import Dataset
 from services.trainer.flow.collector import Collector
 from services.trainer.flow.gate import Admission, Gate

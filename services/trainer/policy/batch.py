@@ -65,7 +65,7 @@ class ModelTokens:
     image_id: int | None
     """The image placeholder; None for a model of text only."""
     forbidden_ids: frozenset[int]
-    """Ids that the policy can never sample (penstock.tokens)."""
+    """Ids that the policy can never sample (penstock.model.tokens)."""
 
 
 class GroupReader:
@@ -126,7 +126,7 @@ class GroupReader:
         if forbidden := self._tokens.forbidden_ids.intersection(ids_T[own_T].tolist()):
             raise InvalidRequestError(
                 f"the policy sampled the forbidden token ids {sorted(forbidden)}; the engine must mask what "
-                "penstock.tokens lists for this model"
+                "penstock.model.tokens lists for this model"
             )
         is_image_T = ids_T == self._tokens.image_id if self._tokens.image_id is not None else np.zeros_like(own_T)
         if is_image_T[0]:

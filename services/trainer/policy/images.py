@@ -2,8 +2,8 @@
 
 Legend: P = patches of an image, D = values of a patch (channels * temporal patch * patch height * patch width).
 
-Both decode with `penstock.images` and then call the model's own image processor: any other decoding would show as a
-difference of logprobs and nothing else.
+Both decode with `penstock.model.images` and then call the model's own image processor: any other decoding would show as
+a difference of logprobs and nothing else.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, InvalidRequestError
-from penstock.images import decode_image
+from penstock.model.images import decode_image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -112,7 +112,7 @@ def load_policy(
     Args:
         path: Folder of the checkpoint.
         temperature: Of the sampling that is trained.
-        forbidden_ids: From penstock.tokens.
+        forbidden_ids: From penstock.model.tokens.
         gradient_checkpointing: Recompute activations in the backward pass.
 
     Raises:

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
-from penstock.render import Renderer
+from penstock.model.chat_template import Renderer
 from tests.openai_stage import MODEL_PATH, Stage
 from tests.router_process import router_process
 from tests.simulated_speaker import SimulatedSpeaker

@@ -14,7 +14,7 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.config import SamplingConfig
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError
-from penstock.render import Renderer
+from penstock.model.chat_template import Renderer
 from penstock.v1 import common_pb2
 from services.recipe import ServiceRecipe
 from services.router.config import OpenAIConfig, RouterConfig

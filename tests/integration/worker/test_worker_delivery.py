@@ -7,8 +7,8 @@ from pathlib import Path
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import open_consumer
 from penstock.clients import GenerateClient, RewardClient
+from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
-from penstock.render import Renderer
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.codec import decode
 from penstock.errors import InvalidRequestError, UnavailableError
 from penstock.records import Prompt
+from penstock.records.codec import decode
 from services.recipe import Recipe
 from tests.speaking_engine import (
     SpeakingEngine,

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from penstock.health import health_of
-from penstock.ports import free_ports
+from penstock.runtime.health import health_of
+from penstock.runtime.ports import free_ports
 from services.recipe import Recipe
 from tests.speaking_engine import SpeakingEngine, working
 

@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.launch.child import Child, State
-from penstock.launch.metrics import StepRow, describe_step, sparkline
+from services.launch.child import Child, State
+from services.launch.metrics import StepRow, describe_step, sparkline
 
 _COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}
 _SPARKLINE_WIDTH = 60

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.detokenize import TokenTexts
 from penstock.errors import ConfigError, InvalidRequestError
+from penstock.model.detokenize import TokenTexts
+from penstock.model.tokens import image_token_id
 from penstock.records import Message, Record, TextPart
-from penstock.tokens import image_token_id
 
 # Text that spells a special token is taken out before the template is filled in, and spelt out in ordinary tokens
 # afterwards. Private-use characters mark its place; where a text holds these themselves they are taken out likewise.

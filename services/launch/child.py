@@ -13,8 +13,8 @@ from contextlib import suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
-from penstock.launch import reaper
-from penstock.parent import dying_with_parent
+from penstock.runtime.parent_death import dying_with_parent
+from services.launch import reaper
 
 _UP = re.compile(r"\b\w+\.(started|ready)\b|Server is ready")
 """What a service says when it has come up, for example server.started; and what nats-server says."""

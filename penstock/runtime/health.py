@@ -1,4 +1,4 @@
-"""Whether a server is ready for work, in an exit code: `python3 -m penstock.health HOST:PORT`.
+"""Whether a server is ready for work, in an exit code: `python3 -m penstock.runtime.health HOST:PORT`.
 
 Containers ask every few seconds, so this imports gRPC and nothing else of size. It asks grpc.health.v1, for which no
 server wants a token. It asks the address itself, whatever proxies the environment names.
@@ -41,7 +41,9 @@ def health_of(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what the server says and return 0 if that is SERVING, else 1."""
-    parser = argparse.ArgumentParser(prog="python3 -m penstock.health", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python3 -m penstock.runtime.health", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--timeout-s", type=float, default=8.0)
     parser.add_argument("--tls-ca", type=Path, help="the authority that the server is checked against; switches TLS on")

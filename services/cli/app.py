@@ -17,11 +17,12 @@ import typer
 from typer.exceptions import TyperException
 
 from penstock import config as configuration
-from penstock import log, process, security
-from penstock.cli import replicas
 from penstock.config import LogConfig
 from penstock.errors import ConfigError, PenstockError, SetupError, UserError
-from penstock.security import Security
+from penstock.runtime import process, security
+from penstock.runtime.security import Security
+from penstock.telemetry import log
+from services.cli import replicas
 from services.recipe import Recipe, ServiceRecipe
 from services.reward.config import RewardConfig
 
@@ -131,7 +132,7 @@ def score(
     "gold" is a string or a list of them. Optional: "golds", "prompt", "profile", "deadline_s". A bad line gets the
     status INVALID and the exit code 1. Any --reward.key=value overrides the recipe of the private service.
     """
-    from penstock.cli import score as scoring
+    from services.cli import score as scoring
 
     sources, overrides = _sort_arguments(source, context.args)
     if len(sources) > 1:
@@ -164,8 +165,8 @@ def train(
     ] = None,
 ) -> int:
     """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
-    from penstock.launch import launcher
-    from penstock.launch.run_folder import RunFolder
+    from services.launch import launcher
+    from services.launch.run_folder import RunFolder
 
     recipes, overrides = _sort_arguments(recipe, context.args)
     if resume is not None:

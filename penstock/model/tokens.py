@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.model_folder import read_json
+from penstock.model.folder import read_json
 
 _VISION_TOKENS = (
     "<|vision_start|>",

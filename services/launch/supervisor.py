@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import PenstockError, UserError
-from penstock.launch.child import Child, ProcessSpec, Reaper, State, StopStage
-from penstock.launch.config import LaunchConfig
-from penstock.process import EXIT_USER_ERROR
+from penstock.runtime.process import EXIT_USER_ERROR
+from services.launch.child import Child, ProcessSpec, Reaper, State, StopStage
+from services.launch.config import LaunchConfig
 
 _MAX_BACKOFF_S = 10.0
 _KILL_TIMEOUT_S = 5.0

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from penstock import config as configuration
-from penstock import security
 from penstock.errors import ConfigError
-from penstock.security import Security
+from penstock.runtime import security
+from penstock.runtime.security import Security
 from services.recipe import ServiceRecipe
 
 app = typer.Typer(help="List the replicas that the router sees, or drain one.", invoke_without_command=True)
@@ -32,7 +32,7 @@ def list_replicas(
             raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
         return 0
     router_address = _find_router(config, address)
-    from penstock.cli import replica_table  # gRPC: not before the arguments are known to be sound
+    from services.cli import replica_table  # gRPC: not before the arguments are known to be sound
 
     pool = replica_table.fetch_pool(router_address)
     if as_json:
@@ -53,7 +53,7 @@ def drain(
 ) -> int:
     """Let a replica take nothing new, and wait until nothing runs there any more."""
     router_address = _find_router(config, address)
-    from penstock.cli import replica_table
+    from services.cli import replica_table
 
     drained = replica_table.drain(router_address, replica_id, grace_s=grace_s)
     sys.stdout.write(

@@ -13,12 +13,12 @@ from typing import Any
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
-from penstock.launch.child import ProcessSpec, StopStage
-from penstock.launch.display import Display, open_display
-from penstock.launch.metrics import MetricsFollower, describe_run
-from penstock.launch.run_folder import RunFolder
-from penstock.launch.supervisor import Supervisor, supervised
-from penstock.ports import free_ports
+from penstock.runtime.ports import free_ports
+from services.launch.child import ProcessSpec, StopStage
+from services.launch.display import Display, open_display
+from services.launch.metrics import MetricsFollower, describe_run
+from services.launch.run_folder import RunFolder
+from services.launch.supervisor import Supervisor, supervised
 from services.recipe import Recipe
 
 _BUS_START_TIMEOUT_S = 10.0
@@ -85,7 +85,7 @@ def process_specs(live: Recipe, folder: RunFolder, *, own_bus: bool) -> list[Pro
             sys.executable,
             "-P",
             "-m",
-            "penstock",
+            "services.cli",
             "serve",
             service,
             "--config",

@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from penstock.cli.reward_caller import RewardCaller, Service, Verdicts
-from penstock.cli.score_lines import INVALID, Line, LineReader, status_of, write_invalid, write_verdict
 from penstock.errors import ConfigError, DataError
 from penstock.v1 import reward_pb2
+from services.cli.reward_caller import RewardCaller, Service, Verdicts
+from services.cli.score_lines import INVALID, Line, LineReader, status_of, write_invalid, write_verdict
 from services.reward.config import RewardConfig
 
 _WINDOW_LINES = 500

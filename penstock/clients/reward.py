@@ -1,0 +1,121 @@
+"""Client of the reward service."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from typing import Any, cast
+
+import grpc.aio
+
+from penstock.clients.base import Client
+from penstock.errors import PenstockError
+from penstock.rpc.channel import call
+from penstock.rpc.status import error_of
+from penstock.runtime.security import Security
+from penstock.v1 import reward_pb2, reward_pb2_grpc
+
+
+class RewardClient(Client):
+    """The reward service."""
+
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
+        """Prepare a channel to the reward service at `address` (host:port)."""
+        super().__init__(address, security=security)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def verify(
+        self, item: reward_pb2.VerifyItem, *, timeout_s: float, retry_until: float | None = None
+    ) -> reward_pb2.Verdict:
+        """Judge one response.
+
+        Args:
+            item: The response to judge.
+            timeout_s: Deadline of one attempt.
+            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
+
+        Raises:
+            InvalidRequestError: there is no such profile.
+            OverloadedError: the service's queue is full.
+            UnavailableError: nobody answers.
+        """
+        request = reward_pb2.VerifyRequest(item=item)
+
+        async def attempt(number: int, remaining_s: float) -> reward_pb2.VerifyResponse:
+            return await call(self._stub.Verify(request, timeout=remaining_s), peer=f"reward at {self.address}")
+
+        return (await self._retried(attempt, timeout_s=timeout_s, retry_until=retry_until)).verdict
+
+    async def verify_stream(
+        self, items: AsyncIterable[reward_pb2.VerifyItem], *, timeout_s: float | None = None
+    ) -> AsyncGenerator[reward_pb2.VerifyStreamResponse, None]:
+        """Judge items as they come; answers come as they are reached, in any order, each with its item's id.
+
+        An item that cannot be taken (its profile is unknown) is answered with an error and the stream goes on. `items`
+        is read only as fast as the service takes them. Leaving the iteration early cancels what still runs: use
+        `contextlib.aclosing` where that should not wait for the garbage collector.
+
+        Args:
+            items: The responses to judge, with different item ids.
+            timeout_s: Deadline of the whole stream; none if None.
+
+        Raises:
+            UnavailableError: nobody answers, or the service is stopping: items without an answer were not judged.
+            DeadlineError: the stream ran into its deadline.
+        """
+        calling: Any = cast(Any, self._stub.VerifyStream)(timeout=timeout_s)  # the stubs want an iterator of requests
+
+        async def send() -> None:
+            try:
+                async for item in items:
+                    await calling.write(reward_pb2.VerifyStreamRequest(item=item))
+                await calling.done_writing()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # the stream has ended, and whoever reads it hears why
+            except BaseException:
+                calling.cancel()
+                raise
+
+        sending = asyncio.create_task(send())
+        try:
+            while (response := await calling.read()) != grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+                yield response
+        except grpc.aio.AioRpcError as failure:
+            raise error_of(failure, peer=f"reward at {self.address}") from None
+        except asyncio.CancelledError:
+            if sending.done() and not sending.cancelled():
+                sending.result()  # raises what `items` raised
+            raise
+        finally:
+            calling.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def verify_batch(
+        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
+    ) -> list[reward_pb2.Verdict]:
+        """Judge `items`; verdicts come in their order.
+
+        Args:
+            items: The responses to judge.
+            timeout_s: Deadline of one attempt.
+            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
+
+        Raises:
+            InvalidRequestError: there is no such profile.
+            OverloadedError: the service's queue is full.
+            UnavailableError: nobody answers.
+            PenstockError: the verdicts are not those of the items.
+        """
+        request = reward_pb2.VerifyBatchRequest(items=items)
+
+        async def attempt(number: int, remaining_s: float) -> reward_pb2.VerifyBatchResponse:
+            return await call(self._stub.VerifyBatch(request, timeout=remaining_s), peer=f"reward at {self.address}")
+
+        verdicts = list((await self._retried(attempt, timeout_s=timeout_s, retry_until=retry_until)).verdicts)
+        if [verdict.item_id for verdict in verdicts] != [item.item_id for item in items]:
+            raise PenstockError(f"reward at {self.address} answered {len(items)} items with other verdicts than theirs")
+        return verdicts
+
+    async def list_profiles(self, *, timeout_s: float = 5.0) -> list[reward_pb2.Profile]:
+        """The profiles that the service has, by name."""
+        pending = self._stub.ListProfiles(reward_pb2.ListProfilesRequest(), timeout=timeout_s)
+        return list((await call(pending, peer=f"reward at {self.address}")).profiles)

@@ -1,0 +1,38 @@
+"""Client of RouterService: the replicas that a router sees, and draining one."""
+
+from penstock.clients.base import Client
+from penstock.rpc.channel import call
+from penstock.runtime.security import Security
+from penstock.v1 import router_pb2, router_pb2_grpc
+
+
+class RouterClient(Client):
+    """The router's own side: which replicas there are, places with them, and draining."""
+
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
+        """Prepare a channel to the router at `address` (host:port)."""
+        super().__init__(address, security=security)
+        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+
+    async def list_replicas(self, *, timeout_s: float = 5.0) -> router_pb2.ListReplicasResponse:
+        """The pool, and the versions that bound it."""
+        pending = self._stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=timeout_s)
+        return await call(pending, peer=f"router at {self.address}")
+
+    async def drain_replica(
+        self, replica_id: str, *, grace_s: float, timeout_s: float
+    ) -> router_pb2.RouterServiceDrainReplicaResponse:
+        """Let the replica take nothing new, and wait until nothing runs there any more.
+
+        Args:
+            replica_id: The replica.
+            grace_s: How long running requests may take to finish before others take them over.
+            timeout_s: Deadline of the call; more than `grace_s`.
+
+        Raises:
+            InvalidRequestError: no such replica holds a lease.
+            UnavailableError: the router or the replica does not answer.
+        """
+        request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=replica_id, grace_s=grace_s)
+        pending = self._stub.DrainReplica(request, timeout=timeout_s)
+        return await call(pending, peer=f"router at {self.address}")

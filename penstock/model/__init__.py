@@ -1,0 +1,1 @@
+"""One model family in one place: tokens, chat template, images, the model's folder."""
