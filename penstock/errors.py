@@ -7,7 +7,8 @@
     │   ├── SetupError             the surroundings are wrong: a port in use, a server out of reach
     │   └── AccessError            a server let this process not in: its token is missing or wrong
     ├── InvalidRequestError    this request or message can never succeed
-    ├── CorruptMessageError    bytes that are no record
+    │   └── CorruptMessageError    bytes that do not decode to the expected record
+    ├── PoisonError            it broke everyone who handled it; never try it again
     ├── NotReadyError          the state does not allow it (yet)
     ├── UnavailableError       nobody can do it now; try again
     ├── OverloadedError        a queue is full; try again later
@@ -48,6 +49,14 @@ class InvalidRequestError(PenstockError):
 
 class CorruptMessageError(InvalidRequestError):
     """Bytes that cannot be decoded to the record they should hold."""
+
+
+class PoisonError(PenstockError):
+    """A request or message that broke everyone who handled it: n replicas, or n workers.
+
+    Never retried: the next handler would break too. It ends its turn, sample or group, which is counted and buried with
+    this reason.
+    """
 
 
 class NotReadyError(PenstockError):

@@ -8,6 +8,7 @@ _CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.AccessError, grpc.StatusCode.UNAVAILABLE),  # another server's refusal: not the caller's to mend
     (errors.UserError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.PoisonError, grpc.StatusCode.ABORTED),
     (errors.NotReadyError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -19,6 +20,7 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequestError,
     grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequestError,
+    grpc.StatusCode.ABORTED: errors.PoisonError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.NotReadyError,
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
