@@ -5,7 +5,8 @@
     │   ├── ConfigError            a setting is wrong
     │   ├── DataError              a data file or a row of it is wrong
     │   ├── SetupError             the surroundings are wrong: a port in use, a server out of reach
-    │   └── AccessError            a server let this process not in: its token is missing or wrong
+    │   ├── AccessError            a server let this process not in: its token is missing or wrong
+    │   └── SupersededError        another process has taken over what this one held
     ├── InvalidRequestError    this request or message can never succeed
     │   └── CorruptMessageError    bytes that do not decode to the expected record
     ├── PoisonError            it broke everyone who handled it; never try it again
@@ -41,6 +42,10 @@ class SetupError(UserError):
 
 class AccessError(UserError):
     """A server did not let this process in: its token is missing or wrong. No repetition mends that."""
+
+
+class SupersededError(UserError):
+    """Another process has taken over what this one held; this one must end."""
 
 
 class InvalidRequestError(PenstockError):

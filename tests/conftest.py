@@ -99,7 +99,7 @@ async def _connected(config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
         await connection.ensure_streams()
         yield connection
         await connection.delete_run()
-        for name in ("replicas", "policy", "leases"):
+        for name in ("replicas", "policy", "leases", "locks"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
                 await connection.jetstream.delete_key_value(f"{run_name}_{name}")
 

@@ -140,8 +140,15 @@ class Bus:
         Raises:
             SetupError: the server has the bucket no more.
         """
-        presence = self.presence(f"the bucket of {key!r}", bucket.status)
-        await self._stored(key, lambda: bucket.put(key, value), presence)
+        await self.retried(f"write of {key}", lambda: bucket.put(key, value), bucket)
+
+    async def retried(self, what: str, attempt: Callable[[], Awaitable[StoredT]], bucket: KeyValue) -> StoredT:
+        """Try something with a bucket until the server answers; every attempt must bear that an earlier one was done.
+
+        Raises:
+            SetupError: the server no longer has the bucket.
+        """
+        return await self._stored(what, attempt, self.presence(f"the bucket for the {what}", bucket.status))
 
     async def _stored(self, what: str, attempt: Callable[[], Awaitable[StoredT]], presence: Presence) -> StoredT:
         """Try until the server has it; every attempt must be harmless when an earlier one was stored unheard."""

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import nats.errors
-import nats.js.errors
 import structlog
 from nats.js.kv import KeyValue
 
@@ -62,32 +61,6 @@ async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl
         await end_task(task)
         with suppress(*BUS_ERRORS):
             await bucket.delete(key)
-
-
-async def claim(bucket: KeyValue, key: str, value: bytes, *, ttl_s: float, what: str) -> None:
-    """Take a lease that only one may hold, waiting out one that was left behind by a killed holder.
-
-    Raises:
-        SetupError: somebody else holds it and renews it, or the server does not answer.
-    """
-    deadline = time.monotonic() + ttl_s + 2.0
-    while True:
-        try:
-            await bucket.create(key, value)
-        except nats.js.errors.KeyWrongLastSequenceError:
-            if time.monotonic() > deadline:
-                raise SetupError(f"{what} is running already; stop it, or choose another run.name") from None
-        except nats.js.errors.KeyNotFoundError:
-            log.debug("lease.ended_while_claimed", key=key)
-        except BUS_ERRORS as error:
-            if time.monotonic() > deadline:
-                raise SetupError(
-                    f"NATS did not answer when {what} was to be registered ({describe(error)}); "
-                    "see that the server at bus.url runs"
-                ) from None
-        else:
-            return
-        await asyncio.sleep(0.25)
 
 
 class _Seen(NamedTuple):

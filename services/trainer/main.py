@@ -17,6 +17,7 @@ from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Consumer, open_consumer
 from penstock.bus.failures import setting_up
+from penstock.bus.lock import locked
 from penstock.bus.replica_lease import read_replica
 from penstock.model.tokens import forbidden_token_ids
 from penstock.rpc.server import RpcServer, service_name
@@ -54,7 +55,7 @@ async def serve(recipe: Recipe, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))
         await bus.ensure_streams()
-        await _hold_trainer_lease(bus, stack)
+        await stack.enter_async_context(locked(bus, "trainer", ttl_s=recipe.bus.lease_ttl_s))
         store = CheckpointStore(folder / "checkpoints", keep=recipe.trainer.keep_checkpoints)
         checkpoint = await asyncio.to_thread(store.latest)
         progress = Progress(run_id=_run_id(recipe, checkpoint), num_steps=recipe.trainer.num_steps)
@@ -192,14 +193,6 @@ def _run_id(recipe: Recipe, checkpoint: Checkpoint | None) -> str:
     if checkpoint is not None:
         return str(checkpoint.state["run_id"])
     return f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-async def _hold_trainer_lease(bus: Bus, stack: AsyncExitStack) -> None:
-    """Two trainers on the same streams would take each other's groups."""
-    ttl_s = bus.config.lease_ttl_s
-    bucket = await bus.bucket("leases", ttl_s=ttl_s)
-    await leases.claim(bucket, "trainer", b"{}", ttl_s=ttl_s, what="a trainer of this run")
-    await stack.enter_async_context(leases.held(bucket, "trainer", lambda: b"{}", ttl_s=ttl_s))
 
 
 def _newest_held(replicas: leases.Watch) -> int:

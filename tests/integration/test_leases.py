@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.connection import Bus, connect
-from penstock.bus.leases import Watch, claim, held, watched
+from penstock.bus.leases import Watch, held, watched
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
 from penstock.errors import SetupError
@@ -22,13 +22,12 @@ TTL_S = 1.0
 _HOLD_A_LEASE = """
 import asyncio, sys
 from penstock.bus.connection import connect
-from penstock.bus.leases import claim, held
+from penstock.bus.leases import held
 from penstock.config import BusConfig
 
 async def main(url, run):
     async with connect(BusConfig(url=url, lease_ttl_s=1.0), run=run) as bus:
         bucket = await bus.bucket("leases", ttl_s=1.0)
-        await claim(bucket, "trainer", b"first", ttl_s=1.0, what="a trainer")
         async with held(bucket, "trainer", lambda: b"first", ttl_s=1.0):
             sys.stdout.write("holding\\n")
             sys.stdout.flush()
@@ -155,31 +154,6 @@ async def test_a_killed_holders_lease_ends_within_seconds(
             await until(watch, lambda values: "trainer" in values)
         assert await until(watch, lambda values: "trainer" not in values) <= TTL_S + 0.3
         assert len(watch.values) == others
-
-
-async def test_only_one_holds_a_claimed_lease_and_a_killed_ones_is_taken_over(
-    bus: Bus, bus_config: BusConfig, run_name: str
-) -> None:
-    """While the first lives the second is refused with the remedy; when it was killed the second waits and gets it."""
-    bucket = await bus.bucket("leases", ttl_s=TTL_S)
-    async with killed_at_the_end(bus_config.url, run_name):
-        with pytest.raises(SetupError, match=r"a trainer is running already; stop it, or choose another run\.name"):
-            await claim(bucket, "trainer", b"second", ttl_s=TTL_S, what="a trainer")
-    started = time.monotonic()
-    await claim(bucket, "trainer", b"second", ttl_s=TTL_S, what="a trainer")
-    assert time.monotonic() - started < TTL_S + 1.5
-    assert (await bucket.get("trainer")).value == b"second"
-
-
-async def test_a_lease_given_back_can_be_claimed_at_once(bus: Bus) -> None:
-    """An orderly end leaves nothing to wait for."""
-    bucket = await bus.bucket("leases", ttl_s=30.0)
-    for name in (b"first", b"second"):
-        started = time.monotonic()
-        await claim(bucket, "trainer", name, ttl_s=30.0, what="a trainer")
-        async with held(bucket, "trainer", lambda value=name: value, ttl_s=30.0):
-            pass
-        assert time.monotonic() - started < 2.0
 
 
 async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:

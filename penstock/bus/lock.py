@@ -1,0 +1,140 @@
+"""A lock in a bucket that at most one process of a run holds.
+
+The holder renews it with a compare-and-set. A claimant takes it over once it has watched it, by its own clock, go
+unrenewed for `ttl_s`: no other clock counts, and nothing expires on the server.
+
+Invariant: once somebody has taken the lock over, every `confirm` of the earlier holder raises. A holder that was only
+silent, because it or the server was away, goes on if nobody took the lock meanwhile. So confirm the lock before
+everything that two holders must not both do.
+"""
+
+import asyncio
+import os
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import structlog
+
+from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS
+from penstock.bus.register import Register, open_register
+from penstock.errors import SetupError, SupersededError
+from penstock.runtime.process import end_task
+
+log = structlog.get_logger()
+
+_BUCKET = "locks"
+_RELEASED = b""
+_POLL_S = 0.25
+_PATIENCE_S = 2.0
+"""A claimant waits this much longer than `ttl_s` for the holder to end."""
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class Lock:
+    """A lock that this process holds."""
+
+    def __init__(self, register: Register, name: str, holder: bytes) -> None:
+        """Use `locked`."""
+        self._register = register
+        self._name = name
+        self._holder = holder
+        self._renewing = asyncio.Lock()
+
+    async def confirm(self) -> None:
+        """Renew the lock, and return when the server has confirmed that this process holds it.
+
+        Waits while the server is away.
+
+        Raises:
+            SupersededError: another process has taken it over.
+            SetupError: the server no longer has the bucket.
+        """
+        async with self._renewing:
+            try:
+                await self._register.write(self._holder)
+            except SupersededError:
+                raise SupersededError(
+                    f"another process has taken over as {self._name} of this run, because this one was silent for "
+                    "too long; let that one go on, or stop it and start this one again"
+                ) from None
+
+    async def release(self) -> None:
+        """Let the next claimant have it at once; a lock that is lost already, or a server that is away, is no error."""
+        with suppress(SupersededError, SetupError, TimeoutError, *BUS_ERRORS):
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S), self._renewing:
+                await self._register.write(_RELEASED)
+
+
+@asynccontextmanager
+async def locked(bus: Bus, name: str, *, ttl_s: float) -> AsyncIterator[Lock]:
+    """Hold the run's lock `name` during the context; losing it cancels the context's body.
+
+    Args:
+        bus: The run's bus.
+        name: What its holder is, as the errors say it: "trainer".
+        ttl_s: A holder that does not renew for this long may be replaced. Renewed every third of it.
+
+    Raises:
+        SetupError: another process holds it and renews it.
+        SupersededError: another process took it over during the context.
+    """
+    lock = await claim(bus, name, ttl_s=ttl_s)
+    body, has_ended = asyncio.current_task(), False
+    assert body is not None
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(ttl_s / 3)
+            await lock.confirm()
+
+    def on_loss(keeper: asyncio.Task[None]) -> None:
+        if not has_ended and not keeper.cancelled():
+            body.cancel()
+
+    keeper = asyncio.create_task(keep())
+    keeper.add_done_callback(on_loss)
+    try:
+        yield lock
+    except asyncio.CancelledError:
+        if not keeper.done() or body.uncancel() > 0:
+            raise
+        keeper.result()
+    finally:
+        has_ended = True
+        await end_task(keeper)
+        await lock.release()
+
+
+async def claim(
+    bus: Bus, name: str, *, ttl_s: float, clock: Callable[[], float] = time.monotonic, poll_s: float = _POLL_S
+) -> Lock:
+    """Take the lock without renewing it afterwards; use `locked`, which does.
+
+    Raises:
+        SetupError: another process holds it and renews it.
+    """
+    register = await open_register(bus, await bus.bucket(_BUCKET), name)
+    holder = f"{socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex}".encode()
+    started = unchanged_since = clock()
+    while True:
+        if register.value == _RELEASED or clock() - unchanged_since >= ttl_s:
+            if register.value != _RELEASED:
+                log.warning("lock.taken_over", name=name, earlier_holder=register.value.decode(errors="replace"))
+            with suppress(SupersededError):  # another claimant was faster
+                await register.write(holder)
+                return Lock(register, name, holder)
+        elif clock() - started >= ttl_s + _PATIENCE_S:
+            raise SetupError(
+                f"a {name} of this run is running already ({register.value.decode(errors='replace')}); stop it, or "
+                "choose another run.name"
+            )
+        else:
+            await asyncio.sleep(poll_s)
+        seen = register.revision
+        await register.read()
+        if register.revision != seen:
+            unchanged_since = clock()

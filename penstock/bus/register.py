@@ -1,0 +1,86 @@
+"""A key of a bucket that is overwritten only by writers that know its newest value (compare-and-set).
+
+Invariant: of two processes that read the same value, at most one replaces it; the other gets a `SupersededError`.
+"""
+
+import nats.js.errors
+from nats.js.kv import KeyValue
+
+from penstock.bus.connection import Bus
+from penstock.errors import SupersededError
+
+
+class Register:
+    """A key as this process last read or wrote it."""
+
+    def __init__(self, bus: Bus, bucket: KeyValue, key: str) -> None:
+        """Use `open_register`."""
+        self._bus = bus
+        self._bucket = bucket
+        self._key = key
+        self._revision = 0
+        self._value = b""
+
+    @property
+    def value(self) -> bytes:
+        """The value last read or written; empty if the key has none."""
+        return self._value
+
+    @property
+    def revision(self) -> int:
+        """The revision of that value; 0 if the key has none."""
+        return self._revision
+
+    async def read(self) -> None:
+        """Read the newest value, waiting out a server that is away.
+
+        Raises:
+            SetupError: the server no longer has the bucket.
+        """
+        self._value, self._revision = await self._bus.retried(f"read of {self._key}", self._newest, self._bucket)
+
+    async def write(self, value: bytes) -> None:
+        """Replace the value that this process knows, waiting out a server that is away.
+
+        A write whose answer is lost is tried again, and then recognised by its value.
+
+        Args:
+            value: A value that no other process writes: name the writer in it.
+
+        Raises:
+            SupersededError: another process has written the key since.
+            SetupError: the server no longer has the bucket.
+        """
+
+        async def attempt() -> int:
+            try:
+                return await self._bucket.update(self._key, value, last=self._revision)
+            except nats.js.errors.KeyWrongLastSequenceError:
+                found, revision = await self._newest()
+            if found != value:
+                raise SupersededError(
+                    f"another process has written {self._key!r}, which this process held; see that the run has one "
+                    "trainer only"
+                )
+            return revision
+
+        self._revision = await self._bus.retried(f"write of {self._key}", attempt, self._bucket)
+        self._value = value
+
+    async def _newest(self) -> tuple[bytes, int]:
+        try:
+            entry = await self._bucket.get(self._key)
+        except nats.js.errors.KeyNotFoundError as error:
+            return b"", 0 if error.entry is None else error.entry.revision
+        return entry.value or b"", entry.revision or 0
+
+
+async def open_register(bus: Bus, bucket: KeyValue, key: str) -> Register:
+    """Read the key and return it; its bucket must have no time to live.
+
+    Raises:
+        SetupError: the server no longer has the bucket.
+    """
+    register = Register(bus, bucket, key)
+    await register.read()
+    return register

@@ -1,0 +1,155 @@
+"""The lock that one trainer of a run holds, and keys written by compare-and-set, on a real nats-server."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus, connect
+from penstock.bus.local_server import local_server
+from penstock.bus.lock import claim, locked
+from penstock.bus.register import open_register
+from penstock.config import BusConfig
+from penstock.errors import SetupError, SupersededError
+
+
+class Clock:
+    """Advances by a second at each look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.fixture
+async def other_bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
+    """A second process's connection to the same run."""
+    async with connect(bus_config, run=run_name) as connection:
+        yield connection
+
+
+async def test_a_frozen_holder_that_was_replaced_is_refused(bus: Bus, other_bus: Bus) -> None:
+    """A claimant takes over from a holder that does not renew, whose next confirm raises."""
+    frozen = await claim(bus, "trainer", ttl_s=3.0)
+    successor = await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+    with pytest.raises(SupersededError, match="another process has taken over as trainer"):
+        await frozen.confirm()
+    await successor.confirm()
+
+
+async def test_a_holder_that_was_silent_goes_on_if_nobody_replaced_it(bus: Bus, other_bus: Bus) -> None:
+    """Silence alone loses nothing: the compare-and-set proves that nobody else held the lock meanwhile."""
+    holder = await claim(bus, "trainer", ttl_s=0.0)
+    assert (await open_register(other_bus, await other_bus.bucket("locks"), "trainer")).value != b""
+    await holder.confirm()
+    await holder.confirm()
+
+
+async def test_a_holder_that_renews_is_not_replaced(bus: Bus, other_bus: Bus) -> None:
+    """A claimant sees the renewals, and says who holds the lock and what to do."""
+    holder = await claim(bus, "trainer", ttl_s=3.0)
+
+    async def renew() -> None:
+        while True:
+            await holder.confirm()
+
+    renewing = asyncio.create_task(renew())
+    with pytest.raises(SetupError, match=r"a trainer of this run is running already .*pid.*choose another run\.name"):
+        await claim(other_bus, "trainer", ttl_s=20.0, clock=Clock(), poll_s=0.05)
+    assert not renewing.done()
+    renewing.cancel()
+
+
+async def test_losing_the_lock_ends_the_holder(bus: Bus, other_bus: Bus) -> None:
+    """The context's body is cancelled, and the context raises; what the body was waiting for would never have come."""
+
+    async def hold_until_replaced() -> None:
+        async with locked(bus, "trainer", ttl_s=0.3):
+            await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+            await asyncio.Event().wait()
+
+    with pytest.raises(SupersededError):
+        await hold_until_replaced()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_an_error_of_the_body_comes_through_unchanged(bus: Bus) -> None:
+    """So does a cancellation from outside, which is not taken for a loss."""
+    with pytest.raises(ZeroDivisionError):
+        async with locked(bus, "trainer", ttl_s=3.0):
+            raise ZeroDivisionError
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), locked(bus, "trainer", ttl_s=3.0):
+            await asyncio.Event().wait()
+
+
+async def test_a_released_lock_is_free_at_once(bus: Bus, other_bus: Bus) -> None:
+    """An orderly end leaves nothing to wait for: the claimant's clock stands still."""
+    async with locked(bus, "trainer", ttl_s=30.0):
+        pass
+    await claim(other_bus, "trainer", ttl_s=30.0, clock=lambda: 0.0)
+
+
+async def test_of_two_that_claim_at_once_one_gets_the_lock(bus: Bus, other_bus: Bus) -> None:
+    """Also when both saw the same holder go silent."""
+    await claim(bus, "trainer", ttl_s=3.0)
+    claims = [claim(each, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0) for each in (bus, other_bus)]
+    locks = await asyncio.gather(*claims, return_exceptions=True)
+    confirmed = 0
+    for lock in locks:
+        with contextlib.suppress(SupersededError):
+            if not isinstance(lock, BaseException):
+                await lock.confirm()
+                confirmed += 1
+    assert confirmed == 1
+
+
+async def test_a_holder_waits_for_a_server_that_restarts(tmp_path: Path, run_name: str) -> None:
+    """The lock is on disk; the holder confirms it when the server is back."""
+    async with contextlib.AsyncExitStack() as first:
+        url = await first.enter_async_context(local_server(tmp_path))
+        async with connect(BusConfig(url=url), run=run_name) as bus, locked(bus, "trainer", ttl_s=0.5) as lock:
+            await first.aclose()
+            async with local_server(tmp_path, port=int(url.rsplit(":", 1)[1])):
+                await lock.confirm()
+
+
+async def test_of_two_writers_that_read_the_same_value_one_is_refused(bus: Bus, other_bus: Bus) -> None:
+    """So a version number that a process has claimed stands for nobody else's weights."""
+    bucket = await bus.bucket("policy")
+    mine, others = await open_register(bus, bucket, "reserved"), await open_register(other_bus, bucket, "reserved")
+    assert (mine.value, mine.revision) == (b"", 0)
+    await mine.write(b"7 by me")
+    with pytest.raises(SupersededError, match="'reserved'"):
+        await others.write(b"7 by another")
+    await mine.write(b"8 by me")
+    await others.read()
+    assert others.value == b"8 by me"
+    await others.write(b"9 by another")
+
+
+async def test_a_write_whose_answer_was_lost_counts(bus: Bus) -> None:
+    """The repetition finds its own value, and goes on from the revision that it has."""
+    bucket = await bus.bucket("policy")
+    register = await open_register(bus, bucket, "reserved")
+    await bucket.create("reserved", b"7 by me")  # what the server stored, unheard
+    await register.write(b"7 by me")
+    await register.write(b"8 by me")
+    assert (await bucket.get("reserved")).value == b"8 by me"
+
+
+async def test_a_deleted_key_can_be_written(bus: Bus) -> None:
+    """Its revision goes on."""
+    bucket = await bus.bucket("policy")
+    await bucket.put("reserved", b"1")
+    await bucket.delete("reserved")
+    register = await open_register(bus, bucket, "reserved")
+    assert register.value == b""
+    await register.write(b"2")
