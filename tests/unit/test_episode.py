@@ -18,7 +18,7 @@ from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Observation, StepResult
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
-from services.rollout.worker.trace import LENGTH, STOP
+from services.rollout.worker.trajectory import LENGTH, STOP
 
 PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"
 END = "<|im_end|>"
@@ -168,7 +168,7 @@ async def test_a_single_turn_carries_the_engines_tokens_untouched(renderer: Rend
     policy = ScriptedPolicy(renderer, [("\\boxed{3}" + END, 5)])
     deadline = soon()
     episode = await make_player(renderer, policy).play(make_prompt(), 1, deadline=deadline)
-    sample = episode.judged(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
+    sample = episode.to_sample(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
     [request] = policy.requests
     assert request.session_id == "run/3/1/a/1"
     assert request.request_id.startswith("run/3/1/a/1/0/")
@@ -189,7 +189,7 @@ async def test_the_second_turn_continues_the_first_token_for_token(renderer: Ren
     """Observation ids have mask 0 and no logprobs; the reward sees only what the policy said."""
     policy = ScriptedPolicy(renderer, [("\\boxed{2}" + END, 4), ("\\boxed{3}" + END, 5)])
     episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
-    sample = episode.judged(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
+    sample = episode.to_sample(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
     first, second = policy.requests
     said, said_next = policy.ids("\\boxed{2}" + END), policy.ids("\\boxed{3}" + END)
     head = [*first.input_ids, *said]
@@ -240,7 +240,7 @@ async def test_the_last_turn_allowed_ends_the_episode(renderer: Renderer) -> Non
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
     episode = await make_player(renderer, policy, max_turns=1).play(make_prompt("TwoTurns"), 0, deadline=soon())
     assert episode.finish_reason == "environment"
-    assert episode.trace.token_ids == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
+    assert episode.trajectory.token_ids == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
     assert episode.images == ()
 
 

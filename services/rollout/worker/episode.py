@@ -22,7 +22,7 @@ from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Environment, Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.trace import LENGTH, Trace
+from services.rollout.worker.trajectory import LENGTH, Trajectory
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ class Generator(Protocol):
 class Episode:
     """A sample that has been played and not yet judged."""
 
-    trace: Trace
+    trajectory: Trajectory
     images: tuple[bytes, ...]
     """Images that the environment added after the prompt's."""
     text: str
@@ -56,19 +56,19 @@ class Episode:
     """stop: the policy finished. length: its last turn was cut, or the context is full. environment: the environment
     cut it short, or the turns were used up."""
 
-    def judged(self, verdict: Verdict) -> Sample:
+    def to_sample(self, verdict: Verdict) -> Sample:
         """The finished sample."""
-        token_ids, loss_mask, logprobs = self.trace.arrays()
+        token_ids, loss_mask, logprobs = self.trajectory.arrays()
         return Sample(
             token_ids=token_ids,
             loss_mask=loss_mask,
             logprobs=logprobs,
-            version_spans=self.trace.version_spans,
+            version_spans=self.trajectory.version_spans,
             images=self.images,
-            num_turns=self.trace.num_turns,
-            num_prompt_tokens=self.trace.num_prompt_tokens,
-            num_cached_tokens=self.trace.num_cached_tokens,
-            num_last_turn_tokens=self.trace.num_last_turn_tokens,
+            num_turns=self.trajectory.num_turns,
+            num_prompt_tokens=self.trajectory.num_prompt_tokens,
+            num_cached_tokens=self.trajectory.num_cached_tokens,
+            num_last_turn_tokens=self.trajectory.num_last_turn_tokens,
             finish_reason=self.finish_reason,
             verdict=verdict,
             text=self.text,
@@ -117,55 +117,57 @@ class EpisodePlayer:
             PenstockError: the engine or the environment broke its contract, or nobody answers.
         """
         session_id = f"{prompt.message_id}/{sample}"
-        trace = Trace(min_version=prompt.admitted_version, forbidden_ids=self._forbidden_ids)
+        trajectory = Trajectory(min_version=prompt.admitted_version, forbidden_ids=self._forbidden_ids)
         async with _opened(self._environments.find(prompt.environment)()) as environment:
             async with _until(deadline, "the environment's reset"):
                 first = await environment.reset(prompt)
             images = _check_prompt_images(first, prompt)
-            trace.add_observation(self._renderer.render_prompt(first.messages, num_images=len(images)))
+            trajectory.add_observation(self._renderer.render_prompt(first.messages, num_images=len(images)))
             texts: list[str] = []
             while True:
-                response = await self._generate(session_id, prompt, trace, images, deadline)
-                trace.add_turn(response)
+                response = await self._generate(session_id, prompt, trajectory, images, deadline)
+                trajectory.add_turn(response)
                 texts.append(self._renderer.decode(response.output_ids))
-                ending = await self._go_on(environment, trace, images, texts[-1], deadline)
+                ending = await self._go_on(environment, trajectory, images, texts[-1], deadline)
                 if ending is not None:
                     added = tuple(images[len(prompt.images) :])
-                    return Episode(trace=trace, images=added, text="\n".join(texts), finish_reason=ending)
+                    return Episode(trajectory=trajectory, images=added, text="\n".join(texts), finish_reason=ending)
 
     async def _go_on(
-        self, environment: Environment, trace: Trace, images: list[bytes], text: str, deadline: float
+        self, environment: Environment, trajectory: Trajectory, images: list[bytes], text: str, deadline: float
     ) -> Ending | None:
         """Tell the environment what the policy said and append its answer; or return how the episode ended."""
-        if trace.last_finish == LENGTH:
+        if trajectory.last_finish == LENGTH:
             return "length"
         async with _until(deadline, "the environment's step"):
             result = await environment.step(text)
         observation = result.observation
         if observation is None:
             return "environment" if result.truncated else "stop"
-        if trace.num_turns >= self._config.max_turns:
+        if trajectory.num_turns >= self._config.max_turns:
             return "environment"
         ids = self._renderer.render_continuation(
-            trace.token_ids[-1], observation.messages, num_images=len(observation.images)
+            trajectory.token_ids[-1], observation.messages, num_images=len(observation.images)
         )
         # Images of the observation count as one token each here; the engine refuses what is too long all the same.
         limit = self._context_length
-        if limit is not None and trace.num_context_tokens + len(ids) + _MIN_ROOM_TOKENS > limit:
+        if limit is not None and trajectory.num_context_tokens + len(ids) + _MIN_ROOM_TOKENS > limit:
             return "length"
-        trace.add_observation(ids)
+        trajectory.add_observation(ids)
         images.extend(observation.images)
         return None
 
     async def _generate(
-        self, session_id: str, prompt: Prompt, trace: Trace, images: list[bytes], deadline: float
+        self, session_id: str, prompt: Prompt, trajectory: Trajectory, images: list[bytes], deadline: float
     ) -> generate_pb2.GenerateResponse:
         if time.monotonic() >= deadline:
-            raise DeadlineError(f"the episode took longer than worker.episode_timeout_s, at turn {trace.num_turns}")
+            raise DeadlineError(
+                f"the episode took longer than worker.episode_timeout_s, at turn {trajectory.num_turns}"
+            )
         request = generate_pb2.GenerateRequest(
-            request_id=f"{session_id}/{trace.num_turns}/{uuid.uuid4().hex[:8]}",
+            request_id=f"{session_id}/{trajectory.num_turns}/{uuid.uuid4().hex[:8]}",
             session_id=session_id,
-            input_ids=trace.token_ids,
+            input_ids=trajectory.token_ids,
             images=[common_pb2.Image(data=image) for image in images],
             sampling=self._sampling,
             min_policy_version=prompt.admitted_version,

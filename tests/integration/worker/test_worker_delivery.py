@@ -14,8 +14,8 @@ from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
-from services.rollout.worker.group import GroupPlayer
-from services.rollout.worker.main import Desk
+from services.rollout.worker.group_rollout import GroupRollout
+from services.rollout.worker.prompt_handler import PromptHandler
 from services.router import server as router_server
 from services.router.config import RouterConfig
 from tests.speaking_engine import (
@@ -76,7 +76,10 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
     recipe = make_recipe(engine.replica.address)
     await publish(bus, make_prompt(run_name))
     consumer = await open_consumer(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10_000)
-    async with GenerateClient(engine.replica.address) as generator, RewardClient(recipe.worker.reward_address) as judge:
+    async with (
+        GenerateClient(engine.replica.address) as generator,
+        RewardClient(recipe.worker.reward_address) as verifier,
+    ):
         episodes = EpisodePlayer(
             recipe.worker,
             recipe.sampling,
@@ -84,9 +87,9 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
             generator=generator,
             environments=EnvironmentRegistry(),
         )
-        player = GroupPlayer(recipe.worker, episodes=episodes, judge=judge, worker_id="died")
+        player = GroupRollout(recipe.worker, episodes=episodes, verifier=verifier, worker_id="died")
         [delivery] = await consumer.fetch(1)
-        await Desk(bus, player, worker_id="died").handle(delivery)
+        await PromptHandler(bus, player, worker_id="died").handle(delivery)
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 1)
     async with working(recipe):
         [group] = await until_done(bus, 1)

@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.records import VersionSpan
 from penstock.v1 import common_pb2, generate_pb2
-from services.rollout.worker.trace import STOP, Trace
+from services.rollout.worker.trajectory import STOP, Trajectory
 
 
 def response(**changes: Any) -> generate_pb2.GenerateResponse:
@@ -29,11 +29,11 @@ def response(**changes: Any) -> generate_pb2.GenerateResponse:
 
 def test_only_the_policys_own_tokens_carry_mask_logprobs_and_versions() -> None:
     """Prompt, turn, observation, turn: spans of the same version are joined across the observation."""
-    trace = Trace(min_version=4, forbidden_ids=())
-    trace.add_observation([1, 2])
-    trace.add_turn(response())
-    trace.add_observation([3])
-    trace.add_turn(
+    trajectory = Trajectory(min_version=4, forbidden_ids=())
+    trajectory.add_observation([1, 2])
+    trajectory.add_turn(response())
+    trajectory.add_observation([3])
+    trajectory.add_turn(
         response(
             output_ids=[20, 21],
             logprobs=[-2.0, -2.5],
@@ -41,17 +41,17 @@ def test_only_the_policys_own_tokens_carry_mask_logprobs_and_versions() -> None:
             usage=generate_pb2.Usage(num_prompt_tokens=13, num_cached_tokens=12, num_output_tokens=2),
         )
     )
-    token_ids, loss_mask, logprobs = trace.arrays()
+    token_ids, loss_mask, logprobs = trajectory.arrays()
     assert token_ids.tolist() == [1, 2, 10, 11, 12, 3, 20, 21]
     assert loss_mask.tolist() == [False, False, True, True, True, False, True, True]
     assert logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, -1.5, 0.0, -2.0, -2.5]
     assert [array.dtype for array in (token_ids, loss_mask, logprobs)] == [np.int32, np.bool_, np.float32]
-    assert trace.version_spans == (
+    assert trajectory.version_spans == (
         VersionSpan(num_tokens=2, policy_version=4),
         VersionSpan(num_tokens=3, policy_version=5),
     )
-    assert (trace.num_turns, trace.num_prompt_tokens, trace.num_cached_tokens) == (2, 13, 16)
-    assert (trace.num_last_turn_tokens, trace.num_context_tokens) == (2, 15)
+    assert (trajectory.num_turns, trajectory.num_prompt_tokens, trajectory.num_cached_tokens) == (2, 13, 16)
+    assert (trajectory.num_last_turn_tokens, trajectory.num_context_tokens) == (2, 15)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_only_the_policys_own_tokens_carry_mask_logprobs_and_versions() -> None:
 )
 def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], reason: str) -> None:
     """Nothing of it is kept, and the message names the replica and the fault."""
-    trace = Trace(min_version=4, forbidden_ids=(366, 367))
+    trajectory = Trajectory(min_version=4, forbidden_ids=(366, 367))
     with pytest.raises(PenstockError, match=f"replica engine-a .*{reason}"):
-        trace.add_turn(response(**changes))
-    assert trace.token_ids == []
-    assert trace.version_spans == ()
+        trajectory.add_turn(response(**changes))
+    assert trajectory.token_ids == []
+    assert trajectory.version_spans == ()

@@ -22,24 +22,24 @@ SCORED = frozenset({"OK", "NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"})
 """Statuses of a response that was judged."""
 
 
-class Judge(Protocol):
+class Verifier(Protocol):
     """What judges responses: `penstock.clients.RewardClient`."""
 
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Judge `items`; verdicts come in their order."""
+        """Verifier `items`; verdicts come in their order."""
         ...
 
 
-class GroupPlayer:
+class GroupRollout:
     """Plays whole groups."""
 
-    def __init__(self, config: WorkerConfig, *, episodes: EpisodePlayer, judge: Judge, worker_id: str) -> None:
-        """Play episodes with `episodes` and have them judged by `judge`."""
+    def __init__(self, config: WorkerConfig, *, episodes: EpisodePlayer, verifier: Verifier, worker_id: str) -> None:
+        """Play episodes with `episodes` and have them judged by `verifier`."""
         self._config = config
         self._episodes = episodes
-        self._judge = judge
+        self._verifier = verifier
         self._worker_id = worker_id
 
     async def play(self, prompt: Prompt) -> Group:
@@ -53,7 +53,7 @@ class GroupPlayer:
         deadline = started + self._config.episode_timeout_s
         episodes = await self._play_all(prompt, deadline)
         verdicts = await self._verify(prompt, episodes, deadline)
-        samples = tuple(episode.judged(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
+        samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
         log.info(
             "group.played",
             group=prompt.message_id,
@@ -86,7 +86,7 @@ class GroupPlayer:
             for number, episode in enumerate(episodes)
         ]
         timeout_s = self._config.verify_timeout_s
-        verdicts = await self._judge.verify_batch(items, timeout_s=timeout_s, retry_until=deadline)
+        verdicts = await self._verifier.verify_batch(items, timeout_s=timeout_s, retry_until=deadline)
         return [_to_record(verdict, prompt) for verdict in verdicts]
 
 
@@ -107,7 +107,7 @@ def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
     """The verdict as it travels to the trainer.
 
     Raises:
-        InvalidRequestError: the gold answer is wrong; no try will ever judge this group.
+        InvalidRequestError: the gold answer is wrong; no try will ever verifier this group.
         PenstockError: the verdict has no status that is known.
     """
     try:

@@ -12,8 +12,8 @@ from penstock.records import Message, Prompt, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Episode, EpisodePlayer
-from services.rollout.worker.group import GroupPlayer, summarize
-from services.rollout.worker.trace import STOP, Trace
+from services.rollout.worker.group_rollout import GroupRollout, summarize
+from services.rollout.worker.trajectory import STOP, Trajectory
 
 PROMPT = Prompt(
     run_id="run",
@@ -47,9 +47,9 @@ class ScriptedEpisodes:
                     raise
             case Exception() as error:
                 raise error
-        trace = Trace(min_version=0, forbidden_ids=())
-        trace.add_observation([1])
-        trace.add_turn(
+        trajectory = Trajectory(min_version=0, forbidden_ids=())
+        trajectory.add_observation([1])
+        trajectory.add_turn(
             generate_pb2.GenerateResponse(
                 output_ids=[2],
                 logprobs=[-1.0],
@@ -57,11 +57,11 @@ class ScriptedEpisodes:
                 finish_reason=STOP,
             )
         )
-        return Episode(trace=trace, images=(), text=f"said {sample}", finish_reason="stop")
+        return Episode(trajectory=trajectory, images=(), text=f"said {sample}", finish_reason="stop")
 
 
 @dataclasses.dataclass
-class ScriptedJudge:
+class ScriptedVerifier:
     """Gives the verdict that `verdict` makes of each item."""
 
     verdict: Callable[[reward_pb2.VerifyItem], reward_pb2.Verdict]
@@ -74,20 +74,20 @@ class ScriptedJudge:
         return [self.verdict(item) for item in items]
 
 
-def with_status(status: Any, score: float = 0.0) -> ScriptedJudge:
-    """A judge that always gives `status`."""
-    return ScriptedJudge(lambda item: reward_pb2.Verdict(item_id=item.item_id, score=score, status=status))
+def with_status(status: Any, score: float = 0.0) -> ScriptedVerifier:
+    """A verifier that always gives `status`."""
+    return ScriptedVerifier(lambda item: reward_pb2.Verdict(item_id=item.item_id, score=score, status=status))
 
 
-def make_player(judge: ScriptedJudge, episodes: ScriptedEpisodes | None = None) -> GroupPlayer:
+def make_player(verifier: ScriptedVerifier, episodes: ScriptedEpisodes | None = None) -> GroupRollout:
     """A player of scripted parts."""
     played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
-    return GroupPlayer(WorkerConfig(), episodes=played, judge=judge, worker_id="worker-a")
+    return GroupRollout(WorkerConfig(), episodes=played, verifier=verifier, worker_id="worker-a")
 
 
 async def test_every_sample_gets_its_own_verdict() -> None:
     """Samples and verdicts stay in the order of their numbers."""
-    judge = ScriptedJudge(
+    verifier = ScriptedVerifier(
         lambda item: reward_pb2.Verdict(
             item_id=item.item_id,
             score=float(item.response == "said 1"),
@@ -96,13 +96,13 @@ async def test_every_sample_gets_its_own_verdict() -> None:
             method=reward_pb2.VERDICT_METHOD_SYMBOLIC,
         )
     )
-    group = await make_player(judge).play(PROMPT)
+    group = await make_player(verifier).play(PROMPT)
     assert [sample.text for sample in group.samples] == ["said 0", "said 1", "said 2"]
     assert [sample.verdict.score for sample in group.samples] == [0.0, 1.0, 0.0]
     assert {sample.verdict.method for sample in group.samples} == {"SYMBOLIC"}
     assert (group.worker_id, group.error, group.oldest_version) == ("worker-a", "", 0)
-    assert [item.item_id for item in judge.items] == ["run/0/0/a/0", "run/0/0/a/1", "run/0/0/a/2"]
-    assert {(tuple(item.golds), item.profile) for item in judge.items} == {(("3", "3.0"), "geo3k")}
+    assert [item.item_id for item in verifier.items] == ["run/0/0/a/0", "run/0/0/a/1", "run/0/0/a/2"]
+    assert {(tuple(item.golds), item.profile) for item in verifier.items} == {(("3", "3.0"), "geo3k")}
 
 
 @pytest.mark.parametrize("status", ["NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"])
@@ -116,8 +116,8 @@ async def test_a_judged_response_keeps_its_status(status: str) -> None:
 @pytest.mark.parametrize("status", ["TIMEOUT", "OUT_OF_MEMORY"])
 async def test_an_unjudged_response_scores_zero_under_its_own_status_and_is_counted(status: str) -> None:
     """Whatever score such a verdict carries, it is no right answer; and it is no silent zero either."""
-    judge = with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"), score=1.0)
-    group = await make_player(judge).play(PROMPT)
+    verifier = with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"), score=1.0)
+    group = await make_player(verifier).play(PROMPT)
     assert [(sample.verdict.score, sample.verdict.status) for sample in group.samples] == [(0.0, status)] * 3
     summary = summarize(group.samples)
     assert summary["num_unjudged"] == 3
@@ -139,11 +139,11 @@ async def test_a_verdict_without_status_fails_the_group() -> None:
 async def test_one_failed_sample_cancels_the_others() -> None:
     """A group is whole or not at all, so nothing more is spent on it; nothing is judged."""
     episodes = ScriptedEpisodes({0: "wait", 1: UnavailableError("no replica"), 2: "wait"})
-    judge = with_status(reward_pb2.VERDICT_STATUS_OK)
+    verifier = with_status(reward_pb2.VERDICT_STATUS_OK)
     with pytest.raises(UnavailableError, match="no replica"):
-        await make_player(judge, episodes).play(PROMPT)
+        await make_player(verifier, episodes).play(PROMPT)
     assert episodes.num_cancelled == 2
-    assert judge.items == []
+    assert verifier.items == []
 
 
 async def test_the_error_that_no_other_try_can_mend_decides() -> None:

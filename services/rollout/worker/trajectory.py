@@ -18,7 +18,7 @@ FinishReasonValue: TypeAlias = generate_pb2.FinishReason.ValueType
 STOP, LENGTH = generate_pb2.FINISH_REASON_STOP, generate_pb2.FINISH_REASON_LENGTH
 
 
-class Trace:
+class Trajectory:
     """The tokens of one sample, so far."""
 
     def __init__(self, *, min_version: int, forbidden_ids: Collection[int]) -> None:
