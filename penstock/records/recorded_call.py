@@ -1,0 +1,72 @@
+"""Recorded calls: answers of the OpenAI-compatible API, kept so that they can be trained on.
+
+Shapes: P = tokens of the prompt with one placeholder id per image; S = tokens that the policy sampled.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from penstock.records.record import Record
+from penstock.records.sample import Sample, Verdict, VersionSpan
+
+
+class RecordedCall(Record, frozen=True):
+    """One answer that a client of the OpenAI-compatible face got, with all that training on it needs.
+
+    P = tokens of the prompt with one placeholder id per image.
+    """
+
+    session: str
+    """What its client calls the session; calls of one session are kept in their order."""
+    request_id: str
+    choice: int
+    """Place among the answers to one request, from 0."""
+    created: float
+    """When it was kept, in seconds since 1970."""
+    input_ids: np.ndarray
+    """int32[P]"""
+    images: tuple[bytes, ...]
+    output_ids: np.ndarray
+    """int32[S]: all that the policy sampled, the end token or the one that completed a stop string included."""
+    logprobs: np.ndarray
+    """float32[S]: ln of the probability with which each was drawn, tempered."""
+    version_spans: tuple[VersionSpan, ...]
+    """They add up to S."""
+    finish_reason: Literal["stop", "length"]
+    temperature: float
+    top_p: float
+    top_k: int
+    """0: all."""
+    num_prompt_tokens: int
+    """The prompt as the engine counted it, image placeholders expanded."""
+    num_cached_tokens: int
+    text: str
+    """What the client was told, without stop string and calls of tools."""
+
+    def __post_init__(self) -> None:
+        length = len(self.output_ids)
+        for name, dtype in (("input_ids", "<i4"), ("output_ids", "<i4"), ("logprobs", "<f4")):
+            array = getattr(self, name)
+            if array.dtype.str != dtype or array.shape != (len(array) if name == "input_ids" else length,):
+                raise ValueError(f"{name} must be {dtype}[{length}], not {array.dtype.str}{list(array.shape)}")
+        if sum(span.num_tokens for span in self.version_spans) != length or length == 0:
+            raise ValueError(f"{length} tokens were sampled, and version spans cover {self.version_spans}")
+
+    def sample(self, verdict: Verdict) -> Sample:
+        """The call as a sample to train on; all its images are the sample's own."""
+        num_prompt, num_own = len(self.input_ids), len(self.output_ids)
+        return Sample(
+            token_ids=np.concatenate([self.input_ids, self.output_ids]),
+            loss_mask=np.arange(num_prompt + num_own) >= num_prompt,
+            logprobs=np.concatenate([np.zeros(num_prompt, np.float32), self.logprobs]),
+            version_spans=self.version_spans,
+            images=self.images,
+            num_turns=1,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_last_turn_tokens=num_own,
+            finish_reason=self.finish_reason,
+            verdict=verdict,
+            text=self.text,
+        )
