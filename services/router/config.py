@@ -97,10 +97,6 @@ class RouterConfig(Config):
     calls, it waits until its deadline."""
     max_tries: int = pydantic.Field(default=3, ge=1)
     """A call that so many replicas in a row took and failed without a token is given up: it may be what breaks them."""
-    hedge_after_s: float | None = pydantic.Field(default=None, gt=0)
-    """A call of which nothing has come after so long, no token of a stream and not chunk_tokens of another, is given to
-    a second replica too, if one has a place and no call waits; who delivers first has it. Unset, as by default: never.
-    What is trained on should not be chosen by speed: of two answers, the shorter one tends to come first."""
     chunk_tokens: int = pydantic.Field(default=64, ge=1)
     """Unary calls are played as streams with chunks of so many tokens: what a replica that dies costs at most."""
     route_ttl_s: float = pydantic.Field(default=600.0, gt=0)

@@ -82,11 +82,6 @@ class Place:
         self.give_back()
 
     @property
-    def replica_ids(self) -> frozenset[str]:
-        """The replica's, and the prefill half's."""
-        return frozenset(each.member.candidate.replica_id for each in (self, self.prefill) if each is not None)
-
-    @property
     def max_tokens(self) -> int:
         """The most tokens of prompt and response together that fit; 0: nobody says."""
         own = self.member.candidate.replica.max_tokens

@@ -8,7 +8,6 @@ those that may use it, and wakes no other.
 
 import asyncio
 import bisect
-import dataclasses
 import itertools
 import secrets
 import time
@@ -80,21 +79,6 @@ class Places:
             )
         claim.order = claim.order or next(self._orders)
         return place or await self._wait(claim)
-
-    def find_spare(self, query: Query, *, beside: Place) -> Place | None:
-        """A place with another replica for a call that has one, if there is one and nobody waits.
-
-        Its session, or prefix, stays with the replica that it has; see `bind`.
-        """
-        if self._lines:
-            return None
-        excluded = query.excluded | beside.replica_ids
-        return self._choose(dataclasses.replace(query, session_id="", blocks=(), excluded=excluded), time.monotonic())
-
-    def bind(self, query: Query, place: Place) -> None:
-        """The call's session, or prefix, belongs to this place's replica from now on."""
-        reader = place.prefill or place
-        self.policy.record(query, reader.member.candidate.replica_id)
 
     def free(self, member: Member) -> None:
         """A place with this replica was given back."""

@@ -25,7 +25,6 @@ from penstock.rpc.server import deadline_s, service_name
 from penstock.v1 import generate_pb2
 from services.router.answer import Answer, is_last, read_query
 from services.router.config import RouterConfig
-from services.router.hedge import Race
 from services.router.line import Claim
 from services.router.place import Place
 from services.router.places import Places
@@ -93,42 +92,22 @@ class Player:
         claim = Claim(query=query, deadline=time.monotonic() + timeout_s)
         tries, num_tokens = Tries(self._config.max_tries), query.num_tokens
         while True:
-            race, num_before = Race(await self._places.take(claim)), answer.num_tokens
+            place, num_before = await self._places.take(claim), answer.num_tokens
             try:
-                async with contextlib.aclosing(self._run(race, answer, claim)) as chunks:
+                async with contextlib.aclosing(_play_leg(place, answer, claim.deadline)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
             except PenstockError as error:
-                if not self._fits_elsewhere(error, race.place, answer, query):
+                if not self._fits_elsewhere(error, place, answer, query):
                     tries.count(error, has_progressed=answer.num_tokens > num_before)
                 claim.last_error = error
-            why, replica_ids = str(claim.last_error), sorted(race.culprits)
-            log.warning("generate.retried", request=query.request_id, replicas=replica_ids, error=why)
-            query.excluded |= race.culprits
+            culprit = place.culprit.member.candidate.replica_id
+            log.warning("generate.retried", request=query.request_id, replica=culprit, error=str(claim.last_error))
+            query.excluded |= {culprit}
             if answer.num_tokens > num_before:
                 claim.waited_s = 0.0
                 query.num_tokens = max(query.num_tokens, num_tokens + answer.num_tokens)
-
-    async def _run(self, race: Race, answer: Answer, claim: Claim) -> AsyncGenerator[bytes, None]:
-        """One leg; at two places if the first is slow to begin and hedging is on."""
-        after_s, query, first = self._config.hedge_after_s, claim.query, race.place
-        if after_s is None:
-            legs = _play_leg(race, first, answer, claim.deadline)
-        else:
-            legs = race.run(
-                lambda place: _play_leg(race, place, answer, claim.deadline),
-                lambda: self._places.find_spare(query, beside=first),
-                after_s=after_s,
-            )
-        is_bound = False
-        async with contextlib.aclosing(legs) as chunks:
-            async for chunk in chunks:
-                if race.is_hedged and not is_bound:
-                    is_bound = True
-                    self._places.bind(query, race.place)
-                    log.info("generate.hedged", request=query.request_id, won=race.place is not first)
-                yield chunk
 
     def _fits_elsewhere(self, error: PenstockError, place: Place, answer: Answer, query: Query) -> bool:
         """Whether the call was refused by a replica that is too small for what others have begun; then it goes on with
@@ -139,9 +118,9 @@ class Player:
         return not self._places.is_too_long(query)
 
 
-async def _play_leg(race: Race, place: Place, answer: Answer, deadline: float) -> AsyncGenerator[bytes, None]:
-    """What the place's replica or pair delivers of the answer, while it wins the race; gives the place back. Unless the
-    answer is whole then, it fails, and `place.culprit` says who did."""
+async def _play_leg(place: Place, answer: Answer, deadline: float) -> AsyncGenerator[bytes, None]:
+    """What the place's replica or pair delivers of the answer. Unless the answer is whole then, it
+    fails, and `place.culprit` says who did."""
     with place:
         has_begun = False
         error: PenstockError
@@ -149,8 +128,6 @@ async def _play_leg(race: Race, place: Place, answer: Answer, deadline: float) -
             async with contextlib.aclosing(_chunks(place, answer.leg, deadline)) as chunks:
                 async for chunk in chunks:
                     place.answered()
-                    if not race.wins(place):
-                        return
                     has_begun = True
                     yield answer.take(chunk)
             error = UnavailableError(f"{place.member.name}: its stream ended before its last chunk")
