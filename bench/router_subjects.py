@@ -16,8 +16,8 @@ import psutil
 
 from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient, RouterClient
+from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import PenstockError
-from penstock.routed import RoutedGenerateClient
 from penstock.runtime.ports import free_ports
 from penstock.v1 import generate_pb2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from penstock.continuation import Continuation
+from penstock.clients.resumable import ResumableTurn
 from penstock.v1 import common_pb2, generate_pb2
 from tests.engine_process import EngineProcess, Push, engine_process
 from tests.engine_reference import Reference
@@ -68,7 +68,7 @@ class Pair:
         _, answer = await asyncio.gather(*(engine.generation.Generate(half, timeout=60) for engine in self.engines))
         return answer
 
-    async def play(self, continuation: Continuation) -> None:
+    async def play(self, continuation: ResumableTurn) -> None:
         """Play one leg of a turn; what was delivered is in `continuation`, whatever becomes of the rest."""
         half = await self.bootstrapped(continuation.remaining())
         prefilling = asyncio.ensure_future(self.prefill.generation.Generate(half, timeout=60))

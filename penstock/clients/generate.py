@@ -50,7 +50,7 @@ class GenerateClient(Client):
     ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
         """Play one turn and yield its tokens as they come; the last chunk has a finish reason.
 
-        Nothing is tried again: chunks that were yielded stay good, and `penstock.continuation` plays what is left.
+        Nothing is tried again: chunks that were yielded stay good, and `penstock.clients.resumable` plays what is left.
         Leaving the iteration early cancels the call: use `contextlib.aclosing` where that should not wait for the
         garbage collector.
 

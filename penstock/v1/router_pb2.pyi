@@ -206,7 +206,7 @@ class RouteRequest(_message.Message):
     """
     @_builtins.property
     def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt's first ids, as many as the client cares to send; they count only where router.policy = "prefix"."""
+        """The prompt's first ids, as many as the client cares to send; they count only where router.balancing = "prefix"."""
 
     @_builtins.property
     def excluded_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -71,7 +71,7 @@ class RouterServiceServicer:
     def Route(self, request, context):
         """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
         replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-        the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+        the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class RouterServiceStub:
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
     """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
     replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-    the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+    the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
     """
     ReleaseRoute: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]
     """ReleaseRoute gives the place back. One that has ended already is no error."""
@@ -57,7 +57,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
     """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
     replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-    the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+    the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
     """
     ReleaseRoute: _aio.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]  # type: ignore[assignment]
     """ReleaseRoute gives the place back. One that has ended already is no error."""
@@ -85,7 +85,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
         """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
         replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-        the answer is on its way leaves the place kept until its time is over; penstock.routed waits for the answer instead.
+        the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
         """
 
     @_abc_1.abstractmethod

@@ -7,7 +7,7 @@ import pydantic
 from penstock.config import Config
 
 
-class PolicyName(enum.StrEnum):
+class BalancingName(enum.StrEnum):
     """How a replica is chosen among those that could take a call."""
 
     AFFINITY = "affinity"
@@ -77,7 +77,7 @@ class RouterConfig(Config):
     """Port to listen on for HTTP as OpenAI's clients speak it; 0 takes a free one; by default there is none."""
     openai: OpenAIConfig = OpenAIConfig()
     """The OpenAI-compatible face."""
-    policy: PolicyName = PolicyName.AFFINITY
+    balancing: BalancingName = BalancingName.AFFINITY
     """affinity: a session's calls go to one replica, new sessions to the least loaded. prefix: to the replica that had
     the longest part of the prompt lately, unless it is overloaded. round_robin: in turn. consistent_hash: by the
     session's id, so that several routers agree without telling each other. Where prefill and decode are two replicas,

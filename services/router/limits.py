@@ -1,29 +1,29 @@
 """How many calls a replica is given at once. Pure: it is told what the replica reports, and nothing else.
 
 Additive increase, multiplicative decrease: several routers that each do this for themselves come to share a replica
-without telling each other. Invariant: 1 <= places <= max(1, max_running * factor).
+without telling each other. Invariant: 1 <= max_in_flight <= max(1, max_running * factor).
 """
 
 from services.router.config import LimitConfig
 
 
 class Limit:
-    """One replica's limit; `places` is read for every call, so it is a plain number."""
+    """One replica's limit; `max_in_flight` is read for every call, so it is a plain number."""
 
-    __slots__ = ("_config", "_max_running", "_value", "_was_refused", "_was_used", "places")
+    __slots__ = ("_config", "_max_running", "_value", "_was_refused", "_was_used", "max_in_flight")
 
     def __init__(self, config: LimitConfig, max_running: int) -> None:
-        """Start with as many places as the replica runs at once."""
+        """Start with as many max_in_flight as the replica runs at once."""
         self._config = config
         self._max_running = max(1, max_running)
         self._value = float(self._max_running)
         self._was_used = False
         self._was_refused = False
-        self.places = self._max_running
+        self.max_in_flight = self._max_running
 
     def use(self, num_in_flight: int) -> None:
         """So many calls are with the replica now; a limit that is never reached is no reason to raise it."""
-        if num_in_flight >= self.places:
+        if num_in_flight >= self.max_in_flight:
             self._was_used = True
 
     def refuse(self) -> None:
@@ -47,4 +47,4 @@ class Limit:
 
     def _set(self, value: float) -> None:
         self._value = max(1.0, min(value, self._config.factor * self._max_running))
-        self.places = int(self._value)
+        self.max_in_flight = int(self._value)

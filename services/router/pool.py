@@ -15,13 +15,13 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.bus.replica_lease import read_replica
-from penstock.pairs import Half
+from penstock.clients.pd_pair import PDPeer
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2
+from services.router.balancing import MISMATCHES, ReplicaStatus, pair_up, sizes
 from services.router.breaker import Breaker
 from services.router.config import RouterConfig
 from services.router.limits import Limit
-from services.router.policy import MISMATCHES, Candidate, pair_up, sizes
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ _LOOK_AGAIN_S = 0.2  # leases end, and breakers open, without an event
 class Member:
     """A replica with its channel."""
 
-    def __init__(self, candidate: Candidate, lease: bytes) -> None:
+    def __init__(self, candidate: ReplicaStatus, lease: bytes) -> None:
         """Prepare the channel; it connects when first used."""
         self.candidate = candidate
         self.lease = lease
@@ -44,7 +44,7 @@ class Member:
         self.channel = connect(candidate.replica.address)
         self._unary = self.channel.unary_unary(GENERATE, None, None)  # bytes to bytes
         self._stream = self.channel.unary_stream(GENERATE_STREAM, None, None)
-        self.half = Half(name=self.name, channel=self.channel)
+        self.half = PDPeer(name=self.name, channel=self.channel)
         """As a half of a pair."""
 
     def generate(self, request: bytes, *, timeout_s: float) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
@@ -61,7 +61,7 @@ class Pool:
 
     def __init__(self, config: RouterConfig, replicas: Watch, policy: Watch) -> None:
         """Use `open_pool`."""
-        self.candidates: dict[str, Candidate] = {}
+        self.candidates: dict[str, ReplicaStatus] = {}
         """The replicas that hold their lease, by id: one dict, kept up to date."""
         self.published_version = 0
         """The policy version published last; 0 when none was."""
@@ -119,7 +119,7 @@ class Pool:
 
     def _add(self, replica: common_pb2.Replica, lease: bytes) -> None:
         limit = Limit(self._config.limit, replica.max_running)
-        candidate = Candidate(replica, limit=limit, breaker=Breaker(self._config.breaker))
+        candidate = ReplicaStatus(replica, limit=limit, breaker=Breaker(self._config.breaker))
         self._members[replica.replica_id] = Member(candidate, lease)
         self.candidates[replica.replica_id] = candidate
         log.info("replica.joined", replica=replica.replica_id, address=replica.address)

@@ -1,4 +1,4 @@
-"""Places that clients keep for themselves, to talk to a replica without the router between.
+"""SlotPool that clients keep for themselves, to talk to a replica without the router between.
 
 Invariant: each ends exactly once, by being given back or by its time.
 """
@@ -8,10 +8,10 @@ import uuid
 
 import structlog
 
+from penstock.clients.stream_attempt import UnreachableError
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
-from penstock.legs import UnreachableError
 from penstock.v1 import router_pb2
-from services.router.place import Place
+from services.router.slot import Slot
 
 log = structlog.get_logger()
 
@@ -27,9 +27,9 @@ class Routes:
 
     def __init__(self) -> None:
         """None yet."""
-        self._places: dict[str, tuple[Place, asyncio.TimerHandle]] = {}
+        self._places: dict[str, tuple[Slot, asyncio.TimerHandle]] = {}
 
-    def open(self, place: Place, *, ttl_s: float) -> str:
+    def open(self, place: Slot, *, ttl_s: float) -> str:
         """Keep the place for `ttl_s`; returns its name."""
         route_id = uuid.uuid4().hex
         ending = asyncio.get_running_loop().call_later(ttl_s, self._expire, route_id)
@@ -75,7 +75,7 @@ class Routes:
         if place is not None:
             place.give_back()
 
-    def _end(self, route_id: str) -> Place | None:
+    def _end(self, route_id: str) -> Slot | None:
         """The place, which is no route's any more."""
         kept = self._places.pop(route_id, None)
         if kept is None:

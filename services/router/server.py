@@ -15,23 +15,23 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.v1 import router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
-from services.router.places import Places
+from services.router.forwarder import SERVICE_NAME, GenerateServicer, RequestForwarder
+from services.router.frontends.router_service import RouterServicer
 from services.router.pool import open_pool
-from services.router.proxy import SERVICE_NAME, GenerateServicer, Player
-from services.router.router_service import RouterServicer
 from services.router.routes import Routes
+from services.router.slot_pool import SlotPool
 
 if TYPE_CHECKING:
     from services.recipe import ServiceRecipe
-    from services.router.openai.server import Voice
+    from services.router.frontends.openai.server import ChatBackend
 
 
 @asynccontextmanager
-async def routing(config: RouterConfig, bus: Bus, *, voice: "Voice | None" = None) -> AsyncIterator[RpcServer]:
+async def routing(config: RouterConfig, bus: Bus, *, voice: "ChatBackend | None" = None) -> AsyncIterator[RpcServer]:
     """Run a router during the context, with the OpenAI-compatible face if it has a voice; it drains at the end."""
     async with open_pool(config, bus) as pool:
-        places, routes = Places(config, pool), Routes()
-        player = Player(config, places)
+        places, routes = SlotPool(config, pool), Routes()
+        player = RequestForwarder(config, places)
         server = RpcServer(host=config.host, port=config.port)
         server.add(GenerateServicer.register, GenerateServicer(config, player), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
@@ -41,9 +41,9 @@ async def routing(config: RouterConfig, bus: Bus, *, voice: "Voice | None" = Non
         try:
             async with AsyncExitStack() as faces:
                 if voice is not None:
-                    from services.router.openai.server import speaking
+                    from services.router.frontends.openai.server import serving
 
-                    await faces.enter_async_context(speaking(config, bus, player, voice))
+                    await faces.enter_async_context(serving(config, bus, player, voice))
                 yield server
         finally:
             await server.drain(config.grace_s)
@@ -68,16 +68,16 @@ async def serve(recipe: "ServiceRecipe", stop: asyncio.Event) -> None:
             await stop.wait()
 
 
-def _load_voice(recipe: "ServiceRecipe") -> "Voice":
+def _load_voice(recipe: "ServiceRecipe") -> "ChatBackend":
     if recipe.model is None:
         raise ConfigError(
             f"router.http_port = {recipe.router.http_port} needs the model's tokenizer; give --model.path=FOLDER"
         )
     try:
-        from services.router.openai.server import Voice
+        from services.router.frontends.openai.server import ChatBackend
 
         with torch_hidden():
-            return Voice.load(
+            return ChatBackend.load(
                 recipe.router, run=recipe.run.name, model_path=recipe.model.path, sampling=recipe.sampling
             )  # fmt: skip
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.clients import GenerateClient, RewardClient, RouterClient, TrainerClient
-from penstock.continuation import Continuation
+from penstock.clients.resumable import ResumableTurn
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer
 from penstock.v1 import (
@@ -169,7 +169,7 @@ async def streamed(client: GenerateClient, request: generate_pb2.GenerateRequest
     return [chunk async for chunk in client.stream(request, timeout_s=5.0)]
 
 
-async def play(client: GenerateClient, continuation: Continuation) -> None:
+async def play(client: GenerateClient, continuation: ResumableTurn) -> None:
     """One leg."""
     async for chunk in client.stream(continuation.remaining(), timeout_s=5.0):
         continuation.add(chunk)
@@ -182,7 +182,7 @@ async def test_a_stream_yields_tokens_as_they_come(engine: SimulatedEngine) -> N
     async with GenerateClient(engine.replica.address) as client:
         for chunk_tokens, sizes in ((0, [1, 1, 1]), (2, [2, 1]), (16, [3])):
             request.chunk_tokens = chunk_tokens
-            continuation = Continuation(request)
+            continuation = ResumableTurn(request)
             assert [len(chunk.output_ids) for chunk in await streamed(client, request)] == sizes
             await play(client, continuation)
             assert continuation.response() == await client.generate(request, timeout_s=5.0)
@@ -191,7 +191,7 @@ async def test_a_stream_yields_tokens_as_they_come(engine: SimulatedEngine) -> N
 async def test_a_stream_that_breaks_gives_its_tokens_and_then_the_reason(engine: SimulatedEngine, bus: Bus) -> None:
     """And another engine plays the rest: the response is that of an engine that did not break."""
     engine.fail_after = 2
-    continuation = Continuation(REQUEST)
+    continuation = ResumableTurn(REQUEST)
     async with GenerateClient(engine.replica.address) as client:
         with pytest.raises(UnavailableError, match=f"generate at {engine.replica.address}: told to fail after 2"):
             await play(client, continuation)

@@ -17,8 +17,8 @@ import torch
 
 from penstock.bus.connection import connect
 from penstock.bus.replica_lease import read_replica
+from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
-from penstock.continuation import Continuation
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from tests.engine_pairs import Pair, PairHost, missing_for_pairs, pair_host
 from tests.engine_process import EngineProcess, Push
@@ -95,7 +95,7 @@ async def test_a_pair_is_a_unified_engine(engine: EngineProcess, pair: Pair, kin
     for seed in range(3):
         made = turn(kind, max_new_tokens=40, temperature=0.0, seed=seed)
         unified = await engine.generation.Generate(made, timeout=60)
-        streamed = Continuation(made)
+        streamed = ResumableTurn(made)
         await pair.play(streamed)
         unary = await pair.generate(made)
         for answer in (unary, streamed.response()):
@@ -188,7 +188,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         each.sampling.max_new_tokens = 1
         await pair.generate(each)
         each.sampling.max_new_tokens = 400
-    turns = [Continuation(each) for each in made]
+    turns = [ResumableTurn(each) for each in made]
     playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 6, timeout_s=60.0)
     newer = older.perturbed(seed=11)
@@ -271,7 +271,7 @@ def kill(engine: EngineProcess) -> None:
 async def test_a_prefill_engine_that_dies_takes_nothing_along_that_decodes_already(pair: Pair) -> None:
     """Streams that run go on to their end; what it had not handed over fails at once or in seconds."""
     made = [turn(kind, max_new_tokens=200, seed=seed) for kind in PICTURES for seed in range(2)]
-    turns = [Continuation(each) for each in made]
+    turns = [ResumableTurn(each) for each in made]
     halves = [await pair.bootstrapped(each.remaining()) for each in turns]
     handed_over = await asyncio.gather(*(_begin(pair, half) for half in halves))
     late = await pair.bootstrapped(turn("text", max_new_tokens=8, seed=9))
@@ -298,7 +298,7 @@ async def _begin(pair: Pair, half: generate_pb2.GenerateRequest) -> Any:
 @pytest.mark.kills_engine
 async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_well(pair: Pair) -> None:
     """Drained, it hands over what it has; killed, the halves that wait for it fail in seconds."""
-    turns = [Continuation(turn("text", max_new_tokens=900, seed=seed)) for seed in range(8)]
+    turns = [ResumableTurn(turn("text", max_new_tokens=900, seed=seed)) for seed in range(8)]
     playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 4, timeout_s=60.0)
     await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)

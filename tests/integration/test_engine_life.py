@@ -15,8 +15,8 @@ from google.protobuf import json_format
 from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
 from penstock.clients import GenerateClient
+from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
-from penstock.continuation import Continuation
 from penstock.errors import UnavailableError
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from tests.engine_process import EngineProcess, engine_process, log_events
@@ -38,7 +38,7 @@ def _endless_request() -> generate_pb2.GenerateRequest:
     return generate_pb2.GenerateRequest(input_ids=[1, 2, 3], sampling=sampling, chunk_tokens=16)
 
 
-async def _play(client: GenerateClient, continuation: Continuation) -> None:
+async def _play(client: GenerateClient, continuation: ResumableTurn) -> None:
     async for chunk in client.stream(continuation.remaining(), timeout_s=60):
         continuation.add(chunk)
 
@@ -83,7 +83,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert (leased.replica_id, leased.address) == (replica.replica_id, replica.address)
         assert (leased.state, leased.role) == (common_pb2.REPLICA_STATE_READY, common_pb2.REPLICA_ROLE_UNIFIED)
         children = _children(engine.process.pid)
-        turns = [Continuation(_endless_request()) for _ in range(8)]
+        turns = [ResumableTurn(_endless_request()) for _ in range(8)]
         plays = [asyncio.create_task(_play(client, each)) for each in turns]
         await until(lambda: all(each.num_tokens > 0 for each in turns))
         calls = [asyncio.ensure_future(engine.generation.Generate(_request(20), timeout=60)) for _ in range(8)]
@@ -119,7 +119,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
     ):
         with pytest.raises(grpc.aio.AioRpcError, match=r"grace_s = -1.0 must be 0"):
             await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=-1.0), timeout=20)
-        turns = [Continuation(_endless_request()) for _ in range(4)]
+        turns = [ResumableTurn(_endless_request()) for _ in range(4)]
         plays = [asyncio.create_task(_play(client, each)) for each in turns]
         unary = asyncio.ensure_future(engine.generation.Generate(_endless_request(), timeout=60))
         await until(lambda: all(each.num_tokens > 0 for each in turns))
@@ -165,7 +165,7 @@ async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: st
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
         children = _children(engine.process.pid)
-        turn = Continuation(_endless_request())
+        turn = ResumableTurn(_endless_request())
         playing = asyncio.create_task(_play(client, turn))
         calls = [asyncio.ensure_future(engine.generation.Generate(_request(900), timeout=60)) for _ in range(16)]
         await until(lambda: turn.num_tokens > 0)

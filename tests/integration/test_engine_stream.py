@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.clients import GenerateClient
-from penstock.continuation import Continuation
+from penstock.clients.resumable import ResumableTurn
 from penstock.errors import DeadlineError, InvalidRequestError, UnavailableError
 from penstock.v1 import common_pb2, generate_pb2
 from tests.engine_process import EngineProcess, Push
@@ -66,7 +66,7 @@ async def unbroken_turn(
     raise AssertionError("this policy always stops at once")
 
 
-async def play(client: GenerateClient, continuation: Continuation, *, leave_after: int = 10**6) -> list[int]:
+async def play(client: GenerateClient, continuation: ResumableTurn, *, leave_after: int = 10**6) -> list[int]:
     """Play a leg, at most until `leave_after` tokens have come; the sizes of its chunks."""
     sizes: list[int] = []
     async with aclosing(client.stream(continuation.remaining(), timeout_s=120)) as chunks:
@@ -98,7 +98,7 @@ async def test_a_stream_holds_the_tokens_of_the_unary_answer(
     num_chunks = []
     for chunk_tokens in (0, 7):
         made.chunk_tokens = chunk_tokens
-        continuation = Continuation(made)
+        continuation = ResumableTurn(made)
         num_chunks.append(len(await play(client, continuation)))
         require_same(continuation.response(), unary)
         require_logprobs({version: current}, made, continuation.response())
@@ -121,7 +121,7 @@ async def test_usage_comes_with_the_first_chunk_and_the_last(client: GenerateCli
 async def test_a_turn_in_legs_is_the_unbroken_turn(client: GenerateClient, current: Reference, kind: str) -> None:
     """Left twice and gone on with the tokens so far: the ids of unbroken greedy generation, and its logprobs."""
     made, unbroken = await unbroken_turn(client, current, kind)
-    continuation = Continuation(made)
+    continuation = ResumableTurn(made)
     await play(client, continuation, leave_after=5)
     await play(client, continuation, leave_after=6)
     assert not continuation.is_finished
@@ -135,7 +135,7 @@ async def test_a_push_during_a_stream_shows_where_it_came(
     """Spans come with the tokens, chunk by chunk, and each token has its version's logprob; text and images."""
     old_version = (await engine.replica()).policy_version
     turns = [
-        Continuation(turn(current, kind, max_new_tokens=300, temperature=1.0, chunk_tokens=chunk_tokens))
+        ResumableTurn(turn(current, kind, max_new_tokens=300, temperature=1.0, chunk_tokens=chunk_tokens))
         for kind in PICTURES
         for chunk_tokens in (0, 5, 64)
         for _ in range(3)
@@ -175,7 +175,7 @@ async def test_a_cancelled_caller_aborts_in_the_engine(engine: EngineProcess, cl
     """Not only between chunks: one that waits for its first has nothing in hand to notice it by."""
     made = long_request()
     made.chunk_tokens = 900
-    plays = [asyncio.create_task(play(client, Continuation(made))) for _ in range(24)]
+    plays = [asyncio.create_task(play(client, ResumableTurn(made))) for _ in range(24)]
     await until_replica(engine, lambda replica: replica.num_running >= 12)
     for each in plays:
         each.cancel()
@@ -189,7 +189,7 @@ async def test_what_a_broken_push_interrupts_goes_on_where_it_was(
     """Streams deliver all they have, then UNAVAILABLE; with the tokens so far the next push's policy plays the rest."""
     version = (await engine.replica()).policy_version
     made = turn(current, "image", max_new_tokens=400, temperature=1.0, chunk_tokens=400)
-    turns = [Continuation(made) for _ in range(12)]
+    turns = [ResumableTurn(made) for _ in range(12)]
     plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
     await until_replica(engine, lambda replica: replica.num_running >= 6)
     push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.clients import RouterClient
+from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, UnavailableError
-from penstock.routed import RoutedGenerateClient
 from penstock.rpc.channel import connect as connect_channel
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
@@ -122,7 +122,7 @@ async def test_the_router_hears_what_became_of_a_place(bus: Bus) -> None:
     async with (
         SimulatedEngine(bus, replica_id="a-bad", error=UnavailableError("crashed")).running(),
         SimulatedEngine(bus, replica_id="b-good", delay_s=0.05).running() as good,
-        routed(bus, policy="round_robin") as (client, router),
+        routed(bus, balancing="round_robin") as (client, router),
     ):
         await until_routable(router, 2)
         for n in range(6):
@@ -138,7 +138,7 @@ async def test_replicas_that_cannot_be_reached_cost_no_try(bus: Bus) -> None:
             dead = await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"a{n}").running())
             await dead.stop_serving()
         await stack.enter_async_context(SimulatedEngine(bus, replica_id="b").running())
-        client, router = await stack.enter_async_context(routed(bus, policy="round_robin"))
+        client, router = await stack.enter_async_context(routed(bus, balancing="round_robin"))
         await until_routable(router, 6)
         assert (await client.generate(request(), timeout_s=20.0)).replica_id == "b"
 

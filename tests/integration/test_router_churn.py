@@ -18,9 +18,9 @@ from tests.waiting import until
 async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:
     """With consistent_hash, though neither tells the other anything."""
     async with (
-        pool(steady_bus, 4, policy="consistent_hash") as (caller, _),
+        pool(steady_bus, 4, balancing="consistent_hash") as (caller, _),
         connect(steady_bus.config, run=run_name) as other_bus,
-        router(other_bus, policy="consistent_hash") as other,
+        router(other_bus, balancing="consistent_hash") as other,
     ):
         await other.until_routable(4)
         for index in range(20):
@@ -30,7 +30,7 @@ async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_na
 
 async def test_a_group_shares_the_replica_that_has_its_prompt(bus: Bus) -> None:
     """With prefix: equal prompts go to one replica, though their sessions differ; other prompts spread."""
-    async with pool(bus, 3, policy="prefix") as (caller, _):
+    async with pool(bus, 3, balancing="prefix") as (caller, _):
         prompts = [[number] * 100 for number in range(3)]
         homes = collections.defaultdict(set)
         for turn in range(4):

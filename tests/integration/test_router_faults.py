@@ -165,7 +165,7 @@ async def test_progress_resets_the_count_of_tries_but_not_for_ever(bus: Bus) -> 
 
 async def test_the_breaker_opens_and_one_probe_closes_it(bus: Bus) -> None:
     """A failing replica gets no calls but a probe now and then; when one succeeds it is used as before."""
-    async with pool(bus, 2, policy="round_robin", breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8}) as (
+    async with pool(bus, 2, balancing="round_robin", breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8}) as (
         caller,
         [bad, good],
     ):

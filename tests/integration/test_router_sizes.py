@@ -41,7 +41,7 @@ async def test_what_fits_nowhere_is_refused_at_once_and_clearly(bus: Bus) -> Non
 async def test_a_call_that_was_begun_outgrows_only_the_small_replica(bus: Bus, says_so: bool) -> None:
     """A replica that breaks off leaves more than the small one takes, by its ids or (as with images) by more than that:
     the call goes on with the large one."""
-    settings = {"chunk_tokens": 1, "breaker": {"failures": 100}, "policy": "round_robin"}
+    settings = {"chunk_tokens": 1, "breaker": {"failures": 100}, "balancing": "round_robin"}
     async with pool(bus, 2, **settings) as (caller, [large, small]):
         large.fail_after = 8
         small.error = InvalidRequestError("images and all, that is too long")

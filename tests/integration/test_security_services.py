@@ -16,11 +16,11 @@ from fastapi import Request
 
 from penstock.bus.connection import Bus
 from penstock.clients import GenerateClient, RewardClient, RouterClient, TrainerClient
+from penstock.clients.routed import RoutedGenerateClient
 from penstock.config import SecurityConfig
 from penstock.errors import AccessError, UnavailableError
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
-from penstock.routed import RoutedGenerateClient
 from penstock.rpc.server import RpcServer
 from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc

@@ -11,9 +11,9 @@ from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import TextStream, TokenTexts
 from penstock.v1 import common_pb2, generate_pb2
-from services.router.openai.choice import Choice
-from services.router.openai.stop import StopFinder
-from services.router.openai.tool_calls import CallText, ToolCallReader
+from services.router.frontends.openai.choice import Choice
+from services.router.frontends.openai.stop import StopFinder
+from services.router.frontends.openai.tool_calls import CallText, ToolCallReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = CallText(name="add", arguments='{"a": 1, "b": "é"}')

@@ -6,13 +6,13 @@ from rich.console import Console
 
 from penstock.v1 import common_pb2, router_pb2
 from services.cli import replica_table
-from services.router.policy import Obstacle
+from services.router.balancing import UnroutableReason
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     """Eighty columns: ids are whole, for one has to be typed to drain it, and so is every word of a reason."""
     pool = router_pb2.ListReplicasResponse(published_version=1200, min_policy_version=1196, num_waiting=7)
-    for number, reason in enumerate(("", Obstacle.OTHER_TENSOR_PARALLEL.value, "failing or not reachable")):
+    for number, reason in enumerate(("", UnroutableReason.OTHER_TENSOR_PARALLEL.value, "failing or not reachable")):
         pool.replicas.add(
             replica=common_pb2.Replica(
                 replica_id=f"engine-0123456789{number:02}",

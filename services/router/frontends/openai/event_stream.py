@@ -1,0 +1,74 @@
+"""An answer as server-sent events.
+
+Invariant: what fails before the first event is an HTTP status; what fails after it is an event that holds `error`, and
+then there is no `[DONE]`.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from services.router.frontends.openai.errors import body_of
+
+log = structlog.get_logger()
+
+_LAST_WORDS_S = 10.0
+"""So long a client may take to hear what failed; one that does not read would hold its request for ever."""
+
+Tell: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+"""Sends one event."""
+
+
+class EventStream(Response):
+    """The response: what `narrate` tells, and how it ended."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, narrate: Callable[[Tell], Awaitable[None]], headers: Callable[[], Mapping[str, str]]) -> None:
+        """`narrate` is called once; `headers` when it tells of the first event."""
+        super().__init__()
+        self._narrate = narrate
+        self._later_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ResumableStream."""
+        has_begun = False
+
+        async def write(text: str) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self._head()})
+            body = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            await self._narrate(lambda event: write(json.dumps(event, ensure_ascii=False)))
+            await write("[DONE]")
+        except (PenstockError, TimeoutError) as error:
+            if not has_begun:
+                raise
+            body = body_of(error)
+            log.warning("stream.failed", path=scope["path"], error=body["error"]["message"])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await write(json.dumps(body))
+                    await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "http.response.body", "body": b""})
+
+    def _head(self) -> list[tuple[bytes, bytes]]:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **self._later_headers(),
+        }
+        return [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -1,0 +1,67 @@
+"""What is kept of a call that is to be trained on, and how it is given back."""
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.bus.recordings import Recordings
+from penstock.records import RecordedCall
+from services.router.frontends.openai.choice import Choice
+from services.router.frontends.openai.parsed_request import Asked
+from services.router.frontends.openai.responses import spans_json
+
+
+async def record(recordings: Recordings, asked: Asked, choices: Sequence[Choice]) -> None:
+    """Keep each choice under the session; returns when all are stored.
+
+    Raises:
+        PenstockError: one is not.
+    """
+    for index, choice in enumerate(choices):
+        prompt = asked.prompt_of(index)
+        assert choice.ending is not None
+        await recordings.keep(
+            RecordedCall(
+                session=asked.session_id,
+                request_id=asked.request_id,
+                choice=index,
+                created=time.time(),
+                input_ids=np.array(prompt.input_ids, "<i4"),
+                images=tuple(prompt.images),
+                output_ids=np.array([token.number for token in choice.tokens], "<i4"),
+                logprobs=np.array([token.logprob for token in choice.tokens], "<f4"),
+                version_spans=choice.version_spans,
+                finish_reason=choice.ending,
+                temperature=asked.sampling.temperature,
+                top_p=asked.sampling.top_p,
+                top_k=asked.sampling.top_k,
+                num_prompt_tokens=choice.num_prompt_tokens,
+                num_cached_tokens=choice.num_cached_tokens,
+                text=choice.content,
+            )
+        )
+
+
+def call_json(number: int, call: RecordedCall) -> dict[str, Any]:
+    """The recorded call as JSON, images in base64."""
+    return {
+        "number": number,
+        "session_id": call.session,
+        "request_id": call.request_id,
+        "choice": call.choice,
+        "created": call.created,
+        "prompt_token_ids": call.input_ids.tolist(),
+        "images": [base64.b64encode(image).decode() for image in call.images],
+        "token_ids": call.output_ids.tolist(),
+        "token_logprobs": call.logprobs.tolist(),
+        "policy_version_spans": spans_json(call.version_spans),
+        "finish_reason": call.finish_reason,
+        "temperature": call.temperature,
+        "top_p": call.top_p,
+        "top_k": call.top_k,
+        "num_prompt_tokens": call.num_prompt_tokens,
+        "text": call.text,
+    }

@@ -1,0 +1,384 @@
+"""/v1/chat/completions: whole and streamed answers, images, several choices, stop strings, sessions, tools."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import UnavailableError
+from penstock.records import ImagePart, Message, TextPart
+from tests.openai_stage import END_ID, HI, PNG, Stage, data_url
+from tests.waiting import until
+
+TEXT = "Héllo 😀 日本語\n"
+
+
+async def collect(stream: Any) -> list[Any]:
+    """All chunks, but those that only count."""
+    return [chunk async for chunk in stream]
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    """What the chunks say of a choice."""
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+async def test_a_conversation_is_rendered_as_the_worker_renders_it(stage: Stage) -> None:
+    """The engine sees the template's ids; the answer has text, counts, and the policy version that made it."""
+    ids = stage.says(TEXT)
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "say <|im_end|>"}]},
+        {"role": "assistant", "content": "what?"},
+        {"role": "user", "content": "hi"},
+    ]
+    raw = await stage.client.chat.completions.with_raw_response.create(model=stage.run, messages=messages)
+    answer = raw.parse()
+    [request] = stage.requests
+    expected = stage.renderer.render_prompt(
+        [
+            Message(role=role, parts=(TextPart(text=text),))
+            for role, text in (
+                ("system", "be kind"),
+                ("user", "say <|im_end|>"),
+                ("assistant", "what?"),
+                ("user", "hi"),
+            )
+        ],
+        num_images=0,
+    )
+    assert list(request.input_ids) == expected
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
+    assert choice.logprobs is None
+    assert choice.message.tool_calls is None
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(expected), len(ids))
+    assert usage.prompt_tokens_details.cached_tokens == 1
+    version = int(raw.headers["x-penstock-policy-version"])
+    assert version in (3, 4)
+    assert answer.system_fingerprint == f"policy-{version}"
+    assert answer.penstock["policy_version_spans"] == [[{"num_tokens": len(ids), "policy_version": version}]]
+    assert answer.penstock["request_id"] == answer.id == request.request_id.partition("/")[0]
+
+
+async def test_what_is_not_said_is_as_in_the_recipe(stage: Stage) -> None:
+    """Sampling of a request that says nothing, and of one that says all."""
+    await stage.chat()
+    await stage.chat(
+        temperature=0.25, top_p=0.5, max_completion_tokens=9, extra_body={"top_k": 7, "stop_token_ids": [5]}
+    )
+    plain, full = (request.sampling for request in sorted(stage.requests, key=lambda each: each.sampling.top_k))
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.max_new_tokens) == (0.5, 1.0, 0, 77)
+    assert (full.temperature, full.top_p, full.top_k, full.max_new_tokens) == (0.25, 0.5, 7, 9)
+    assert list(full.stop_token_ids) == [5]
+
+
+async def test_what_changes_nothing_is_taken(stage: Stage) -> None:
+    """Clients that always send all parameters get answers."""
+    answer = await stage.chat(
+        seed=None, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, n=1, top_logprobs=0, tool_choice="auto",
+        parallel_tool_calls=True, response_format={"type": "text"}, store=False, service_tier="auto", tools=None,
+        stop=None, max_tokens=5, max_completion_tokens=5, metadata={"a": "b"},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == "fine"
+
+
+async def test_a_stream_says_what_the_whole_answer_says(stage: Stage) -> None:
+    """Piece by piece, characters whole, without replacement characters; the end tells of versions."""
+    ids = stage.says(TEXT)
+    chunks = await collect(await stage.chat(stream=True))
+    assert text_of(chunks) == TEXT
+    assert not any("\ufffd" in (choice.delta.content or "") for chunk in chunks for choice in chunk.choices)
+    assert len(chunks) > 8
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    [[span]] = chunks[-1].penstock["policy_version_spans"]
+    assert span["num_tokens"] == len(ids)
+    assert {chunk.system_fingerprint for chunk in chunks} == {f"policy-{span['policy_version']}"}
+    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+
+
+async def test_a_stream_counts_when_asked(stage: Stage) -> None:
+    """One more chunk, as OpenAI has it."""
+    ids = stage.says("abc")
+    chunks = await collect(await stage.chat(stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(ids)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_token_ids_and_logprobs_come_when_asked(stage: Stage, is_streamed: bool) -> None:
+    """Ids of prompt and answer under vLLM's names, logprobs of training under one of ours, and OpenAI's logprobs."""
+    ids = stage.says("a😀")
+    expected = [-(place + 1) / 64 for place in range(len(ids))]
+    answer = await stage.chat(stream=is_streamed, logprobs=True, extra_body={"return_token_ids": True})
+    if is_streamed:
+        chunks = await collect(answer)
+        assert chunks[0].prompt_token_ids == list(stage.requests[0].input_ids)
+        pieces = [chunk.choices[0] for chunk in chunks[1:-1]]
+        token_ids = [number for piece in pieces for number in piece.token_ids]
+        logprobs = [logprob for piece in pieces for logprob in piece.token_logprobs]
+        content = [entry for piece in pieces for entry in piece.logprobs.content]
+    else:
+        [choice] = answer.choices
+        assert answer.prompt_token_ids == list(stage.requests[0].input_ids)
+        token_ids, logprobs, content = choice.token_ids, choice.token_logprobs, choice.logprobs.content
+    assert token_ids == ids
+    assert logprobs == expected
+    assert [entry.logprob for entry in content] == expected
+    assert bytes(byte for entry in content for byte in entry.bytes).decode() == "a😀"
+    assert content[-1].token == "<|im_end|>"
+
+
+async def test_images_arrive_as_the_files_they_are(stage: Stage) -> None:
+    """One placeholder each, in their order."""
+    other = PNG[::-1]
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": data_url(PNG), "detail": "high"}},
+        {"type": "text", "text": "b"},
+    ]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "fine"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(other, "JPEG")}}]},
+    ]
+    await stage.chat(messages)
+    [request] = stage.requests
+    assert [image.data for image in request.images] == [PNG, other]
+    expected = stage.renderer.render_prompt(
+        [
+            Message(role="user", parts=(TextPart(text="a"), ImagePart(index=0), TextPart(text="b"))),
+            Message(role="assistant", parts=(TextPart(text="fine"),)),
+            Message(role="user", parts=(ImagePart(index=1),)),
+        ],
+        num_images=2,
+    )
+    assert list(request.input_ids) == expected
+
+
+async def test_several_choices_are_samples_of_their_own(stage: Stage) -> None:
+    """Each is a request to an engine; the prompt counts once."""
+    ids = stage.says("abc")
+    answer = await stage.chat(n=3)
+    assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "abc"), (1, "abc"), (2, "abc")]
+    assert len({request.request_id for request in stage.requests}) == 3
+    assert answer.usage.completion_tokens == 3 * len(ids)
+    assert answer.usage.prompt_tokens == len(stage.requests[0].input_ids)
+    assert len(answer.penstock["policy_version_spans"]) == 3
+    chunks = await collect(await stage.chat(n=2, stream=True))
+    assert [text_of(chunks, index) for index in range(2)] == ["abc", "abc"]
+    assert sum(choice.finish_reason is not None for chunk in chunks for choice in chunk.choices) == 2
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine(stage: Stage, is_streamed: bool) -> None:
+    """The text ends before it, nothing of it is told, and the engine hears that nobody listens any more."""
+    stage.says("one two END and " + "more " * 200)
+    for engine in stage.engines:
+        engine.token_s = 0.01
+    answer = await stage.chat(stop=["never", "END"], stream=is_streamed, max_tokens=1000)
+    if is_streamed:
+        chunks = await collect(answer)
+        text, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (text, reason) == ("one two ", "stop")
+    await until(lambda: sum(engine.num_cancelled for engine in stage.engines) == 1, 5.0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_goes_away_aborts_the_request_in_the_engine(stage: Stage, is_streamed: bool) -> None:
+    """All choices of it."""
+    stage.says("word " * 500)
+    for engine in stage.engines:
+        engine.token_s = 0.05
+    if is_streamed:
+        stream = await stage.chat(n=2, stream=True, max_tokens=1000)
+        await anext(stream)
+        await stream.close()
+    else:
+        pending = asyncio.ensure_future(stage.chat(n=2, max_tokens=1000))
+        await until(lambda: sum(engine.num_running for engine in stage.engines) == 2)
+        pending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await pending
+    await until(lambda: sum(engine.num_cancelled for engine in stage.engines) == 2, 5.0)
+    await until(lambda: sum(engine.num_running for engine in stage.engines) == 0, 5.0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_engine_that_fails_costs_nothing_that_was_said(stage: Stage, is_streamed: bool) -> None:
+    """The other goes on in mid-character; the spans tell which version said what."""
+    ids = stage.says("😀" * 3)
+    first = stage.engines[0]
+    first.fail_after, first.fail_with = 6, UnavailableError("told to")
+    stage.engines[1].token_s = 0.01
+    await stage.engines[1].update(num_running=4)  # so that sessions begin with the first
+    await stage.until_load(4)
+    answers = [
+        await stage.chat(stream=is_streamed, extra_headers={"x-session-id": f"s{is_streamed}{place}"})
+        for place in range(4)
+    ]
+    await stage.engines[1].update(num_running=0)
+    spans = []
+    for answer in answers:
+        last = (await collect_text(answer)) if is_streamed else (answer.choices[0].message.content, answer.penstock)
+        assert last[0] == "😀" * 3
+        [span_list] = last[1]["policy_version_spans"]
+        spans.append([(span["num_tokens"], span["policy_version"]) for span in span_list])
+    assert [(6, 3), (len(ids) - 6, 4)] in spans
+
+
+async def collect_text(stream: Any) -> tuple[str, Any]:
+    """All that was said, and what the end tells."""
+    chunks = await collect(stream)
+    return text_of(chunks), chunks[-1].penstock
+
+
+@pytest.mark.parametrize("way", ["header", "metadata", "user"])
+async def test_a_session_stays_with_its_engine(stage: Stage, way: str) -> None:
+    """However it is named."""
+    for place in range(6):
+        name = f"{way}-{place % 2}"
+        options: dict[str, Any] = {
+            "header": {"extra_headers": {"x-session-id": name}, "user": "somebody"},
+            "metadata": {"metadata": {"session_id": name}, "user": "somebody"},
+            "user": {"user": name},
+        }[way]
+        answer = await stage.chat(**options)
+        assert answer.penstock["session_id"] == name
+    assert {request.session_id for request in stage.requests} == {f"{way}-0", f"{way}-1"}
+    seen = [{request.session_id for request in engine.requests} for engine in stage.engines]
+    assert not seen[0] & seen[1]
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_tools_are_told_of_and_calls_are_told_apart(stage: Stage, is_streamed: bool) -> None:
+    """In Qwen's form; the answer's text is what stands beside them."""
+    stage.says('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
+    prompt = stage.renderer._tokenizer.decode(stage.requests[0].input_ids)
+    assert json.dumps(TOOL) in prompt
+    if is_streamed:
+        chunks = await collect(answer)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        content, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
+        [call] = [call for delta in deltas for call in delta.tool_calls or []]
+        assert call.index == 0
+    else:
+        [choice] = answer.choices
+        content, reason = choice.message.content, choice.finish_reason
+        [call] = choice.message.tool_calls
+    assert (content, reason) == ("I add.", "tool_calls")
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
+    assert call.id.startswith("call_")
+
+
+async def test_what_a_tool_said_goes_into_the_next_prompt(stage: Stage) -> None:
+    """The client's own message objects come back as they are."""
+    stage.says('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    first = await stage.chat(tools=[TOOL])
+    message = first.choices[0].message
+    assert message.content is None
+    tool = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+    stage.says("It is 2")
+    second = await stage.chat([*HI, message, tool], tools=[TOOL])
+    assert second.choices[0].message.content == "It is 2"
+    prompt = stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert f"{call}\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_calls_that_no_text_can_carry_are_mended(stage: Stage, is_streamed: bool) -> None:
+    """PDPeer a character in an escape becomes U+FFFD, in what the policy calls and in what a client says it called."""
+    stage.says(r'<tool_call>{"name": "add", "arguments": {"a": "x\ud83d"}}</tool_call>')
+    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
+    if is_streamed:
+        [call] = [call for chunk in await collect(answer) for call in chunk.choices[0].delta.tool_calls or []]
+    else:
+        [call] = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": "x\ufffd"}
+    said = {"type": "function", "id": call.id, "function": {"name": "add", "arguments": r'{"a": "y\ud83d"}'}}
+    await stage.chat([*HI, {"role": "assistant", "tool_calls": [said]}, *HI], tools=[TOOL], stream=False)
+    assert '{"a": "y\ufffd"}' in stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
+
+
+async def test_tools_that_are_not_to_be_used_are_not_told_of(stage: Stage) -> None:
+    """tool_choice none: text stays text."""
+    stage.says("<tool_call>{}</tool_call>")
+    answer = await stage.chat(tools=[TOOL], tool_choice="none")
+    assert answer.choices[0].message.content == "<tool_call>{}</tool_call>"
+    assert list(stage.requests[0].input_ids) == stage.renderer.render_prompt(
+        [Message(role="user", parts=(TextPart(text="hi"),))], num_images=0
+    )
+
+
+async def test_completions_go_on_with_text_and_ids(stage: Stage) -> None:
+    """Text is never a special token; ids are taken as they are; several prompts are several choices."""
+    ids = stage.says("and so")
+    complete = stage.client.completions.create
+    one = await complete(model=stage.run, prompt="say <|im_end|>", logprobs=0, extra_body={"return_token_ids": True})
+    assert END_ID not in stage.requests[0].input_ids
+    [choice] = one.choices
+    assert (choice.text, choice.finish_reason, choice.token_ids) == ("and so", "stop", ids)
+    assert choice.prompt_token_ids == list(stage.requests[0].input_ids)
+    assert choice.logprobs.token_logprobs == [-(place + 1) / 64 for place in range(len(ids))]
+    assert "".join(choice.logprobs.tokens) == "and so<|im_end|>"
+    offsets = choice.logprobs.text_offset
+    assert [("and so")[first:end] for first, end in zip(offsets, [*offsets[1:], 6], strict=True)] == [
+        *choice.logprobs.tokens[:-1],
+        "",
+    ]
+    several = await complete(model=stage.run, prompt=[[5, 6], [7, END_ID]], n=2, max_tokens=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert {choice.finish_reason for choice in several.choices} == {"length"}
+    assert several.usage.prompt_tokens == 4
+    asked = [list(request.input_ids) for request in stage.requests if request.sampling.max_new_tokens == 2]
+    assert sorted(asked) == [[5, 6], [5, 6], [7, END_ID], [7, END_ID]]
+    chunks = [chunk async for chunk in await complete(model=stage.run, prompt="x", stream=True, stop=" so")]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "and"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_two_routers_serve_the_same_policy(stage: Stage) -> None:
+    """Whichever is asked."""
+    for client in stage.clients:
+        assert [model.id async for model in client.models.list()] == [stage.run]
+        assert (await client.models.retrieve(stage.run)).owned_by == "penstock"
+        answer = await client.chat.completions.create(model=stage.run, messages=HI)
+        assert answer.choices[0].message.content == "fine"
+    async with stage.http() as plain:
+        assert (await plain.get("/healthz")).json() == {"status": "serving"}
+
+
+async def test_a_router_that_speaks_holds_no_torch(stage: Stage) -> None:
+    """Its process has transformers' tokenizers, and none of torch's libraries, though torch is installed."""
+    await stage.chat()
+    maps = Path(f"/proc/{stage.routers[0].process.pid}/maps").read_text()
+    assert "tokenizers" in maps
+    assert "torch" not in maps
+
+
+async def test_many_at_once(stage: Stage) -> None:
+    """Forty streams beside each other, each whole."""
+    stage.says(TEXT)
+
+    async def one(place: int) -> str:
+        return text_of(await collect(await stage.chat(stream=True, user=f"u{place}")))
+
+    assert set(await asyncio.gather(*(one(place) for place in range(40)))) == {TEXT}

@@ -1,0 +1,296 @@
+"""What cannot be done is refused in OpenAI's form, by name, and never passed over."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.config import SamplingConfig
+from penstock.errors import ConfigError, InvalidRequestError, OverloadedError
+from penstock.model.chat_template import Renderer
+from penstock.v1 import common_pb2
+from services.recipe import ServiceRecipe
+from services.router.config import OpenAIConfig, RouterConfig
+from services.router.frontends.openai import event_stream
+from services.router.frontends.openai.errors import ParameterError
+from services.router.frontends.openai.parsed_request import Reader
+from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest
+from services.router.frontends.openai.server import ChatBackend
+from services.router.server import routing, serve
+from tests.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
+from tests.simulated_speaker import SimulatedSpeaker
+from tests.speaking_engine import free_port
+from tests.waiting import until
+
+
+def shown(url: str, role: str = "user", **fields: Any) -> dict[str, Any]:
+    """A message with an image."""
+    return {"messages": [{"role": role, "content": [{"type": "image_url", "image_url": {"url": url, **fields}}]}]}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "seed": ({"seed": 1}, "seed", "sampling is not seeded"),
+    "logit_bias": ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    "frequency_penalty": ({"frequency_penalty": 1}, "frequency_penalty", "not supported"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "sampled token only"),
+    "response_format": ({"response_format": {"type": "json_object"}}, "response_format", "does not constrain"),
+    "parallel_tool_calls": ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not constrain"),
+    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "'required'"),
+    "strict tool": (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools.0.function.strict",
+        "not supported",
+    ),
+    "unknown": ({"extra_body": {"min_p": 0.1}}, "min_p", "min_p is unknown; leave it out"),
+    "no messages": ({"messages": []}, "messages", "at least 1 item"),
+    "role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+    "name": ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "unknown"),
+    "arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]},
+        "messages.0.tool_calls",
+        "no JSON object",
+    ),
+    "no number": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}]},
+        "messages.0.tool_calls",
+        "no JSON object",
+    ),
+    "temperature": ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+    "top_p": ({"top_p": 0}, "top_p", "greater than 0"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "two maxima": ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+    "n": ({"n": 17}, "n", "max_choices = 16"),
+    "stop": ({"stop": [""]}, "stop", "1 to 1000 characters"),
+    "stops": ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    "session": ({"user": "x" * 257}, "user", "at most 256"),
+    "record": ({"extra_body": {"record": True}}, "record", "needs a session"),
+    "greedy record": ({"temperature": 0, "user": "u", "extra_body": {"record": True}}, "temperature", "greedy"),
+    "web image": (
+        shown("https://example.org/a.png"),
+        "messages.0.content.0.image_url.url",
+        "data: URLs only",
+    ),
+    "file image": (shown("file:///etc/passwd"), "messages.0.content.0.image_url.url", "data: URLs only"),
+    "no base64": (shown("data:image/png;base64,???"), "messages.0.content.0.image_url.url", "no base64"),
+    "percent image": (shown("data:image/png,abc"), "messages.0.content.0.image_url.url", "send data:image/png;base64"),
+    "svg": (shown("data:image/svg+xml;base64,AA=="), "messages.0.content.0.image_url.url", "jpeg, webp or gif"),
+    "empty image": (shown("data:image/png;base64,"), "messages.0.content.0.image_url.url", "no bytes"),
+    "large image": (
+        shown(data_url(bytes(2**20 + 3))),
+        "messages.0.content.0.image_url.url",
+        "max_image_mb",
+    ),
+    "small detail": (shown(data_url(PNG), detail="low"), "messages.0.content.0.parts.0.image_url", "'low'"),
+    "system's image": (shown(data_url(PNG), "system"), "messages.0.content.0.image_url.url", "let the user show it"),
+    "three images": (
+        {"messages": shown(data_url(PNG))["messages"] * 3},
+        "messages.2.content.0.image_url.url",
+        "max_images = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_not_supported_is_refused_by_name(stage: Stage, name: str) -> None:
+    """400 with the parameter and what to do; no engine is asked."""
+    options, param, message = REFUSED[name]
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await stage.chat(**options)
+    assert caught.value.type == "invalid_request_error"
+    if name != "small detail":  # pydantic names the branch of the union, too
+        assert caught.value.param == param
+    assert stage.requests == []
+
+
+COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "best_of": ({"best_of": 3}, "best_of", "use n"),
+    "echo": ({"echo": True}, "echo", "return_token_ids"),
+    "suffix": ({"suffix": "x"}, "suffix", "not supported"),
+    "logprobs": ({"logprobs": 5}, "logprobs", "send 0"),
+    "empty": ({"prompt": ""}, "prompt", "empty"),
+    "no prompts": ({"prompt": []}, "prompt", "empty"),
+    "negative": ({"prompt": [1, -1]}, "prompt", "at least 0"),
+    "too many": ({"prompt": ["x"] * 9, "n": 2}, "n", "max_choices"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+async def test_completions_refuse_by_name(stage: Stage, name: str) -> None:
+    """The same for the other page."""
+    options, param, message = COMPLETIONS[name]
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await stage.client.completions.create(**{"model": stage.run, "prompt": "x", **options})
+    assert caught.value.param == param
+    assert stage.requests == []
+
+
+class UnaskedRenderer(Renderer):
+    """Renders nothing."""
+
+    def render_prompt(self, *args: Any, **options: Any) -> list[int]:
+        raise AssertionError
+
+    def render_text(self, text: str) -> list[int]:
+        raise AssertionError
+
+
+def test_too_many_choices_are_refused_before_their_prompts_are_rendered() -> None:
+    """Which takes long where there are many."""
+    reader = Reader(OpenAIConfig(max_choices=8), SamplingConfig(), UnaskedRenderer.load(MODEL_PATH))
+    many = CompletionRequest(model="m", prompt=["x"] * 3, n=3)
+    with pytest.raises(ParameterError, match="n = 3 for 3 prompts is over"):
+        reader.read_completion(many, session_id="", is_recorded=False)
+    chat = ChatRequest(model="m", messages=HI, n=9)
+    with pytest.raises(ParameterError, match="n = 9 for 1 prompts is over"):
+        reader.read_chat(chat, session_id="", is_recorded=False)
+
+
+async def test_another_model_is_not_found(stage: Stage) -> None:
+    """404, and which there is."""
+    with pytest.raises(openai.NotFoundError, match=f"send '{stage.run}'") as caught:
+        await stage.client.chat.completions.create(model="gpt-9", messages=HI)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        await stage.client.models.retrieve("gpt-9")
+
+
+async def test_what_is_no_json_is_said_to_be_none(stage: Stage) -> None:
+    """400, in OpenAI's form; so are keys that come twice."""
+    async with stage.http() as client:
+        for body, message in ((b"{", "no JSON"), (b'{"model": "a", "model": "b"}', "twice")):
+            answer = await client.post("/v1/chat/completions", content=body)
+            assert answer.status_code == 400
+            assert message in answer.json()["error"]["message"]
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert (await client.get("/v1/nothing")).json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_the_engine_refuses_is_the_clients_to_mend(stage: Stage, is_streamed: bool) -> None:
+    """400 with the engine's words, before a stream begins."""
+    for engine in stage.engines:
+        engine.error = InvalidRequestError("images[0] (5 bytes) cannot be decoded")
+    with pytest.raises(openai.BadRequestError, match="cannot be decoded"):
+        await stage.chat(stream=is_streamed)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_without_a_replica_it_is_unavailable(stage: Stage, is_streamed: bool) -> None:
+    """503 with Retry-After, after router.wait_for_replica_s."""
+    for engine in stage.engines:
+        await engine.update(state=common_pb2.REPLICA_STATE_DRAINING)
+    await stage.until_routable(0)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await stage.chat(stream=is_streamed)
+    assert caught.value.status_code == 503
+    assert caught.value.code == "unavailable"
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+async def test_engines_that_are_full_are_an_overload(stage: Stage) -> None:
+    """429 with Retry-After."""
+    for engine in stage.engines:
+        engine.error = OverloadedError("full")
+    with pytest.raises(openai.RateLimitError) as caught:
+        await stage.chat()
+    assert (caught.value.type, caught.value.code) == ("rate_limit_error", "overloaded")
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
+    """504 after router.openai.timeout_s, and the engine hears of it."""
+    port = free_port()
+    config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=1.0, model="slow"))
+    voice = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
+    async with SimulatedSpeaker(bus, delay_s=60.0).running() as engine, routing(config, bus, voice=voice):
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(model="slow", messages=HI)
+        assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+        assert engine.num_calls == 1
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+async def test_a_client_that_does_not_read_holds_no_replica(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, reads_on: bool
+) -> None:
+    """After router.openai.timeout_s its places are free. If it reads on soon it is told, else it loses its request."""
+    monkeypatch.setattr(event_stream, "_LAST_WORDS_S", 60.0 if reads_on else 0.0)
+    port, loop = free_port(), asyncio.get_running_loop()
+    config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=2.0, model="slow"))
+    voice = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
+    # The prompt's ids come back with each choice: together more than sockets hold for somebody who does not read.
+    fields = {"model": "slow", "prompt": [2**31 - 1] * 100_000, "n": 8, "stream": True, "return_token_ids": True}
+    body = json.dumps({**fields, "max_tokens": 300}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(SimulatedSpeaker(bus, says=[5] * 1000).running())
+        server = await stack.enter_async_context(routing(config, bus, voice=voice))
+        client = stack.enter_context(socket.socket())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        await loop.sock_sendall(client, head.encode() + body)
+        await until(lambda: engine.num_calls == 8)
+        await until_idle(server.address)
+        async with asyncio.timeout(30.0):
+            received = b"".join([data async for data in _received(client)])
+    assert received.startswith(b"HTTP/1.1 200")
+    assert (b'"code": "deadline_exceeded"' in received) == reads_on
+    assert b"[DONE]" not in received
+
+
+async def _received(client: socket.socket) -> AsyncIterator[bytes]:
+    while data := await asyncio.get_running_loop().sock_recv(client, 2**20):
+        yield data
+
+
+async def test_the_face_needs_a_model() -> None:
+    """Said before anything starts."""
+    with pytest.raises(ConfigError, match=r"router.http_port = 0 needs the model's tokenizer; give --model.path"):
+        await serve(ServiceRecipe(router=RouterConfig(http_port=0)), asyncio.Event())
+
+
+async def test_what_fails_in_mid_stream_is_told_in_the_stream(stage: Stage) -> None:
+    """An event with the error, which OpenAI's client raises; there is no end that looks like one."""
+    stage.says("one two three")
+    for engine in stage.engines:
+        engine.fail_after, engine.fail_with = 3, InvalidRequestError("went wrong")
+    with pytest.raises(openai.APIError, match="went wrong"):
+        async for _ in await stage.chat(stream=True):
+            pass
+    body = {"model": stage.run, "messages": HI, "stream": True}
+    async with stage.http() as client:
+        text = (await client.post("/v1/chat/completions", json=body)).text
+    assert 'finish_reason": "stop' not in text
+    assert "[DONE]" not in text
+
+
+async def test_one_choice_that_fails_fails_the_answer(stage: Stage) -> None:
+    """And the others are aborted."""
+    stage.says("word " * 300)
+    for engine in stage.engines:
+        engine.token_s = 0.02
+    stage.engines[0].fail_after, stage.engines[0].fail_with = 3, InvalidRequestError("went wrong")
+    with pytest.raises(openai.BadRequestError, match="went wrong"):
+        await stage.chat(n=4, max_tokens=1000)
+    async with asyncio.timeout(5.0):
+        while sum(engine.num_running for engine in stage.engines):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:
+    """413, by router.openai.max_body_mb."""
+    async with stage.http() as client:
+        text = base64.b64encode(bytes(4 * 2**20)).decode()
+        body = {"model": stage.run, "messages": [{"role": "user", "content": text}]}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 413

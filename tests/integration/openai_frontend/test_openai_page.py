@@ -1,0 +1,105 @@
+"""docs/openai.md says what is so: its examples are run as they stand, and its tables hold every setting and refusal."""
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.router.config import OpenAIConfig
+from services.router.frontends.openai.schemas import REFUSED, ChatRequest, CompletionRequest
+from tests.openai_stage import PNG, Stage
+
+PAGE = (Path(__file__).parents[3] / "docs/openai.md").read_text()
+
+
+def section(title: str) -> str:
+    """The text under a heading, to the next one of its level."""
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None, title
+    return found[1]
+
+
+def programs(title: str) -> list[str]:
+    """The Python programs of a section."""
+    return re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+
+
+def commands(title: str) -> list[str]:
+    """The curl commands of a section."""
+    blocks = re.findall(r"(?:^    .*\n)+", section(title), re.MULTILINE)
+    return [block for block in blocks if "curl" in block]
+
+
+def placed(text: str, stage: Stage) -> str:
+    """The example with the stage's address and model for those of the page."""
+    return text.replace("http://127.0.0.1:7080", stage.routers[0].url).replace('"policy"', f'"{stage.run}"')
+
+
+async def run_python(code: str, stage: Stage) -> str:
+    """What the program prints, in a process of its own: this one's servers print their logs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", placed(code, stage), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), 60.0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()
+    return output.decode()
+
+
+async def run_command(command: str, stage: Stage) -> Any:
+    """The JSON that the command prints."""
+    process = await asyncio.create_subprocess_exec("sh", "-c", placed(command, stage), stdout=asyncio.subprocess.PIPE)
+    output, _ = await asyncio.wait_for(process.communicate(), 60.0)
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+async def test_python(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs that ask print what the policy says; the one with an image shows it."""
+    monkeypatch.chdir(tmp_path)
+    Path("triangle.png").write_bytes(PNG)
+    stage.says("It is \\boxed{5}")
+    whole, streamed = [await run_python(code, stage) for code in programs("Ask")]
+    assert re.search(r"^It is \\boxed\{5\} policy-[34]$", whole, re.MULTILINE)
+    assert "It is \\boxed{5}\n" in streamed
+    assert [[image.data for image in request.images] for request in stage.requests if request.images] == [[PNG]]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the examples are made with curl")
+async def test_curl_and_recording(stage: Stage) -> None:
+    """An answer; and what the recording program left is given back by the command below it."""
+    [ask], [record], [read] = commands("Ask"), programs("Record for training"), commands("Record for training")
+    answer = await run_command(ask, stage)
+    assert answer["choices"][0]["message"]["content"] == "fine"
+    await run_python(record, stage)
+    [call] = (await run_command(read, stage))["data"]
+    assert call["text"] == "fine"
+    for name in call:
+        assert f"`{name}`" in PAGE or name in ("session_id", "request_id", "choice", "created", "num_prompt_tokens")
+
+
+def test_settings() -> None:
+    """Each setting has its line in the table, with its default."""
+    for name, field in OpenAIConfig.model_fields.items():
+        row = re.search(rf"^\| `{name}` \| (.*?) \| ", section("Settings"), re.MULTILINE)
+        assert row is not None, f"{name} is not in docs/openai.md"
+        assert field.default == "" or row[1] == f"`{field.default}`"
+
+
+def test_parameters() -> None:
+    """Each parameter that is taken is on the page."""
+    for model in (ChatRequest, CompletionRequest):
+        for name in model.model_fields:
+            assert f"`{name}" in PAGE or name == "model", name
+    for name in ("seed", "logit_bias", "best_of", "echo", "suffix", "response_format", "strict", "top_logprobs"):
+        assert name in REFUSED
+        assert f"`{name}`" in section("What is taken and what is refused")

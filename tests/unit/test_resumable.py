@@ -1,0 +1,171 @@
+"""A turn in legs and chunks is the same turn."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.clients.resumable import ResumableTurn
+from penstock.errors import NotReadyError, PenstockError
+from penstock.v1 import common_pb2, generate_pb2
+from tests.simulated_engine import chunk_of
+
+PROMPT = [5, 6, 7]
+
+
+def request(max_new_tokens: int) -> generate_pb2.GenerateRequest:
+    """A turn with everything set."""
+    return generate_pb2.GenerateRequest(
+        request_id="r",
+        session_id="s",
+        input_ids=PROMPT,
+        images=[common_pb2.Image(data=b"png")],
+        sampling=generate_pb2.SamplingParams(
+            temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=max_new_tokens, stop_token_ids=[9]
+        ),
+        min_policy_version=2,
+        chunk_tokens=4,
+    )
+
+
+def answer(versions: list[int], *, stopped: bool = False, num_prompt_tokens: int = 8) -> generate_pb2.GenerateResponse:
+    """An unbroken answer whose tokens were made by `versions`, one after the other."""
+    response = generate_pb2.GenerateResponse(
+        output_ids=range(100, 100 + len(versions)),
+        logprobs=[-index / 4 for index in range(len(versions))],
+        finish_reason=generate_pb2.FINISH_REASON_STOP if stopped else generate_pb2.FINISH_REASON_LENGTH,
+        usage=generate_pb2.Usage(
+            num_prompt_tokens=num_prompt_tokens, num_cached_tokens=3, num_output_tokens=len(versions)
+        ),
+        replica_id="last",
+    )
+    for version in versions:
+        if response.version_spans and response.version_spans[-1].policy_version == version:
+            response.version_spans[-1].num_tokens += 1
+        else:
+            response.version_spans.add(num_tokens=1, policy_version=version)
+    return response
+
+
+def rest_of(response: generate_pb2.GenerateResponse, first: int, *, leg: int) -> generate_pb2.GenerateResponse:
+    """The same answer from token `first` on, as another replica gives it to a prompt that is as much longer."""
+    rest = generate_pb2.GenerateResponse(
+        output_ids=response.output_ids[first:],
+        logprobs=response.logprobs[first:],
+        version_spans=chunk_of(response, first, len(response.output_ids)).version_spans,
+        finish_reason=response.finish_reason,
+        usage=response.usage,
+        replica_id=response.replica_id,
+    )
+    if leg > 0:
+        rest.usage.num_prompt_tokens += first
+        rest.usage.num_cached_tokens += 2 * leg
+    return rest
+
+
+VERSIONS = st.lists(st.integers(min_value=2, max_value=4), min_size=1, max_size=30)
+
+
+LEGS = st.lists(st.lists(st.integers(min_value=1, max_value=4), max_size=4), max_size=5)
+"""The sizes of the chunks of each leg that breaks off; an empty one delivered nothing."""
+
+
+@given(versions=VERSIONS, legs=LEGS, stopped=st.booleans(), spare=st.integers(min_value=0, max_value=5))
+def test_any_cutting_gives_the_unbroken_response(
+    versions: list[int], legs: list[list[int]], stopped: bool, spare: int
+) -> None:
+    """Whatever the legs and chunks: ids, logprobs, spans and usage are those of one stream in one chunk."""
+    unbroken, turn = answer(versions, stopped=stopped), request(len(versions) + spare)
+    sent = turn.SerializeToString()
+    continuation = ResumableTurn(turn)
+    for number, sizes in enumerate([*legs, [len(versions)]]):
+        first = continuation.num_tokens
+        leg = continuation.remaining()
+        assert leg.request_id == ("r" if number == 0 else f"r#{number}")
+        assert list(leg.input_ids) == [*PROMPT, *unbroken.output_ids[:first]]
+        assert leg.sampling.max_new_tokens + first == turn.sampling.max_new_tokens
+        rest = rest_of(unbroken, first, leg=first)
+        for start, end in pairwise(accumulate(sizes, initial=0)):
+            if start < len(rest.output_ids):
+                continuation.add(chunk_of(rest, start, min(end, len(rest.output_ids))))
+        if continuation.is_finished:
+            break
+    assert continuation.response() == unbroken
+    assert turn.SerializeToString() == sent
+
+
+def test_a_leg_is_the_turn_itself_but_for_what_was_delivered() -> None:
+    """Images, sampling, session and version bound are kept; a leg that delivered nothing changes the name only."""
+    continuation = ResumableTurn(request(6))
+    assert continuation.remaining() == request(6)
+    again = request(6)
+    again.request_id = "r#1"
+    assert continuation.remaining() == again
+    continuation.add(chunk_of(answer([2, 2, 3, 3, 3, 3]), 0, 4))
+    expected = request(2)
+    expected.request_id = "r#2"
+    expected.input_ids.extend([100, 101, 102, 103])
+    assert continuation.remaining() == expected
+
+
+def test_usage_counts_the_prompt_of_the_leg_that_began_it() -> None:
+    """Not the longer ones of later legs, nor their caches; and a first leg without tokens does not count."""
+    whole = answer([2] * 4)
+    continuation = ResumableTurn(request(4))
+    continuation.remaining()
+    continuation.remaining()
+    continuation.add(chunk_of(whole, 0, 1))
+    continuation.remaining()
+    continuation.add(chunk_of(rest_of(whole, 1, leg=1), 0, 3))
+    assert continuation.response().usage == generate_pb2.Usage(
+        num_prompt_tokens=8, num_cached_tokens=3, num_output_tokens=4
+    )
+
+
+def test_what_is_not_there_is_not_given() -> None:
+    """No response before the end, no leg after it."""
+    continuation = ResumableTurn(request(2))
+    with pytest.raises(NotReadyError, match="'r' has 0 tokens and no end yet"):
+        continuation.response()
+    continuation.remaining()
+    continuation.add(chunk_of(answer([2], stopped=True), 0, 1))
+    with pytest.raises(NotReadyError, match="'r' is finished"):
+        continuation.remaining()
+
+
+WHOLE = answer([2, 2, 3])
+
+
+def _changed(chunk: generate_pb2.GenerateChunk, **fields: object) -> generate_pb2.GenerateChunk:
+    for name, value in fields.items():
+        chunk.ClearField(name)  # type: ignore[arg-type]
+        if isinstance(value, list):
+            getattr(chunk, name).extend(value)
+        else:
+            setattr(chunk, name, value)
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fault"),
+    [
+        (generate_pb2.GenerateChunk(), "0 ids"),
+        (_changed(chunk_of(WHOLE, 0, 2), logprobs=[-1.0]), "2 ids, 1 logprobs and spans of 2 tokens"),
+        (_changed(chunk_of(WHOLE, 0, 2), version_spans=[]), "spans of 0 tokens"),
+        (chunk_of(answer([2] * 4), 0, 4), "4 tokens where 3 were left"),
+        (_changed(chunk_of(WHOLE, 0, 3), finish_reason=0), "no finish reason"),
+    ],
+)
+def test_a_chunk_that_breaks_the_contract_is_refused_whole(chunk: generate_pb2.GenerateChunk, fault: str) -> None:
+    """More tokens than were asked for, parts that disagree, an end without a reason: the turn can go on elsewhere."""
+    chunk.replica_id = "e1"
+    continuation = ResumableTurn(request(3))
+    continuation.remaining()
+    with pytest.raises(PenstockError, match=f"replica 'e1' broke the contract .* request 'r' .*{fault}"):
+        continuation.add(chunk)
+    assert continuation.num_tokens == 0
+    continuation.add(chunk_of(WHOLE, 0, 3))
+    with pytest.raises(PenstockError, match="after the last one"):
+        continuation.add(chunk_of(WHOLE, 0, 1))
+    assert continuation.response() == WHOLE

@@ -1,0 +1,138 @@
+"""An answer that comes from one replica after another looks as if it came from one."""
+
+import pytest
+
+from penstock.errors import InvalidRequestError, PenstockError
+from penstock.v1 import common_pb2, generate_pb2
+from services.router.resumable_stream import ResumableStream, read_query
+from tests.simulated_engine import chunk_of, logprob_of
+
+REQUEST = generate_pb2.GenerateRequest(
+    request_id="r",
+    session_id="s",
+    input_ids=[5, 6],
+    images=[common_pb2.Image(data=b"png")],
+    sampling=generate_pb2.SamplingParams(max_new_tokens=6, temperature=0.5),
+    min_policy_version=3,
+)
+RAW = REQUEST.SerializeToString()
+IDS = [1000, 1001, 1002, 1003, 1004, 1005]
+
+
+def whole(versions: list[int], *, first: int = 0, replica_id: str = "a") -> generate_pb2.GenerateResponse:
+    """The answer from token `first` on, as one replica gives it that takes what is before for prompt."""
+    ids = IDS[first:]
+    return generate_pb2.GenerateResponse(
+        output_ids=ids,
+        logprobs=[logprob_of(token) for token in ids],
+        version_spans=[common_pb2.VersionSpan(num_tokens=1, policy_version=version) for version in versions[first:]],
+        finish_reason=generate_pb2.FINISH_REASON_LENGTH,
+        usage=generate_pb2.Usage(num_prompt_tokens=9 + first, num_cached_tokens=first, num_output_tokens=len(ids)),
+        replica_id=replica_id,
+    )
+
+
+def chunks(response: generate_pb2.GenerateResponse, *cuts: int) -> list[bytes]:
+    return [
+        chunk_of(response, first, end).SerializeToString() for first, end in zip((0, *cuts), (*cuts, 6), strict=True)
+    ]
+
+
+def joined(parts: list[bytes]) -> generate_pb2.GenerateChunk:
+    return generate_pb2.GenerateChunk.FromString(b"".join(parts))
+
+
+def test_reads_what_a_call_wants() -> None:
+    """The prompt's blocks only if they are asked for; bytes that are no request are refused."""
+    query = read_query(RAW, with_blocks=False)
+    assert (query.session_id, query.request_id, query.min_version, query.blocks) == ("s", "r", 3, ())
+    sampling = generate_pb2.SamplingParams(max_new_tokens=1)
+    long = generate_pb2.GenerateRequest(input_ids=[1] * 130, sampling=sampling).SerializeToString()
+    assert len(read_query(long, with_blocks=True).blocks) == 2
+    assert read_query(long, with_blocks=False).num_tokens == 131
+    with pytest.raises(InvalidRequestError, match="3 bytes are no GenerateRequest"):
+        read_query(b"\xff\xff\xff", with_blocks=False)
+    half = generate_pb2.GenerateRequest(sampling=sampling, bootstrap=generate_pb2.Bootstrap(room=1))
+    with pytest.raises(InvalidRequestError, match="bootstrap"):
+        read_query(half.SerializeToString(), with_blocks=False)
+
+
+def test_an_unbroken_answer_is_that_of_the_replica() -> None:
+    """The leg is the request with chunks as the router wants them; spans of one version that meet are one."""
+    answer = ResumableStream(RAW, chunk_tokens=16)
+    leg = generate_pb2.GenerateRequest.FromString(answer.leg)
+    assert leg.chunk_tokens == 16
+    leg.chunk_tokens = 0
+    assert leg == REQUEST
+    for chunk in chunks(whole([3, 3, 3, 3, 4, 4]), 1, 3):
+        assert answer.take(chunk) == chunk
+    assert answer.end_leg()
+    response = generate_pb2.GenerateResponse.FromString(answer.response())
+    assert list(response.output_ids) == IDS
+    assert [(span.num_tokens, span.policy_version) for span in response.version_spans] == [(4, 3), (2, 4)]
+    assert response.usage == generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=6)
+
+
+@pytest.mark.parametrize("num_first", [0, 1, 4])
+def test_a_broken_answer_is_as_of_one_replica(num_first: int) -> None:
+    """The next leg goes on from what was delivered; ids, logprobs, spans and usage are those of an unbroken answer."""
+    answer = ResumableStream(RAW, chunk_tokens=2)
+    seen = []
+    if num_first:
+        seen.append(answer.take(chunk_of(whole([3] * 6), 0, num_first).SerializeToString()))
+    assert not answer.end_leg()
+    assert answer.num_tokens == num_first
+    leg = generate_pb2.GenerateRequest.FromString(answer.leg)
+    assert list(leg.input_ids) == [5, 6, *IDS[:num_first]]
+    assert leg.sampling.max_new_tokens == 6 - num_first
+    assert leg.images == REQUEST.images
+    assert leg.request_id == "r#1"
+    assert leg.chunk_tokens == 2
+    second = whole([3] * 6, first=num_first, replica_id="b")
+    for first, end in ((0, 1), (1, 6 - num_first)):
+        seen.append(answer.take(chunk_of(second, first, end).SerializeToString()))
+    assert answer.end_leg()
+    response = generate_pb2.GenerateResponse.FromString(answer.response())
+    usage = generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=6)
+    expected = whole([3] * 6, replica_id="b")
+    del expected.version_spans[:]
+    expected.version_spans.add(num_tokens=6, policy_version=3)
+    assert response == expected
+    stream = joined(seen)
+    assert list(stream.output_ids) == IDS
+    assert stream.logprobs == response.logprobs
+    assert stream.finish_reason == generate_pb2.FINISH_REASON_LENGTH
+    assert stream.usage == usage
+    parts = [generate_pb2.GenerateChunk.FromString(part) for part in seen]
+    assert [part.HasField("usage") for part in parts] == [True] + [False] * (len(parts) - 2) + [True]
+
+
+def test_a_replica_that_breaks_off_twice_costs_two_legs() -> None:
+    """Each leg goes on from all that was delivered, under a name of its own."""
+    answer = ResumableStream(RAW)
+    answer.take(chunk_of(whole([3] * 6), 0, 2).SerializeToString())
+    assert not answer.end_leg()
+    answer.take(chunk_of(whole([4] * 6, first=2), 0, 1).SerializeToString())
+    assert not answer.end_leg()
+    leg = generate_pb2.GenerateRequest.FromString(answer.leg)
+    assert (leg.request_id, list(leg.input_ids)) == ("r#2", [5, 6, *IDS[:3]])
+    answer.take(chunk_of(whole([4] * 6, first=3), 0, 3).SerializeToString())
+    assert answer.end_leg()
+    response = generate_pb2.GenerateResponse.FromString(answer.response())
+    assert [(span.num_tokens, span.policy_version) for span in response.version_spans] == [(2, 3), (4, 4)]
+
+
+def test_a_break_after_the_last_token_is_none() -> None:
+    """The answer is whole, whatever became of the stream."""
+    answer = ResumableStream(RAW)
+    for chunk in chunks(whole([3] * 6), 3):
+        answer.take(chunk)
+    assert answer.end_leg()
+
+
+def test_a_replica_that_breaks_the_contract_is_told_so() -> None:
+    """Ids without logprobs are nobody's answer."""
+    answer = ResumableStream(RAW)
+    answer.take(generate_pb2.GenerateChunk(output_ids=[1], replica_id="a").SerializeToString())
+    with pytest.raises(PenstockError, match="contract"):
+        answer.end_leg()
