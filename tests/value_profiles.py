@@ -5,7 +5,7 @@ from fractions import Fraction
 from services.reward.item import Item
 from services.reward.profiles.profile import Decision, Scoring
 from services.reward.profiles.value import ValueProfile
-from services.reward.verdict import Judgement
+from services.reward.verdict import Finding
 
 PROFILES = {
     name: ValueProfile(
@@ -21,13 +21,13 @@ PROFILES = {
 }
 
 
-def judge(golds: list[str], response: str, profile: str = "math") -> Decision:
+def verify(golds: list[str], response: str, profile: str = "math") -> Decision:
     """What the profile decides of a whole response."""
     return PROFILES[profile].decide(Item(golds=golds, response=response, profile=profile))
 
 
 def is_right(gold: str, answer: str, profile: str = "math") -> bool:
     """Whether the profile decides by itself that a boxed answer is right; it must decide."""
-    judgement = judge([gold], rf"So \boxed{{{answer}}}.", profile)
-    assert isinstance(judgement, Judgement), "left to a worker"
-    return judgement.credit == 1
+    finding = verify([gold], rf"So \boxed{{{answer}}}.", profile)
+    assert isinstance(finding, Finding), "left to a worker"
+    return finding.credit == 1

@@ -10,7 +10,7 @@ import sys
 
 MODULES = (
     "services.reward.server",
-    "services.reward.grading.perform",
+    "services.reward.worker_tasks.perform",
     "services.router.server",
     "services.trainer.main",
     "services.rollout.worker.main",

@@ -84,7 +84,7 @@ def _code(text: str) -> str:
 def _cell(verdict: Scored) -> str:
     score = f"{verdict.score:.2f}".rstrip("0").rstrip(".")
     marks = {Status.OK: "", Status.NO_ANSWER: " n", Status.UNPARSEABLE: " u", Status.GOLD_INVALID: " g"}
-    return score + marks.get(verdict.judgement.status, f" {verdict.judgement.status}")
+    return score + marks.get(verdict.finding.status, f" {verdict.finding.status}")
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ ACCURACY_BAR = 0.98
 
 
 async def measure(report: Report, client: RewardClient, files: list[Path]) -> None:
-    """Judge every file with both profiles and with each peer.
+    """Verify every file with both profiles and with each peer.
 
     A file has lines {"id", "gold" or "golds", "response", "correct"}; "profile", if there, is that of the label.
     """
@@ -37,7 +37,7 @@ async def measure(report: Report, client: RewardClient, files: list[Path]) -> No
             table.append(_row(name, labels, found, 0))
             if name == "penstock":
                 wrong = [row["id"] for row, label, one in zip(rows, labels, found, strict=True) if label != one]
-                _judge(report, file, labels, found, wrong)
+                _verify(report, file, labels, found, wrong)
         for name in PEERS:
             with Peer(name) as peer:
                 graded = [peer.grade(question) for question in questions]
@@ -65,7 +65,7 @@ def _row(name: str, labels: list[bool], found: list[bool], num_unanswered: int) 
     return name, accuracy, false_positives, len(labels) - agreed - false_positives, num_unanswered
 
 
-def _judge(report: Report, file: Path, labels: list[bool], found: list[bool], wrong: list[str]) -> None:
+def _verify(report: Report, file: Path, labels: list[bool], found: list[bool], wrong: list[str]) -> None:
     accuracy = 1 - len(wrong) / len(labels)
     told = f"{100 * accuracy:.1f}%" + (f"; differs on {', '.join(wrong[:20])}" if wrong else "")
     if any(labels):

@@ -1,4 +1,4 @@
-"""What is judged in the benchmarks: drawn with a seed, like answers to questions of plane geometry."""
+"""What is verified in the benchmarks: drawn with a seed, like answers to questions of plane geometry."""
 
 import random
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _GROUP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Gold answers, of which one match suffices, and a response to judge."""
+    """Gold answers, of which one match suffices, and a response to verify."""
 
     golds: tuple[str, ...]
     response: str

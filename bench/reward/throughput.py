@@ -12,7 +12,7 @@ from services.reward.config import RewardConfig
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
 from services.reward.profiles.registry import make_profiles
-from services.reward.verdict import Judgement
+from services.reward.verdict import Finding
 
 _TIER_1_BAR = 10_000
 _TIER_3_BAR = 250
@@ -62,7 +62,7 @@ def _decide(num_questions: int) -> tuple[float, int, int]:
         decided = [decision for decision in decisions if not isinstance(decision, Undecided)]
         if seed > 0:  # the first round warms up
             rates.append(len(decided) / elapsed_s)
-            num_right += sum(isinstance(decision, Judgement) and decision.credit == 1 for decision in decided)
+            num_right += sum(isinstance(decision, Finding) and decision.credit == 1 for decision in decided)
             num_undecided += len(decisions) - len(decided)
     return statistics.median(rates), num_right, num_undecided
 

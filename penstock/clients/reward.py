@@ -25,10 +25,10 @@ class RewardClient(Client):
     async def verify(
         self, item: reward_pb2.VerifyItem, *, timeout_s: float, retry_until: float | None = None
     ) -> reward_pb2.Verdict:
-        """Judge one response.
+        """Verify one response.
 
         Args:
-            item: The response to judge.
+            item: The response to verify.
             timeout_s: Deadline of one attempt.
             retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
 
@@ -47,18 +47,18 @@ class RewardClient(Client):
     async def verify_stream(
         self, items: AsyncIterable[reward_pb2.VerifyItem], *, timeout_s: float | None = None
     ) -> AsyncGenerator[reward_pb2.VerifyStreamResponse, None]:
-        """Judge items as they come; answers come as they are reached, in any order, each with its item's id.
+        """Verify items as they come; answers come as they are reached, in any order, each with its item's id.
 
         An item that cannot be taken (its profile is unknown) is answered with an error and the stream goes on. `items`
         is read only as fast as the service takes them. Leaving the iteration early cancels what still runs: use
         `contextlib.aclosing` where that should not wait for the garbage collector.
 
         Args:
-            items: The responses to judge, with different item ids.
+            items: The responses to verify, with different item ids.
             timeout_s: Deadline of the whole stream; none if None.
 
         Raises:
-            UnavailableError: nobody answers, or the service is stopping: items without an answer were not judged.
+            UnavailableError: nobody answers, or the service is stopping: items without an answer were not verified.
             DeadlineError: the stream ran into its deadline.
         """
         calling: Any = cast(Any, self._stub.VerifyStream)(timeout=timeout_s)  # the stubs want an iterator of requests
@@ -92,10 +92,10 @@ class RewardClient(Client):
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Judge `items`; verdicts come in their order.
+        """Verify `items`; verdicts come in their order.
 
         Args:
-            items: The responses to judge.
+            items: The responses to verify.
             timeout_s: Deadline of one attempt.
             retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
 

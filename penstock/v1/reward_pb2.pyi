@@ -28,7 +28,7 @@ class _VerdictStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict
     VERDICT_STATUS_UNSPECIFIED: _VerdictStatus.ValueType  # 0
     """Not set: never valid."""
     VERDICT_STATUS_OK: _VerdictStatus.ValueType  # 1
-    """Judged: the score stands."""
+    """Verified: the score stands."""
     VERDICT_STATUS_NO_ANSWER: _VerdictStatus.ValueType  # 2
     """The response holds no answer where the profile looks for one; score 0."""
     VERDICT_STATUS_GOLD_INVALID: _VerdictStatus.ValueType  # 3
@@ -50,7 +50,7 @@ class VerdictStatus(_VerdictStatus, metaclass=_VerdictStatusEnumTypeWrapper):
 VERDICT_STATUS_UNSPECIFIED: VerdictStatus.ValueType  # 0
 """Not set: never valid."""
 VERDICT_STATUS_OK: VerdictStatus.ValueType  # 1
-"""Judged: the score stands."""
+"""Verified: the score stands."""
 VERDICT_STATUS_NO_ANSWER: VerdictStatus.ValueType  # 2
 """The response holds no answer where the profile looks for one; score 0."""
 VERDICT_STATUS_GOLD_INVALID: VerdictStatus.ValueType  # 3
@@ -101,7 +101,7 @@ Global___VerdictMethod: _TypeAlias = VerdictMethod  # noqa: Y015
 
 @_typing.final
 class VerifyItem(_message.Message):
-    """One response to judge."""
+    """One response to verify."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -145,7 +145,7 @@ Global___VerifyItem: _TypeAlias = VerifyItem  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """The judgement of one response."""
+    """The verdict on one response."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,7 +194,7 @@ class VerifyRequest(_message.Message):
     ITEM_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def item(self) -> Global___VerifyItem:
-        """The response to judge."""
+        """The response to verify."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class VerifyResponse(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def verdict(self) -> Global___Verdict:
-        """The judgement."""
+        """The verdict."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class VerifyBatchRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyItem]:
-        """The responses to judge."""
+        """The responses to verify."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class VerifyBatchResponse(_message.Message):
     VERDICTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """The judgements, in the order of the items."""
+        """The verdicts, in the order of the items."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class VerifyStreamRequest(_message.Message):
     ITEM_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def item(self) -> Global___VerifyItem:
-        """The response to judge; its item_id is how the verdict is told from others."""
+        """The response to verify; its item_id identifies the verdict in the stream."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class VerifyStreamResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def verdict(self) -> Global___Verdict:
-        """The judgement."""
+        """The verdict."""
 
     @_builtins.property
     def error(self) -> Global___VerifyError:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be judged is a
+    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be verified is a
     status in its verdict, never an error of the call and never a silent zero.
     """
 
@@ -59,26 +59,26 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be judged is a
+    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be verified is a
     status in its verdict, never an error of the call and never a silent zero.
     """
 
     def Verify(self, request, context):
-        """Verify judges one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile.
+        """Verify checks one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyBatch(self, request, context):
-        """VerifyBatch judges many; verdicts come in the order of the items.
+        """VerifyBatch checks many; verdicts come in the order of the items.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyStream(self, request_iterator, context):
-        """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+        """VerifyStream checks items as they arrive; verdicts return in any order, each with its item's id.
         An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
         service reads no further items.
         """
@@ -125,7 +125,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be judged is a
+    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be verified is a
     status in its verdict, never an error of the call and never a silent zero.
     """
 

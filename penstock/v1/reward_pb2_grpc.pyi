@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be judged is a
+    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be verified is a
     status in its verdict, never an error of the call and never a silent zero.
     """
 
@@ -36,11 +36,11 @@ class RewardServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Verify: _grpc.UnaryUnaryMultiCallable[_reward_pb2.VerifyRequest, _reward_pb2.VerifyResponse]
-    """Verify judges one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
+    """Verify checks one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
     VerifyBatch: _grpc.UnaryUnaryMultiCallable[_reward_pb2.VerifyBatchRequest, _reward_pb2.VerifyBatchResponse]
-    """VerifyBatch judges many; verdicts come in the order of the items."""
+    """VerifyBatch checks many; verdicts come in the order of the items."""
     VerifyStream: _grpc.StreamStreamMultiCallable[_reward_pb2.VerifyStreamRequest, _reward_pb2.VerifyStreamResponse]
-    """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+    """VerifyStream checks items as they arrive; verdicts return in any order, each with its item's id.
     An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
     service reads no further items.
     """
@@ -49,17 +49,17 @@ class RewardServiceStub:
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be judged is a
+    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be verified is a
     status in its verdict, never an error of the call and never a silent zero.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.UnaryUnaryMultiCallable[_reward_pb2.VerifyRequest, _reward_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Verify judges one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
+    """Verify checks one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
     VerifyBatch: _aio.UnaryUnaryMultiCallable[_reward_pb2.VerifyBatchRequest, _reward_pb2.VerifyBatchResponse]  # type: ignore[assignment]
-    """VerifyBatch judges many; verdicts come in the order of the items."""
+    """VerifyBatch checks many; verdicts come in the order of the items."""
     VerifyStream: _aio.StreamStreamMultiCallable[_reward_pb2.VerifyStreamRequest, _reward_pb2.VerifyStreamResponse]  # type: ignore[assignment]
-    """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+    """VerifyStream checks items as they arrive; verdicts return in any order, each with its item's id.
     An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
     service reads no further items.
     """
@@ -67,7 +67,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """ListProfiles tells which profiles there are."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be judged is a
+    """RewardService verifies responses against gold answers. It keeps no state. A response that cannot be verified is a
     status in its verdict, never an error of the call and never a silent zero.
     """
 
@@ -77,7 +77,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.VerifyResponse, _abc.Awaitable[_reward_pb2.VerifyResponse]]:
-        """Verify judges one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
+        """Verify checks one response. RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: there is no such profile."""
 
     @_abc_1.abstractmethod
     def VerifyBatch(
@@ -85,7 +85,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.VerifyBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.VerifyBatchResponse, _abc.Awaitable[_reward_pb2.VerifyBatchResponse]]:
-        """VerifyBatch judges many; verdicts come in the order of the items."""
+        """VerifyBatch checks many; verdicts come in the order of the items."""
 
     @_abc_1.abstractmethod
     def VerifyStream(
@@ -93,7 +93,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_reward_pb2.VerifyStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.VerifyStreamResponse], _abc.AsyncIterator[_reward_pb2.VerifyStreamResponse]]:
-        """VerifyStream judges items as they come; verdicts come as they are reached, in any order, each with its item's id.
+        """VerifyStream checks items as they arrive; verdicts return in any order, each with its item's id.
         An item that cannot be taken is an error of its own and leaves the stream whole. While the queue is full the
         service reads no further items.
         """

@@ -60,7 +60,7 @@ class RewardCaller:
             raise SetupError(f"{error}; start a reward service there, or leave out --address") from None
 
     def verify(self, items: Sequence[reward_pb2.VerifyItem]) -> Verdicts:
-        """Have `items` judged; the verdicts come in their order."""
+        """Have `items` verified; the verdicts come in their order."""
         return asyncio.run_coroutine_threadsafe(self._verify(items), self._loop)
 
     async def _verify(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:

@@ -1,1 +1,1 @@
-"""The reward service: judges responses against gold answers, in processes that can be killed."""
+"""The reward service: verifies responses against gold answers, in processes that can be killed."""

@@ -17,7 +17,7 @@ class ProfileConfig(Config):
     reward_max: float | None = pydantic.Field(default=None, allow_inf_nan=False)
     """Score of a right answer; by default 1."""
     reward_min: float | None = pydantic.Field(default=None, allow_inf_nan=False)
-    """Score of a wrong one, and of what could not be judged; by default 0, for dapo -1."""
+    """Score of a wrong one, and of what could not be verified; by default 0, for dapo -1."""
     format_weight: float | None = pydantic.Field(default=None, ge=0, le=1)
     """Share of the score that the format earns, whatever the answer; by default 0, for verl_geo3k 0.1."""
     format_pattern: str | None = None
@@ -71,7 +71,7 @@ class RemoteConfig(Config):
 
 
 class RewardConfig(Config):
-    """How the reward service listens, judges and limits."""
+    """How the reward service listens, verifies and limits."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
@@ -99,7 +99,7 @@ class RewardConfig(Config):
     max_overtime: int = pydantic.Field(default=8, ge=0, le=1024)
     """Items that take long leave their worker's place to others, so many at once; 0 lets each hold its place."""
     overtime_memory_mb: int = pydantic.Field(default=192, ge=16)
-    """What worker processes may allocate together; beyond it, the item of the largest is judged OUT_OF_MEMORY."""
+    """What worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY."""
     sandbox: Literal["auto", "require", "off"] = "auto"
     """Confine worker processes (no network, no new process, no writing) where the kernel can; or refuse to start."""
     recycle_after: int = pydantic.Field(default=5000, ge=1)
@@ -109,7 +109,7 @@ class RewardConfig(Config):
     max_response_chars: int = pydantic.Field(default=65536, ge=1024)
     """Only so many characters of a response, from its end, are searched for the answer."""
     max_answer_chars: int = pydantic.Field(default=512, ge=1)
-    """An answer that is longer is judged TOO_LARGE, a gold answer GOLD_INVALID."""
+    """An answer that is longer is answered with TOO_LARGE, a gold answer GOLD_INVALID."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
     """Profile geo3k: largest |answer - gold| that is right for gold answers that are rounded labels: written with a
     decimal point, or an integer of at least 100 in absolute value; 0 is strict."""

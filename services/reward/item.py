@@ -1,4 +1,4 @@
-"""What is to be judged."""
+"""A response to verify, with everything that verifying it needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One response to judge."""
+    """One response to verify."""
 
     golds: Sequence[str]
     """Gold answers; one match suffices."""
     response: str
     """The policy's own text."""
     profile: str
-    """The profile to judge by, by name."""
+    """The profile to verify by, by name."""
     prompt: str = ""
     """What was asked; only custom verifiers and the profile `remote` look at it."""
     deadline_s: float = 0.0

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from services.reward.isolation.pool import WorkerPool
 from services.reward.places import Places
-from services.reward.verdict import Judgement
+from services.reward.verdict import Finding
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
@@ -17,7 +17,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._items = Counter(
             "penstock_reward_items",
-            "Items judged, by profile, status and deciding method.",
+            "Items verified, by profile, status and deciding method.",
             ("profile", "status", "method"),
             registry=self._registry,
         )
@@ -40,12 +40,12 @@ class Metrics:
         ):
             Gauge(f"penstock_reward_{name}", text, registry=self._registry).set_function(read)
 
-    def count(self, profile: str, judgement: Judgement, elapsed_s: float) -> None:
+    def count(self, profile: str, finding: Finding, elapsed_s: float) -> None:
         """Count one item."""
-        kind = (profile, judgement.status, judgement.method)
+        kind = (profile, finding.status, finding.method)
         counters = self._of_kind.get(kind)
         if counters is None:  # looking up children by their labels costs more than counting
-            counters = self._of_kind[kind] = (self._items.labels(*kind), self._seconds.labels(judgement.method))
+            counters = self._of_kind[kind] = (self._items.labels(*kind), self._seconds.labels(finding.method))
         items, seconds = counters
         items.inc()
         seconds.observe(elapsed_s)

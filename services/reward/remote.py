@@ -1,7 +1,7 @@
-"""Judgement by another service over HTTP, in the format of slime's `remote_rm`.
+"""Verification by another service over HTTP, in the format of slime's `remote_rm`.
 
 One request is POST {"prompt", "response", "label"}; the answer is a bare JSON number, or an object with the number as
-`score` or `reward`. The label is the gold answer, or a list where there are several. What fails is a judgement with
+`score` or `reward`. The label is the gold answer, or a list where there are several. What fails is a finding with
 status FAILED and a logged reason, never a silent 0.
 """
 
@@ -21,7 +21,7 @@ from penstock.runtime.security import REMOTE_TOKEN, Tls, of_process, read_secret
 from services.reward.config import RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class _RemoteError(Exception):
     """The remote service gave no number; another try would not help."""
 
 
-class RemoteJudge:
+class RemoteVerifier:
     """A client of the remote service, with connections that are kept. Close it."""
 
     def __init__(self, config: RemoteConfig) -> None:
@@ -56,14 +56,14 @@ class RemoteJudge:
         """Close the connections."""
         await self._client.aclose()
 
-    async def judge(self, item: Item, deadline_s: float) -> tuple[Judgement, float]:
-        """Ask the remote service; return its judgement and the seconds that it took, queueing excluded."""
+    async def verify(self, item: Item, deadline_s: float) -> tuple[Finding, float]:
+        """Ask the remote service; return its finding and the seconds that it took, queueing excluded."""
         async with self._places:
             started = time.monotonic()
-            judgement = await self._judge_within(item, deadline_s)
-            return judgement, time.monotonic() - started
+            finding = await self._verify_within(item, deadline_s)
+            return finding, time.monotonic() - started
 
-    async def _judge_within(self, item: Item, deadline_s: float) -> Judgement:
+    async def _verify_within(self, item: Item, deadline_s: float) -> Finding:
         reason = "no attempt was finished"
         try:
             async with asyncio.timeout(deadline_s):
@@ -74,7 +74,7 @@ class RemoteJudge:
                     try:
                         async with asyncio.timeout(self._config.timeout_s):
                             credit = await self._ask(item)
-                        return Judgement(status=Status.OK, credit=credit, method=Method.VERIFIER)
+                        return Finding(status=Status.OK, credit=credit, method=Method.VERIFIER)
                     except TimeoutError:
                         reason = f"an attempt took longer than {self._config.timeout_s:g} s"
                     except httpx.HTTPStatusError as error:  # whose text has the URL, and that may hold a secret
@@ -83,11 +83,11 @@ class RemoteJudge:
                         reason = f"{type(error).__name__}: {error}"
         except TimeoutError:
             log.warning("remote.failed", reason=f"the deadline of {deadline_s:g} s passed; {reason}")
-            return Judgement(status=Status.TIMEOUT)
+            return Finding(status=Status.TIMEOUT)
         except _RemoteError as error:
             reason = str(error)
         log.warning("remote.failed", reason=reason)
-        return Judgement(status=Status.FAILED)
+        return Finding(status=Status.FAILED)
 
     async def _ask(self, item: Item) -> float:
         golds = [sendable(gold) for gold in item.golds]

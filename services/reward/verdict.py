@@ -1,4 +1,4 @@
-"""What a judgement is: the words of the verdict, named as in the contract."""
+"""A finding: the contents of a verdict, named as in the contract."""
 
 import enum
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Method(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """The judgement of one response."""
+class Finding:
+    """What was found about one response."""
 
     status: Status
     credit: float = 0.0

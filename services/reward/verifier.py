@@ -17,8 +17,8 @@ from services.reward.metrics import Metrics
 from services.reward.places import Places
 from services.reward.profiles.profile import Decision, Forwarded, Profile, Undecided
 from services.reward.profiles.registry import find_profile, make_profiles
-from services.reward.remote import RemoteJudge
-from services.reward.verdict import Judgement, Status
+from services.reward.remote import RemoteVerifier
+from services.reward.verdict import Finding, Status
 
 log = structlog.get_logger()
 
@@ -32,9 +32,9 @@ _LEAST_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A judgement with its score."""
+    """A finding with its score."""
 
-    judgement: Judgement
+    finding: Finding
     score: float
     elapsed_s: float
     """Queueing excluded."""
@@ -48,7 +48,7 @@ class _Plan:
 
 
 class Verifier:
-    """Judges items by their profiles."""
+    """Verifies items by their profiles."""
 
     def __init__(self, config: RewardConfig, pool: WorkerPool, verifiers: Mapping[str, str] | None = None) -> None:
         """Make a verifier; close it.
@@ -63,7 +63,7 @@ class Verifier:
         """
         self._config = config
         self._pool = pool
-        self._remote = RemoteJudge(config.remote) if config.remote.url else None
+        self._remote = RemoteVerifier(config.remote) if config.remote.url else None
         self.places = Places(config.max_queue)
         """Taken by the items that are in the service."""
         self.metrics = Metrics(pool, self.places)
@@ -75,10 +75,10 @@ class Verifier:
             await self._remote.close()
 
     async def verify(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
-        """Judge `items`; the verdicts come in their order. Cancelling it kills the workers that are at it.
+        """Verify `items`; the verdicts come in their order. Cancelling it kills the workers that are at it.
 
         Args:
-            items: What to judge.
+            items: What to verify.
             within_s: How long the caller waits; no item's deadline is longer.
 
         Raises:
@@ -87,7 +87,7 @@ class Verifier:
         """
         plans = self._plans(items, within_s)
         with self.places.taken(len(plans)):
-            return await self._judge(plans)
+            return await self._verify(plans)
 
     async def verify_when_free(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
         """As `verify`, for callers that cannot come back later: while the queue is full, it waits.
@@ -97,7 +97,7 @@ class Verifier:
         """
         plans = self._plans(items, within_s)
         async with self.places.taken_when_free(len(plans)):
-            return await self._judge(plans)
+            return await self._verify(plans)
 
     def _plans(self, items: Sequence[Item], within_s: float | None) -> list[_Plan]:
         longest_s = self._config.max_deadline_s
@@ -109,7 +109,7 @@ class Verifier:
             for profile in (find_profile(self.profiles, item.profile),)
         ]
 
-    async def _judge(self, plans: list[_Plan]) -> list[Scored]:
+    async def _verify(self, plans: list[_Plan]) -> list[Scored]:
         verdicts: list[Scored | asyncio.Task[Scored]] = []
         turn_ends = time.monotonic() + _TURN_S
         async with asyncio.TaskGroup() as group:
@@ -126,42 +126,42 @@ class Verifier:
 
     def _score_at_once(self, plan: _Plan, decision: Decision, spent_s: float) -> Scored | None:
         """The verdict, if nobody else need be asked."""
-        if not isinstance(decision, Judgement):
+        if not isinstance(decision, Finding):
             return None
         has_format = plan.profile.scoring.check_format(decision, plan.item.response)
         return self._score(plan, decision, spent_s, has_format=has_format) if isinstance(has_format, bool) else None
 
     async def _resolve(self, plan: _Plan, decision: Decision, spent_s: float) -> Scored:
         """The verdict, once a worker or the remote service was asked what is left to ask."""
-        judged_s = 0.0
+        verified_s = 0.0
         if isinstance(decision, Undecided):
-            judgement, judged_s = await self._ask(plan, decision)
+            finding, verified_s = await self._ask(plan, decision)
         elif isinstance(decision, Forwarded):
             assert self._remote is not None, "only the profile remote forwards, and it is there only with a URL"
-            judgement, judged_s = await self._remote.judge(plan.item, plan.deadline_s)
+            finding, verified_s = await self._remote.verify(plan.item, plan.deadline_s)
         else:
-            judgement = decision
-        has_format = plan.profile.scoring.check_format(judgement, plan.item.response)
+            finding = decision
+        has_format = plan.profile.scoring.check_format(finding, plan.item.response)
         if not isinstance(has_format, bool):
-            left_s = max(plan.deadline_s - judged_s, _LEAST_S)
+            left_s = max(plan.deadline_s - verified_s, _LEAST_S)
             reply, elapsed_s = await self._pool.run(has_format, left_s)
-            judged_s += elapsed_s
+            verified_s += elapsed_s
             if reply.status is not Status.OK:
                 log.warning("format.failed", profile=plan.profile.name, status=str(reply.status))
             has_format = reply.credit == 1
-        return self._score(plan, judgement, spent_s + judged_s, has_format=has_format)
+        return self._score(plan, finding, spent_s + verified_s, has_format=has_format)
 
-    async def _ask(self, plan: _Plan, question: Undecided) -> tuple[Judgement, float]:
+    async def _ask(self, plan: _Plan, question: Undecided) -> tuple[Finding, float]:
         reply, elapsed_s = await self._pool.run(question.task, plan.deadline_s)
         if reply.status is Status.FAILED:
             log.warning("verifier.failed", profile=plan.profile.name, reason=reply.detail)
-        judgement = Judgement(
+        finding = Finding(
             status=reply.status,
             credit=reply.credit,
             extracted=reply.extracted or question.extracted,
             method=reply.method,
         )
-        return judgement, elapsed_s
+        return finding, elapsed_s
 
     def _deadline_s(self, item: Item, profile: Profile) -> float:
         if item.deadline_s == 0:
@@ -170,12 +170,12 @@ class Verifier:
             raise InvalidRequestError(f"deadline_s = {item.deadline_s} is no length of time; give seconds > 0, or 0")
         return item.deadline_s
 
-    def _score(self, plan: _Plan, judgement: Judgement, elapsed_s: float, *, has_format: bool) -> Scored:
-        if not judgement.extracted.isascii():
-            judgement = replace(judgement, extracted=sendable(judgement.extracted))
-        self.metrics.count(plan.profile.name, judgement, elapsed_s)
-        score = plan.profile.scoring.score(judgement, has_format=has_format)
-        return Scored(judgement=judgement, score=score, elapsed_s=elapsed_s)
+    def _score(self, plan: _Plan, finding: Finding, elapsed_s: float, *, has_format: bool) -> Scored:
+        if not finding.extracted.isascii():
+            finding = replace(finding, extracted=sendable(finding.extracted))
+        self.metrics.count(plan.profile.name, finding, elapsed_s)
+        score = plan.profile.scoring.score(finding, has_format=has_format)
+        return Scored(finding=finding, score=score, elapsed_s=elapsed_s)
 
 
 def _decide(plan: _Plan) -> Decision:
@@ -183,4 +183,4 @@ def _decide(plan: _Plan) -> Decision:
         return plan.profile.decide(plan.item)
     except Exception:  # a profile's fault is its item's status, and the rest of the batch goes on
         log.exception("profile.crashed", profile=plan.profile.name)
-        return Judgement(status=Status.FAILED)
+        return Finding(status=Status.FAILED)

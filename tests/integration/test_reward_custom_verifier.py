@@ -117,7 +117,7 @@ async def test_a_verifier_that_cannot_be_loaded_stops_the_start(tmp_path: Path, 
 
 
 async def test_a_verifier_cannot_take_a_built_in_name() -> None:
-    """Nobody judges by another `math` than they think."""
+    """Nobody verifies by another `math` than they think."""
     config = RewardConfig.model_validate({"verifiers": {"math": "package.module:verify"}})
     with pytest.raises(ConfigError, match="has the name of a built-in profile"):
         async with running(config):

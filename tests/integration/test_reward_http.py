@@ -196,7 +196,7 @@ async def test_slime_names_its_profile_in_the_url(http: httpx.AsyncClient) -> No
     + [json.dumps({"response": response, "label": "5"}).encode() for response in (None, ["5"])],
 )
 async def test_slime_gets_a_number_even_for_what_is_no_sample(http: httpx.AsyncClient, body: bytes) -> None:
-    """Zero, with headers that say that it is no judgement, and why."""
+    """Zero, with headers that say that it is no finding, and why."""
     response = await post(http, "/", body)
     assert (response.status_code, response.json()) == (200, 0.0)
     assert response.headers["x-penstock-status"] == "INVALID_REQUEST"

@@ -99,7 +99,7 @@ async def test_a_slow_item_gets_its_verdict(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("max_overtime", [0, 8])
 async def test_an_item_that_eats_memory_is_stopped(max_overtime: int) -> None:
-    """Its worker is replaced, and the next item is judged."""
+    """Its worker is replaced, and the next item is verified."""
     async with _running(num_workers=1, max_overtime=max_overtime) as pool:
         before = pool.worker_pids
         (reply,) = await _all(pool, _bad("eat"))
@@ -126,7 +126,7 @@ async def test_items_that_eat_memory_together_are_stopped() -> None:
 
 
 async def test_killed_workers_lose_no_item() -> None:
-    """Items whose worker is killed from outside are judged by another."""
+    """Items whose worker is killed from outside are verified by another."""
     async with _running() as pool:
         pending = asyncio.create_task(_all(pool, *[_bad("busy 0.01")] * 100))
         for _ in range(4):

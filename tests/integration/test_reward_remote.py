@@ -1,4 +1,4 @@
-"""The profile `remote`: another service judges, over real HTTP."""
+"""The profile `remote`: another service verifies, over real HTTP."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 from penstock.v1 import reward_pb2
 from services.reward.config import RemoteConfig
 from services.reward.item import Item
-from services.reward.remote import RemoteJudge
+from services.reward.remote import RemoteVerifier
 from services.reward.verdict import Status
 from tests.reward_service import OK, TIMEOUT, reward_service
 from tests.waiting import until
@@ -169,10 +169,10 @@ async def test_an_attempt_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[s
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        judge = RemoteJudge(RemoteConfig(url=url, timeout_s=0.2, attempts=2))
-        judgement, elapsed_s = await judge.judge(Item(golds=["5"], response="r", profile="remote"), 30.0)
-        await judge.close()
-    assert judgement.status is Status.FAILED
+        verify = RemoteVerifier(RemoteConfig(url=url, timeout_s=0.2, attempts=2))
+        finding, elapsed_s = await verify.verify(Item(golds=["5"], response="r", profile="remote"), 30.0)
+        await verify.close()
+    assert finding.status is Status.FAILED
     assert elapsed_s < 20
     assert "an attempt took longer than 0.2 s" in capsys.readouterr().out
 
@@ -188,11 +188,11 @@ async def test_cancelling_ends_the_request() -> None:
     """When the caller is gone, nobody waits for the remote service, and its connection is closed."""
     async with reward_model(lambda _: (200, "1")) as model:
         model.hangs = True
-        judge = RemoteJudge(RemoteConfig(url=model.url))
-        task = asyncio.create_task(judge.judge(Item(golds=["5"], response="\ud800", profile="remote"), 30.0))
+        verify = RemoteVerifier(RemoteConfig(url=model.url))
+        task = asyncio.create_task(verify.verify(Item(golds=["5"], response="\ud800", profile="remote"), 30.0))
         await until(lambda: len(model.requests) == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await judge.close()
+        await verify.close()
     assert model.requests[0]["response"] == "\ufffd"

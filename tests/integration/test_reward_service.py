@@ -166,7 +166,7 @@ async def test_real_geo3k_golds_judge_themselves_as_right(service: tuple[RewardC
 
 
 async def test_accuracy_on_labelled_pairs(service: tuple[RewardClient, WorkerPool]) -> None:
-    """At least 95% of the labelled pairs are judged as labelled."""
+    """At least 95% of the labelled pairs are verified as labelled."""
     path = _SHARED / "reward" / "pairs.jsonl"
     if not path.is_file():
         pytest.skip("needs labelled pairs in ../shared/reward/pairs.jsonl")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.answers.extraction import extract_answer
+from services.reward.exact.extraction import extract_answer
 
 
 def _extract(response: str) -> str | None:

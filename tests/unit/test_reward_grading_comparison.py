@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.reward.grading.comparison import compare
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask
 from services.reward.verdict import Status
+from services.reward.worker_tasks.symbolic import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -9,7 +9,7 @@ from penstock.v1 import reward_pb2
 from services.reward.config import RewardConfig
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile, make_profiles
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 _PROFILES = make_profiles(RewardConfig())
 
@@ -20,10 +20,10 @@ def test_the_settings_of_value_equality_reach_the_profiles() -> None:
     profile = make_profiles(RewardConfig.model_validate(settings))["geo3k"]
     for gold, answer in (("8.5", "8.51"), (r"3\sqrt{2}", "4.243")):
         item = Item(golds=[gold], response=rf"\boxed{{{answer}}}", profile="geo3k")
-        judgement, wider = profile.decide(item), _PROFILES["geo3k"].decide(item)
-        assert isinstance(judgement, Judgement)
-        assert isinstance(wider, Judgement)
-        assert (judgement.credit, wider.credit) == (0, 1)
+        finding, wider = profile.decide(item), _PROFILES["geo3k"].decide(item)
+        assert isinstance(finding, Finding)
+        assert isinstance(wider, Finding)
+        assert (finding.credit, wider.credit) == (0, 1)
 
 
 @pytest.mark.parametrize("name", sorted(_PROFILES))
@@ -34,10 +34,10 @@ def test_more_gold_answers_than_can_be_read_at_once_are_invalid(name: str, golds
     """Whoever sends them, the event loop is not held up."""
     item = Item(golds=golds, response=r"</think> Answer: 5, \boxed{5}", profile=name)
     started = time.monotonic()
-    judgement = _PROFILES[name].decide(item)
+    finding = _PROFILES[name].decide(item)
     assert time.monotonic() - started < 0.5
-    assert isinstance(judgement, Judgement)
-    assert judgement.status is Status.GOLD_INVALID
+    assert isinstance(finding, Finding)
+    assert finding.status is Status.GOLD_INVALID
 
 
 def test_an_unknown_profile_names_the_known_ones() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.answers.normalisation import normalise
+from services.reward.exact.normalisation import normalise
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.answers.algebra import NoValueError, TooLargeError, add, are_equal, constant, to_decimal
-from services.reward.answers.number import Number, parse_rational, read_number
+from services.reward.exact.algebra import NoValueError, TooLargeError, add, are_equal, constant, to_decimal
+from services.reward.exact.number import Number, parse_rational, read_number
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.reward.config import RewardConfig
-from services.reward.grading.perform import perform
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
 from services.reward.profiles.registry import make_profiles
+from services.reward.worker_tasks.perform import perform
 
 DATA = Path(__file__).parent.parent / "data" / "reward"
 MIN_ACCURACY = 0.98

@@ -11,12 +11,12 @@ import mathruler.grader
 import pytest
 
 from services.reward.config import RewardConfig
-from services.reward.grading.perform import perform
-from services.reward.grading.prm800k import _is_arithmetic
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
 from services.reward.profiles.registry import make_profiles
-from services.reward.verdict import Judgement, Status
+from services.reward.verdict import Finding, Status
+from services.reward.worker_tasks.perform import perform
+from services.reward.worker_tasks.prm800k_grader import _is_arithmetic
 
 _DATA = Path(__file__).parents[1] / "data" / "reward"
 _PROFILES = make_profiles(RewardConfig())
@@ -32,23 +32,23 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def judge(profile: str, golds: list[str], response: str) -> Judgement:
+def verify(profile: str, golds: list[str], response: str) -> Finding:
     """What the profile says, the worker's part done here."""
     decision = _PROFILES[profile].decide(Item(golds=golds, response=response, profile=profile))
     if isinstance(decision, Undecided):
         reply = perform(decision.task)
-        return Judgement(status=reply.status, credit=reply.credit, extracted=reply.extracted or decision.extracted)
-    assert isinstance(decision, Judgement)
+        return Finding(status=reply.status, credit=reply.credit, extracted=reply.extracted or decision.extracted)
+    assert isinstance(decision, Finding)
     return decision
 
 
 def score(profile: str, golds: list[str], response: str) -> float:
     """Its score."""
-    judgement = judge(profile, golds, response)
+    finding = verify(profile, golds, response)
     scoring = _PROFILES[profile].scoring
-    has_format = scoring.check_format(judgement, response)
+    has_format = scoring.check_format(finding, response)
     assert isinstance(has_format, bool)
-    return scoring.score(judgement, has_format=has_format)
+    return scoring.score(finding, has_format=has_format)
 
 
 @pytest.mark.parametrize("profile", ["slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa"])
@@ -84,14 +84,14 @@ def test_agrees_with_mathruler_on_other_pairs() -> None:
     for pair in _fresh_pairs(300):
         given = mathruler.grader.extract_boxed_content(pair["response"])
         expected = mathruler.grader.grade_answer(given, pair["gold"])
-        assert judge("verl_geo3k", [pair["gold"]], pair["response"]).credit == expected, pair
+        assert verify("verl_geo3k", [pair["gold"]], pair["response"]).credit == expected, pair
 
 
 def test_agrees_with_math_verify_on_other_pairs() -> None:
     """The profile is the library, on pairs that were not recorded for it."""
     for pair in _fresh_pairs(60):
         expected = math_verify.verify(math_verify.parse(pair["gold"]), math_verify.parse(pair["response"]))
-        assert judge("math_verify", [pair["gold"]], pair["response"]).credit == expected, pair
+        assert verify("math_verify", [pair["gold"]], pair["response"]).credit == expected, pair
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_says_what_the_originals_leave_unsaid(
     profile: str, golds: list[str], response: str, status: Status, credit: float
 ) -> None:
     """Where the originals raise, or score 0 for some reason, there is a status; one gold answer of several suffices."""
-    judgement = judge(profile, golds, response)
-    assert (judgement.status, judgement.credit) == (status, credit)
+    finding = verify(profile, golds, response)
+    assert (finding.status, finding.credit) == (status, credit)
 
 
 @pytest.mark.parametrize(

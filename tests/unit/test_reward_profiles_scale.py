@@ -15,7 +15,7 @@ from services.reward.item import Item
 from services.reward.profiles.custom import find_verifiers
 from services.reward.profiles.format import Format
 from services.reward.profiles.registry import make_profiles
-from services.reward.verdict import Judgement, Status
+from services.reward.verdict import Finding, Status
 
 _BUILT_IN = {"math", "geo3k", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa"}
 
@@ -23,11 +23,11 @@ _BUILT_IN = {"math", "geo3k", "slime_math", "deepscaler", "dapo", "verl_geo3k", 
 def score(profile: str, response: str, **settings: object) -> float:
     """The score of a response that takes no worker, with these settings of the profile; the gold answer is 5."""
     made = make_profiles(RewardConfig.model_validate({"profiles": {profile: settings}}))[profile]
-    judgement = made.decide(Item(golds=["5"], response=response, profile=profile))
-    assert isinstance(judgement, Judgement)
-    has_format = made.scoring.check_format(judgement, response)
+    finding = made.decide(Item(golds=["5"], response=response, profile=profile))
+    assert isinstance(finding, Finding)
+    has_format = made.scoring.check_format(finding, response)
     assert isinstance(has_format, bool)
-    return made.scoring.score(judgement, has_format=has_format)
+    return made.scoring.score(finding, has_format=has_format)
 
 
 def test_scales_by_default_are_the_originals() -> None:
@@ -55,9 +55,9 @@ def test_what_could_not_be_judged_earns_nothing_by_its_format() -> None:
     """A fault of the data or of the service is not the policy's merit."""
     scoring = make_profiles(RewardConfig())["verl_geo3k"].scoring
     for status in (Status.GOLD_INVALID, Status.TIMEOUT, Status.OUT_OF_MEMORY, Status.FAILED):
-        judgement = Judgement(status=status)
-        assert scoring.check_format(judgement, r"<think></think>\boxed{5}") is False
-        assert scoring.score(judgement, has_format=True) == 0.0
+        finding = Finding(status=status)
+        assert scoring.check_format(finding, r"<think></think>\boxed{5}") is False
+        assert scoring.score(finding, has_format=True) == 0.0
 
 
 @pytest.mark.parametrize(

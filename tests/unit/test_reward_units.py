@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from services.reward.answers.normalisation import normalise
-from services.reward.answers.units import DEGREE, PERCENT, split_unit
+from services.reward.exact.normalisation import normalise
+from services.reward.exact.units import DEGREE, PERCENT, split_unit
 
 
 @pytest.mark.parametrize(

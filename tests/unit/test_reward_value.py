@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.profiles.profile import Undecided
-from services.reward.verdict import Judgement, Method, Status
-from tests.value_profiles import PROFILES, is_right, judge
+from services.reward.verdict import Finding, Method, Status
+from tests.value_profiles import PROFILES, is_right, verify
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_decimals_for_exact_forms_can_be_turned_off() -> None:
 )
 def test_statuses(golds: list[str], response: str, status: Status) -> None:
     """Every kind of bad item has its status, and none of these costs a worker anything."""
-    judgement = judge(golds, response)
-    assert isinstance(judgement, Judgement)
-    assert judgement.status is status
-    assert (judgement.credit == 1) is (status is Status.OK)
-    judgement.extracted.encode()
+    finding = verify(golds, response)
+    assert isinstance(finding, Finding)
+    assert finding.status is status
+    assert (finding.credit == 1) is (status is Status.OK)
+    finding.extracted.encode()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_statuses(golds: list[str], response: str, status: Status) -> None:
 )
 def test_symbolic_algebra_is_left_to_a_worker(gold: str, answer: str) -> None:
     """Where there are variables in denominators or under roots, or functions that the grammar lacks."""
-    assert isinstance(judge([gold], rf"\boxed{{{answer}}}"), Undecided)
+    assert isinstance(verify([gold], rf"\boxed{{{answer}}}"), Undecided)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_symbolic_algebra_is_left_to_a_worker(gold: str, answer: str) -> None:
 )
 def test_the_method_says_what_decided(gold: str, answer: str, method: Method) -> None:
     """Numbers are decided exactly, everything else by structure."""
-    judgement = judge([gold], rf"\boxed{{{answer}}}")
-    assert judgement == Judgement(status=Status.OK, credit=1.0, extracted=answer, method=method)
+    finding = verify([gold], rf"\boxed{{{answer}}}")
+    assert finding == Finding(status=Status.OK, credit=1.0, extracted=answer, method=method)
 
 
 def test_one_of_several_golds_suffices() -> None:
     """Invalid ones among them do no harm."""
-    judgement = judge(["", "4", "5"], r"\boxed{5}")
-    assert judgement == Judgement(status=Status.OK, credit=1.0, extracted="5", method=Method.EXACT)
+    finding = verify(["", "4", "5"], r"\boxed{5}")
+    assert finding == Finding(status=Status.OK, credit=1.0, extracted="5", method=Method.EXACT)
 
 
 _RATIONALS = st.fractions(max_denominator=999).map(lambda value: value.limit_denominator(999))
@@ -257,9 +257,9 @@ _TEXTS = st.lists(st.sampled_from(_PIECES), max_size=80).map("".join)
     profile=st.sampled_from(sorted(PROFILES)),
 )
 def test_any_text_is_judged(gold: str, response: str, profile: str) -> None:
-    """Whatever comes, there is a judgement or a question, never an error."""
+    """Whatever comes, there is a finding or a question, never an error."""
     for text in (response, f"<answer>{response}</answer>"):
-        assert isinstance(judge([gold], text, profile), Judgement | Undecided)
+        assert isinstance(verify([gold], text, profile), Finding | Undecided)
 
 
 @pytest.mark.parametrize(
@@ -288,5 +288,5 @@ def test_the_longest_answers_take_milliseconds(piece: str, gold: str) -> None:
     """An answer of nothing but a troublesome piece is decided quickly; the bound leaves room for a busy machine."""
     response = f"<answer>{(piece * 512)[:512]}</answer>"
     started = time.process_time()
-    judge([gold], response)
+    verify([gold], response)
     assert time.process_time() - started < 0.5

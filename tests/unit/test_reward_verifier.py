@@ -21,7 +21,7 @@ async def test_a_profile_that_crashes_costs_its_item_only(capsys: pytest.Capture
     verifier.profiles["crashing"] = _Crashing(name="crashing", description="", scoring=Scoring(reward_min=-1.0))
     items = [Item(golds=["5"], response=r"\boxed{5}", profile=profile) for profile in ("math", "crashing", "math")]
     verdicts = await verifier.verify(items)
-    assert [verdict.judgement.status for verdict in verdicts] == [Status.OK, Status.FAILED, Status.OK]
+    assert [verdict.finding.status for verdict in verdicts] == [Status.OK, Status.FAILED, Status.OK]
     assert [verdict.score for verdict in verdicts] == [1.0, -1.0, 1.0]
     logged = capsys.readouterr().out
     assert "profile.crashed" in logged

@@ -32,7 +32,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._stopping.set()
 
     async def Verify(self, request: reward_pb2.VerifyRequest, context: Context) -> reward_pb2.VerifyResponse:  # noqa: N802 - the contract's name
-        """Judge one response."""
+        """Verify one response."""
         if not request.HasField("item"):
             raise InvalidRequestError("item is missing")
         (verdict,) = await self._verify([request.item], context)
@@ -41,13 +41,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def VerifyBatch(  # noqa: N802 - the contract's name
         self, request: reward_pb2.VerifyBatchRequest, context: Context
     ) -> reward_pb2.VerifyBatchResponse:
-        """Judge many responses, in order."""
+        """Verify many responses, in order."""
         return reward_pb2.VerifyBatchResponse(verdicts=await self._verify(request.items, context))
 
     async def VerifyStream(  # type: ignore[override]  # noqa: N802 - it writes by itself: verdicts come from many tasks
         self, request_iterator: AsyncIterator[reward_pb2.VerifyStreamRequest], context: Context
     ) -> None:
-        """Judge responses as they come, many at a time."""
+        """Verify responses as they come, many at a time."""
         places = asyncio.Semaphore(_MAX_IN_FLIGHT)
         writing = asyncio.Lock()
 
@@ -113,12 +113,12 @@ def _from_proto(item: reward_pb2.VerifyItem) -> Item:
 
 
 def _to_proto(item_id: str, verdict: Scored) -> reward_pb2.Verdict:
-    judgement = verdict.judgement
+    finding = verdict.finding
     return reward_pb2.Verdict(
         item_id=item_id,
         score=verdict.score,
-        status=_STATUS[judgement.status],
-        extracted=judgement.extracted,
-        method=_METHOD[judgement.method],
+        status=_STATUS[finding.status],
+        extracted=finding.extracted,
+        method=_METHOD[finding.method],
         elapsed_s=verdict.elapsed_s,
     )

@@ -18,7 +18,6 @@ import sys
 import msgspec
 
 from penstock.runtime.parent_death import die_with
-from services.reward.grading.perform import perform, prepare
 from services.reward.isolation import sandbox
 from services.reward.isolation.forkserver_protocol import (
     COMMAND,
@@ -30,6 +29,7 @@ from services.reward.isolation.forkserver_protocol import (
 )
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask
 from services.reward.isolation.worker import work
+from services.reward.worker_tasks.perform import perform, prepare
 
 _REAP_INTERVAL_MS = 50
 

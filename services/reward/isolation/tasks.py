@@ -44,7 +44,7 @@ class Prm800kTask(msgspec.Struct, frozen=True, kw_only=True, tag="prm800k"):
 
 
 class MathVerifyTask(msgspec.Struct, frozen=True, kw_only=True, tag="math_verify"):
-    """A response to judge by math-verify's own extraction and comparison; one match suffices."""
+    """A response to verify by math-verify's own extraction and comparison; one match suffices."""
 
     golds: tuple[str, ...]
     response: str
@@ -58,7 +58,7 @@ class FormatTask(msgspec.Struct, frozen=True, kw_only=True, tag="format"):
 
 
 class VerifierTask(msgspec.Struct, frozen=True, kw_only=True, tag="verifier"):
-    """A response to judge by a custom verifier."""
+    """A response to verify by a custom verifier."""
 
     verifier: str
     """Its name."""
@@ -86,7 +86,7 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     credit: float = 0.0
     extracted: str = ""
-    """The answer that it judged, where it found that itself."""
+    """The answer that it verified, where it found that itself."""
     method: Method = Method.UNSPECIFIED
     detail: str = ""
     """What failed, where the status is FAILED."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.reward.grading.perform import perform
 from services.reward.isolation import sandbox
 from services.reward.isolation.tasks import HEADER, Task, VerifierTask, WorkerReply, WorkerRequest, frame
 from services.reward.verdict import Status
+from services.reward.worker_tasks.perform import perform
 
 _NEARLY = 0.9
 """Address space used, as a share of the limit, from which a failed comparison counts as out of memory: sympy and

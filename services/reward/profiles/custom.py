@@ -1,4 +1,4 @@
-"""Profiles that are the user's own verifiers, called in worker processes; see `services.reward.grading.custom`."""
+"""Profiles that call a user's own verifier in a worker process; see `services.reward.worker_tasks.custom_verifier`."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points

@@ -8,7 +8,7 @@ import re
 
 from services.reward.item import Item
 from services.reward.profiles.profile import BoundedProfile, Decision
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 _SEARCHED_CHARS = 300
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -43,16 +43,16 @@ class DapoProfile(BoundedProfile):
     """Right is an answer that is spelt as the gold integer is."""
 
     def decide(self, item: Item) -> Decision:
-        """Return the judgement of `item`."""
+        """Return the finding of `item`."""
         read = [_read_integer(gold) for gold in self._readable(item.golds, self._max_answer_chars)]
         golds = [gold for gold in read if gold is not None]
         if not golds:
-            return Judgement(status=Status.GOLD_INVALID)
+            return Finding(status=Status.GOLD_INVALID)
         answers = _ANSWER.findall(item.response[-_SEARCHED_CHARS:])
         if not answers:
-            return Judgement(status=Status.NO_ANSWER)
+            return Finding(status=Status.NO_ANSWER)
         right = _normalise(answers[-1]) in golds
-        return Judgement(status=Status.OK, credit=float(right), extracted=answers[-1].strip(), method=Method.EXACT)
+        return Finding(status=Status.OK, credit=float(right), extracted=answers[-1].strip(), method=Method.EXACT)
 
 
 def _read_integer(gold: str) -> str | None:

@@ -10,7 +10,7 @@ from collections import Counter
 
 from services.reward.item import Item
 from services.reward.profiles.profile import BoundedProfile, Decision
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -22,14 +22,14 @@ class F1Profile(BoundedProfile):
     """The credit is the F1 of the words, with the gold answer that they fit best."""
 
     def decide(self, item: Item) -> Decision:
-        """Return the judgement of `item`."""
+        """Return the finding of `item`."""
         golds = [_words(gold) for gold in self._readable(item.golds, self._max_response_chars)]
         if not any(golds):
-            return Judgement(status=Status.GOLD_INVALID)
+            return Finding(status=Status.GOLD_INVALID)
         given = _words(item.response[-self._max_response_chars :])
         if not given:
-            return Judgement(status=Status.NO_ANSWER)
-        return Judgement(status=Status.OK, credit=max(_f1(gold, given) for gold in golds), method=Method.EXACT)
+            return Finding(status=Status.NO_ANSWER)
+        return Finding(status=Status.OK, credit=max(_f1(gold, given) for gold in golds), method=Method.EXACT)
 
 
 def _words(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import string
 
 from services.reward.item import Item
 from services.reward.profiles.profile import BoundedProfile, Decision
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 _LETTERS = frozenset(string.ascii_uppercase[:10])
 # The first match of each counts, if its letter is one; blanks are never given back, which would take quadratic time.
@@ -26,24 +26,24 @@ class GpqaProfile(BoundedProfile):
     """Right is the gold letter; of a response without one, a text that holds the gold answer's."""
 
     def decide(self, item: Item) -> Decision:
-        """Return the judgement of `item`."""
+        """Return the finding of `item`."""
         golds = [gold.strip() for gold in self._readable(item.golds, self._max_response_chars)]
         letters = {gold.upper() for gold in golds} & _LETTERS
         texts = {_plain(gold) for gold in golds if gold.upper() not in _LETTERS} - {""}
         if not letters and not texts:
-            return Judgement(status=Status.GOLD_INVALID)
+            return Finding(status=Status.GOLD_INVALID)
         solution = item.response.rpartition("</think>")[2][-self._max_response_chars :]
         chosen = _chosen_letter(solution)
         if chosen and letters:
             credit = float(chosen in letters)
-            return Judgement(status=Status.OK, credit=credit, extracted=chosen, method=Method.STRUCTURE)
+            return Finding(status=Status.OK, credit=credit, extracted=chosen, method=Method.STRUCTURE)
         plain = f" {_plain(solution)} "
         for text in texts:
             if f" {text} " in plain:
-                return Judgement(status=Status.OK, credit=1.0, extracted=text, method=Method.STRUCTURE)
+                return Finding(status=Status.OK, credit=1.0, extracted=text, method=Method.STRUCTURE)
         if chosen or texts:
-            return Judgement(status=Status.OK, extracted=chosen, method=Method.STRUCTURE)
-        return Judgement(status=Status.NO_ANSWER)
+            return Finding(status=Status.OK, extracted=chosen, method=Method.STRUCTURE)
+        return Finding(status=Status.NO_ANSWER)
 
 
 def _chosen_letter(solution: str) -> str:

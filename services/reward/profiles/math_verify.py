@@ -7,7 +7,7 @@ box.
 from services.reward.isolation.tasks import MathVerifyTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
-from services.reward.verdict import Judgement, Status
+from services.reward.verdict import Finding, Status
 
 
 class MathVerifyProfile(BoundedProfile):
@@ -17,9 +17,9 @@ class MathVerifyProfile(BoundedProfile):
         """Return the question that a worker process must decide."""
         golds = tuple(sendable(gold) for gold in self._readable(item.golds, self._max_response_chars) if gold)
         if not golds:
-            return Judgement(status=Status.GOLD_INVALID)
+            return Finding(status=Status.GOLD_INVALID)
         if not item.response:
-            return Judgement(status=Status.NO_ANSWER)
+            return Finding(status=Status.NO_ANSWER)
         return Undecided(
             task=MathVerifyTask(golds=golds, response=sendable(item.response[-self._max_response_chars :]))
         )

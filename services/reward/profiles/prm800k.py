@@ -2,7 +2,7 @@ r"""The profiles `slime_math`, `deepscaler` and `verl_geo3k`: three ways to find
 
 The grader is that of openai/prm800k (grader.py, MIT), which slime (rm_hub/math_utils.py) and MathRuler 0.1.0
 (grader.py) both carry: right is what has the same spelling, decided here, or what sympy simplifies to the same value,
-decided by `services.reward.grading.prm800k` in a worker process.
+decided by `services.reward.worker_tasks.prm800k_grader` in a worker process.
 """
 
 import re
@@ -13,7 +13,7 @@ from services.reward.isolation.tasks import Prm800kTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.hendrycks import normalise
 from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 _BRACE = re.compile(r"[{}]")
 
@@ -40,22 +40,22 @@ class Prm800kProfile(BoundedProfile):
         self._reading = reading
 
     def decide(self, item: Item) -> Decision:
-        """Return the judgement of `item`, or the question that a worker process must decide."""
+        """Return the finding of `item`, or the question that a worker process must decide."""
         readable = self._readable(item.golds, self._max_response_chars)
         found = [self._reading.find_gold(gold) for gold in readable if gold]
         golds = [sendable(gold) for gold in found if gold is not None and len(gold) <= self._max_answer_chars]
         if not golds:
-            return Judgement(status=Status.GOLD_INVALID)
+            return Finding(status=Status.GOLD_INVALID)
         solution = self._reading.find_solution(item.response)
         answer = None if solution is None else self._reading.find_answer(solution[-self._max_response_chars :])
         if answer is None:
-            return Judgement(status=Status.NO_ANSWER)
+            return Finding(status=Status.NO_ANSWER)
         answer = sendable(answer)
         if len(answer) > self._max_answer_chars:
-            return Judgement(status=Status.TOO_LARGE, extracted=answer[: self._max_answer_chars])
+            return Finding(status=Status.TOO_LARGE, extracted=answer[: self._max_answer_chars])
         given = normalise(answer, strip_percent=self._reading.strip_percent)
         if any(normalise(gold, strip_percent=self._reading.strip_percent) == given for gold in golds):
-            return Judgement(status=Status.OK, credit=1.0, extracted=answer, method=Method.EXACT)
+            return Finding(status=Status.OK, credit=1.0, extracted=answer, method=Method.EXACT)
         return Undecided(task=Prm800kTask(golds=tuple(golds), answer=answer), extracted=answer)
 
 

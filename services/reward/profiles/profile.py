@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from services.reward.isolation.tasks import FormatTask, Task
 from services.reward.item import Item
 from services.reward.profiles.format import Format
-from services.reward.verdict import UNJUDGED, Judgement
+from services.reward.verdict import UNJUDGED, Finding
 
 MAX_GOLDS = 64
-"""An item with more gold answers is judged GOLD_INVALID, except by custom verifiers and the remote service."""
+"""An item with more gold answers is answered with GOLD_INVALID, except by custom verifiers and the remote service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +20,22 @@ class Scoring:
     reward_max: float = 1.0
     """Score of a right answer in the right format."""
     reward_min: float = 0.0
-    """Score of a wrong answer in a wrong format, and of what could not be judged."""
+    """Score of a wrong answer in a wrong format, and of what could not be verified."""
     format_weight: float = 0.0
     """Share of the score that the format earns, whatever the answer; from 0 to 1."""
     format: Format | None = None
     """What has the format; given where the format has weight."""
 
-    def check_format(self, judgement: Judgement, response: str) -> bool | FormatTask:
+    def check_format(self, finding: Finding, response: str) -> bool | FormatTask:
         """Whether `response` earns the format's share, or the task that finds out."""
-        if self.format is None or self.format_weight == 0 or judgement.status in UNJUDGED:
+        if self.format is None or self.format_weight == 0 or finding.status in UNJUDGED:
             return False
         return self.format.check(response)
 
-    def score(self, judgement: Judgement, *, has_format: bool) -> float:
-        """The score of what was judged as `judgement`."""
-        share = judgement.credit
-        if self.format_weight and judgement.status not in UNJUDGED:
+    def score(self, finding: Finding, *, has_format: bool) -> float:
+        """The score of what was verified as `finding`."""
+        share = finding.credit
+        if self.format_weight and finding.status not in UNJUDGED:
             share = (1 - self.format_weight) * share + self.format_weight * has_format
         return self.reward_min + (self.reward_max - self.reward_min) * share
 
@@ -53,11 +53,11 @@ class Forwarded:
     """What the remote service decides."""
 
 
-Decision = Judgement | Undecided | Forwarded
+Decision = Finding | Undecided | Forwarded
 
 
 class Profile(abc.ABC):
-    """A named way to judge."""
+    """A named way to verify."""
 
     default_deadline_s: float | None = None
     """Limit of an item that asks for none, where it is not the service's."""
@@ -69,7 +69,7 @@ class Profile(abc.ABC):
 
     @abc.abstractmethod
     def decide(self, item: Item) -> Decision:
-        """Return the judgement of `item`, or who must decide. Pure, and bounded: milliseconds, whatever it holds."""
+        """Return the finding of `item`, or who must decide. Pure, and bounded: milliseconds, whatever it holds."""
 
 
 class BoundedProfile(Profile):
@@ -85,7 +85,7 @@ class BoundedProfile(Profile):
             description: What it does, in a sentence.
             scoring: Its scale.
             max_response_chars: Only so many characters of a response, from its end, are looked at.
-            max_answer_chars: The longest answer that is judged.
+            max_answer_chars: The longest answer that is verified.
         """
         super().__init__(name=name, description=description, scoring=scoring)
         self._max_response_chars = max_response_chars

@@ -1,4 +1,4 @@
-"""The profile `remote`: another service judges."""
+"""The profile `remote`: another service verifies."""
 
 from typing import Any
 

@@ -17,14 +17,14 @@ big operators and unsolved equations are not right. Products, powers, fractions 
 from fractions import Fraction
 from typing import Any
 
-from services.reward.answers.algebra import as_rational
-from services.reward.answers.comparison import Outcome, Rules, Side, compare, is_structural
-from services.reward.answers.extraction import extract_answer
-from services.reward.answers.nodes import Equation, Named, Scalar
+from services.reward.exact.algebra import as_rational
+from services.reward.exact.comparison import Outcome, Rules, Side, compare, is_structural
+from services.reward.exact.extraction import extract_answer
+from services.reward.exact.nodes import Equation, Named, Scalar
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
-from services.reward.verdict import Judgement, Method, Status
+from services.reward.verdict import Finding, Method, Status
 
 
 class ValueProfile(BoundedProfile):
@@ -42,34 +42,34 @@ class ValueProfile(BoundedProfile):
         self._rules = Rules(tolerance=tolerance, decimal_figures=decimal_figures)
 
     def decide(self, item: Item) -> Decision:
-        """Return the judgement of `item`, or the question that a worker process must decide."""
+        """Return the finding of `item`, or the question that a worker process must decide."""
         golds = [Side.of(gold) for gold in self._readable(item.golds, self._max_answer_chars)]
         golds = [gold for gold in golds if not gold.is_blank]
         if not golds:
-            return Judgement(status=Status.GOLD_INVALID)
+            return Finding(status=Status.GOLD_INVALID)
         extracted = extract_answer(item.response, max_chars=self._max_response_chars)
         if extracted is None:
-            return Judgement(status=Status.NO_ANSWER)
+            return Finding(status=Status.NO_ANSWER)
         if not extracted.isascii():
             extracted = sendable(extracted)
         if len(extracted) > self._max_answer_chars:
-            return Judgement(status=Status.TOO_LARGE, extracted=extracted[: self._max_answer_chars])
+            return Finding(status=Status.TOO_LARGE, extracted=extracted[: self._max_answer_chars])
         answer = Side.of(extracted)
         if answer.is_blank:
-            return Judgement(status=Status.UNPARSEABLE, extracted=extracted)
+            return Finding(status=Status.UNPARSEABLE, extracted=extracted)
         outcomes: dict[Outcome, list[Side]] = {}
         for gold in golds:
             outcome = compare(gold, answer, self._rules)
             if outcome is Outcome.RIGHT:
-                return Judgement(status=Status.OK, credit=1.0, extracted=extracted, method=_method(gold))
+                return Finding(status=Status.OK, credit=1.0, extracted=extracted, method=_method(gold))
             outcomes.setdefault(outcome, []).append(gold)
         if Outcome.OPEN in outcomes:
             task = _question(outcomes[Outcome.OPEN], answer, self._rules.decimal_figures)
             return Undecided(extracted=extracted, task=task)
         if Outcome.WRONG in outcomes:
-            return Judgement(status=Status.OK, extracted=extracted, method=_method(outcomes[Outcome.WRONG][0]))
+            return Finding(status=Status.OK, extracted=extracted, method=_method(outcomes[Outcome.WRONG][0]))
         status = Status.TOO_LARGE if Outcome.TOO_LARGE in outcomes else Status.UNPARSEABLE
-        return Judgement(status=status, extracted=extracted)
+        return Finding(status=status, extracted=extracted)
 
 
 def _method(gold: Side) -> Method:

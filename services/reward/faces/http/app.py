@@ -13,7 +13,7 @@ from services.reward.verifier import Verifier
 
 _DESCRIPTION = """
 Is this response right? Send gold answers and a response; get a score, a status that says how it was reached, and the
-answer that was found. A response that cannot be judged is a status in its verdict, never an error and never a silent 0.
+answer that was found. A response that cannot be verified has a status that says so, never an error or a silent 0.
 
 The same service speaks gRPC (`penstock.v1.RewardService`), and two dialects of trainers: slime's `remote_rm` at `/`
 and OpenRLHF's remote reward model at `/get_reward`.

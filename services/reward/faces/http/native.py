@@ -28,7 +28,7 @@ class _Model(pydantic.BaseModel):
 
 
 class VerifyItem(_Model):
-    """One response to judge."""
+    """One response to verify."""
 
     golds: _Strings
     """Gold answers; one match suffices. At least one."""
@@ -45,14 +45,14 @@ class VerifyItem(_Model):
 
 
 class VerifyBatch(_Model):
-    """Many responses to judge."""
+    """Many responses to verify."""
 
     items: Annotated[list[VerifyItem], pydantic.FailFast()]
     """The responses."""
 
 
 class Verdict(_Model):
-    """The judgement of one response."""
+    """The verdict on one response."""
 
     item_id: str
     """The item's name."""
@@ -69,7 +69,7 @@ class Verdict(_Model):
 
 
 class Verdicts(_Model):
-    """Many judgements."""
+    """Many verdicts."""
 
     verdicts: list[Verdict]
     """In the order of the items."""
@@ -99,13 +99,13 @@ def add_routes(app: FastAPI, verifier: Verifier) -> None:
 
     @app.post("/v1/verify", tags=["verify"], response_model=Verdict, responses=_REFUSALS)
     async def verify(item: Annotated[VerifyItem, Body(examples=[_ONE])]) -> JSONResponse:
-        """Judge one response."""
+        """Verify one response."""
         (verdict,) = await verifier.verify([_item(item)])
         return JSONResponse(_verdict(item.item_id, verdict))
 
     @app.post("/v1/verify:batch", tags=["verify"], response_model=Verdicts, responses=_REFUSALS)
     async def verify_batch(batch: Annotated[VerifyBatch, Body(examples=[{"items": [_ONE]}])]) -> JSONResponse:
-        """Judge many responses; the verdicts come in their order."""
+        """Verify many responses; the verdicts come in their order."""
         verdicts = await verifier.verify([_item(item) for item in batch.items])
         pairs = zip(batch.items, verdicts, strict=True)
         return JSONResponse({"verdicts": [_verdict(item.item_id, verdict) for item, verdict in pairs]})
@@ -128,12 +128,12 @@ def _item(item: VerifyItem) -> Item:
 
 
 def _verdict(item_id: str, verdict: Scored) -> dict[str, Any]:
-    judgement = verdict.judgement
+    finding = verdict.finding
     return {
         "item_id": item_id,
         "score": verdict.score,
-        "status": judgement.status,
-        "extracted": judgement.extracted,
-        "method": judgement.method,
+        "status": finding.status,
+        "extracted": finding.extracted,
+        "method": finding.method,
         "elapsed_s": round(verdict.elapsed_s, 6),
     }

@@ -100,15 +100,15 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
 
     @app.post("/get_reward", tags=["openrlhf"], response_model=None, responses=_RESPONSES, openapi_extra=_OPENAPI)
     async def get_reward(request: Request, profile: str = config.http_profile) -> JSONResponse:
-        """Judge samples for OpenRLHF; prompt and end of text are stripped from each query."""
+        """Verify samples for OpenRLHF; prompt and end of text are stripped from each query."""
         find_profile(verifier.profiles, profile)
         items = _items(await request.body(), profile, config.http_eos_tokens)
         verdicts = await verifier.verify_when_free(items)
-        statuses = [verdict.judgement.status for verdict in verdicts]
+        statuses = [verdict.finding.status for verdict in verdicts]
         return JSONResponse(
             {
                 "rewards": [verdict.score for verdict in verdicts],
-                "scores": [verdict.judgement.credit for verdict in verdicts],
+                "scores": [verdict.finding.credit for verdict in verdicts],
                 "extra_logs": {
                     "no_answer": [float(status is Status.NO_ANSWER) for status in statuses],
                     "not_judged": [float(status not in _JUDGED) for status in statuses],

@@ -1,7 +1,7 @@
 """slime's `--rm-type remote_rm --rm-url http://HOST:PORT`.
 
 It posts {"prompt", "response", "label"} for each sample, raises on a status other than 2xx, tries ten times, and takes
-the whole JSON body for the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). So a sample that cannot be judged
+the whole JSON body for the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). So a sample that cannot be verified
 is answered 200 and 0.0, and the header X-Penstock-Status says why.
 """
 
@@ -51,7 +51,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
         },
     },
     413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "There is no such profile: no sample could be judged."},
+    422: {"model": ErrorBody, "description": "There is no such profile: no sample could be verified."},
     429: {"model": ErrorBody, "description": "Bodies take all memory that is theirs; come back later."},
     503: {"model": ErrorBody, "description": "The service is stopping."},
 }
@@ -61,7 +61,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
     """Add / and /slime."""
 
     async def remote_rm(request: Request, profile: str = config.http_profile) -> JSONResponse:
-        """Judge one sample for slime's `remote_rm`: the answer is the reward, a bare number."""
+        """Verify one sample for slime's `remote_rm`: the answer is the reward, a bare number."""
         find_profile(verifier.profiles, profile)
         try:
             item = _item(await request.body(), profile)
@@ -71,7 +71,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
             reason = "".join(character if character.isprintable() else " " for character in reason)
             return JSONResponse(0.0, headers={STATUS_HEADER: _INVALID, ERROR_HEADER: reason})
         (verdict,) = await verifier.verify_when_free([item])
-        status = verdict.judgement.status
+        status = verdict.finding.status
         return JSONResponse(0.0 if status in UNJUDGED else verdict.score, headers={STATUS_HEADER: status})
 
     for path in ("/", "/slime"):

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from services.reward.grading.expression import FUNCTIONS, Tree, difference, negative, number, quotient
+from services.reward.worker_tasks.expression import FUNCTIONS, Tree, difference, negative, number, quotient
 
 _TOKEN = re.compile(
     r"(?P<number>\d+(?:\.\d+)?|\.\d+)"

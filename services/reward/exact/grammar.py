@@ -9,7 +9,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from services.reward.answers.algebra import (
+from services.reward.exact.algebra import (
     MAX_EXPONENT,
     NoValueError,
     Rational,
@@ -26,7 +26,7 @@ from services.reward.answers.algebra import (
     root,
     symbol,
 )
-from services.reward.answers.functions import FUNCTIONS, absolute, binomial, factorial, logarithm
+from services.reward.exact.functions import FUNCTIONS, absolute, binomial, factorial, logarithm
 
 MAX_DEPTH = 24
 MAX_DIGITS = 400

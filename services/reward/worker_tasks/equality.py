@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from services.reward.grading.expression import CONTEXT, Tree, UndefinedError, evaluate, symbols_of
-from services.reward.grading.latex_algebra import Relation
+from services.reward.worker_tasks.expression import CONTEXT, Tree, UndefinedError, evaluate, symbols_of
+from services.reward.worker_tasks.latex_algebra import Relation
 
 _NUM_POINTS = 6
 _FAR = frozenset({3, 4})

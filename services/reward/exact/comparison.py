@@ -9,13 +9,13 @@ import functools
 import re
 from dataclasses import dataclass
 
-from services.reward.answers.algebra import NoValueError
-from services.reward.answers.brackets import squeeze
-from services.reward.answers.matching import Outcome, match
-from services.reward.answers.nodes import Named, Node, Opaque, Scalar, Set, Tuple
-from services.reward.answers.normalisation import normalise
-from services.reward.answers.scalars import Rules
-from services.reward.answers.structure import check_bounds, read
+from services.reward.exact.algebra import NoValueError
+from services.reward.exact.brackets import squeeze
+from services.reward.exact.matching import Outcome, match
+from services.reward.exact.nodes import Named, Node, Opaque, Scalar, Set, Tuple
+from services.reward.exact.normalisation import normalise
+from services.reward.exact.scalars import Rules
+from services.reward.exact.structure import check_bounds, read
 
 __all__ = ["Outcome", "Rules", "Side", "compare", "is_structural"]
 

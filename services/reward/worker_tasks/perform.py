@@ -1,9 +1,7 @@
-"""The one door of this room: a task in, a reply out."""
+"""Entry point of worker processes: a task in, a reply out."""
 
 from collections.abc import Mapping
 
-from services.reward.grading import custom, format, math_verify, prm800k
-from services.reward.grading.comparison import compare
 from services.reward.isolation.tasks import (
     FormatTask,
     MathVerifyTask,
@@ -14,18 +12,22 @@ from services.reward.isolation.tasks import (
     WorkerReply,
 )
 from services.reward.verdict import Status
+from services.reward.worker_tasks import custom_verifier, format_match, math_verify_call, prm800k_grader
+from services.reward.worker_tasks.symbolic import compare
 
-_verifiers: dict[str, custom.CustomVerifier] = {}
+_verifiers: dict[str, custom_verifier.CustomVerifier] = {}
 
 
 def prepare(verifiers: Mapping[str, str]) -> None:
     """Load what workers inherit, once, before any is forked; it may raise anything, with a message for the user."""
     for name, spec in verifiers.items():
-        _verifiers[name] = custom.load_verifier(name, spec)
+        _verifiers[name] = custom_verifier.load_verifier(name, spec)
     # Both graders fill caches and import the rest of sympy when they are first used; workers may not read files.
     for gold, answer in ((r"\frac{8\sqrt{3}}{3}", r"\frac{8}{\sqrt{3}}"), ("2x+ln(2)", "x*2+1"), ("(1,2)", "(1,3)")):
-        prm800k.grade(Prm800kTask(golds=(gold,), answer=answer))
-    math_verify.judge(MathVerifyTask(golds=("$[0,1)$", "1/2"), response="Final answer: 1/2 + 1 = $3/2$ or 50%"))
+        prm800k_grader.grade(Prm800kTask(golds=(gold,), answer=answer))
+    math_verify_call.verify_response(
+        MathVerifyTask(golds=("$[0,1)$", "1/2"), response="Final answer: 1/2 + 1 = $3/2$ or 50%")
+    )
 
 
 def perform(task: Task) -> WorkerReply:
@@ -34,13 +36,13 @@ def perform(task: Task) -> WorkerReply:
         case SymbolicTask():
             return compare(task)
         case Prm800kTask():
-            return prm800k.grade(task)
+            return prm800k_grader.grade(task)
         case MathVerifyTask():
-            return math_verify.judge(task)
+            return math_verify_call.verify_response(task)
         case FormatTask():
-            return format.match(task)
+            return format_match.match(task)
         case VerifierTask():
             verifier = _verifiers.get(task.verifier)
             if verifier is None:
                 return WorkerReply(status=Status.FAILED, detail="it was not loaded")
-            return custom.run_verifier(verifier, task)
+            return custom_verifier.run_verifier(verifier, task)

@@ -15,7 +15,7 @@ from services.reward.verdict import Method, Status
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def judge(task: MathVerifyTask) -> WorkerReply:
+def verify_response(task: MathVerifyTask) -> WorkerReply:
     """Whether what math-verify finds in the response equals what it finds in one of the gold answers."""
     golds = [found for gold in task.golds if (found := parse(gold, parsing_timeout=None))]
     if not golds:

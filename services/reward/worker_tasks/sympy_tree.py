@@ -5,7 +5,7 @@ from fractions import Fraction
 import sympy
 from sympy.core.function import AppliedUndef
 
-from services.reward.grading.expression import Tree, number
+from services.reward.worker_tasks.expression import Tree, number
 
 _FUNCTIONS = {
     sympy.sin: "sin",

@@ -15,9 +15,9 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationCo
 from latex2sympy2_extended.logic import And
 from sympy.core.relational import Relational
 
-from services.reward.grading.equality import are_equal, are_same_relations
-from services.reward.grading.latex_algebra import Relation
-from services.reward.grading.sympy_tree import NoTreeError, to_tree
+from services.reward.worker_tasks.equality import are_equal, are_same_relations
+from services.reward.worker_tasks.latex_algebra import Relation
+from services.reward.worker_tasks.sympy_tree import NoTreeError, to_tree
 
 _NORMALISATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False

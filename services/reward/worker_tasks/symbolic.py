@@ -12,14 +12,14 @@ from typing import Any
 import sympy
 from math_verify.grader import should_treat_as_complex
 
-from services.reward.grading import latex_algebra, latex_math
-from services.reward.grading.equality import are_equal, are_same_relations, distance
-from services.reward.grading.expression import symbols_of
-from services.reward.grading.latex_algebra import Collection, Plain
-from services.reward.grading.latex_math import UnreadableError
-from services.reward.grading.sympy_tree import NoTreeError, to_tree
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, WorkerReply
 from services.reward.verdict import Method, Status
+from services.reward.worker_tasks import latex_algebra, latex_math
+from services.reward.worker_tasks.equality import are_equal, are_same_relations, distance
+from services.reward.worker_tasks.expression import symbols_of
+from services.reward.worker_tasks.latex_algebra import Collection, Plain
+from services.reward.worker_tasks.latex_math import UnreadableError
+from services.reward.worker_tasks.sympy_tree import NoTreeError, to_tree
 
 _LOOSE_NUMBERS = re.compile(r"\d\s+\d|(?<![\\A-Za-z])[A-Za-z]\d|\d\s*_")
 """Two numbers side by side, which the parser adds; `x2`, which it takes for twice x; bases, which it drops."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-from services.reward.answers.algebra import (
+from services.reward.exact.algebra import (
     Value,
     are_equal,
     as_rational,
@@ -21,9 +21,9 @@ from services.reward.answers.algebra import (
     multiply,
     symbol,
 )
-from services.reward.answers.nodes import Scalar
-from services.reward.answers.number import Number
-from services.reward.answers.units import DEGREE, PERCENT, Unit, find_unit
+from services.reward.exact.nodes import Scalar
+from services.reward.exact.number import Number
+from services.reward.exact.units import DEGREE, PERCENT, Unit, find_unit
 
 _MIN_LABEL = 100
 """Integers from here on are taken for rounded labels."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from services.reward.answers.algebra import Value
-from services.reward.answers.number import Number
-from services.reward.answers.units import Unit
+from services.reward.exact.algebra import Value
+from services.reward.exact.number import Number
+from services.reward.exact.units import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from services.reward.answers.algebra import (
+from services.reward.exact.algebra import (
     NoValueError,
     Rational,
     TooLargeError,
@@ -18,7 +18,7 @@ from services.reward.answers.algebra import (
     constant,
     surd,
 )
-from services.reward.answers.grammar import MAX_DIGITS, parse
+from services.reward.exact.grammar import MAX_DIGITS, parse
 
 _LITERAL = re.compile(r"(?P<sign>[-+]?) *(?P<whole>\d*)(?:\.(?P<part>\d*))?(?P<dots> ?\.\.\.| ?\\l?dots)?", re.ASCII)
 _COMMON = re.compile(  # what most answers are, read at once

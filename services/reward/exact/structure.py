@@ -6,10 +6,10 @@ number of parts are limited, and every split is linear.
 
 import re
 
-from services.reward.answers.algebra import NoValueError, TooLargeError, add, has_variables, negate
-from services.reward.answers.brackets import closes, split, squeeze
-from services.reward.answers.grammar import MAX_DEPTH, MAX_DIGITS
-from services.reward.answers.intervals import (
+from services.reward.exact.algebra import NoValueError, TooLargeError, add, has_variables, negate
+from services.reward.exact.brackets import closes, split, squeeze
+from services.reward.exact.grammar import MAX_DEPTH, MAX_DIGITS
+from services.reward.exact.intervals import (
     intersect,
     read_bracketed_interval,
     read_complement,
@@ -17,8 +17,8 @@ from services.reward.answers.intervals import (
     read_set_builder,
     unite,
 )
-from services.reward.answers.names import SYMBOL, canonical_name, is_name, is_quantity
-from services.reward.answers.nodes import (
+from services.reward.exact.names import SYMBOL, canonical_name, is_name, is_quantity
+from services.reward.exact.nodes import (
     Chain,
     Choice,
     Equation,
@@ -35,9 +35,9 @@ from services.reward.answers.nodes import (
     Tuple,
     Words,
 )
-from services.reward.answers.number import Number, read_common, read_number
-from services.reward.answers.units import split_unit
-from services.reward.answers.words import (
+from services.reward.exact.number import Number, read_common, read_number
+from services.reward.exact.units import split_unit
+from services.reward.exact.words import (
     is_plain,
     read_choice,
     read_clock,

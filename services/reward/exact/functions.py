@@ -5,7 +5,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-from services.reward.answers.algebra import (
+from services.reward.exact.algebra import (
     CONTEXT,
     ONE,
     PI,

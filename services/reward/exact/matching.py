@@ -7,10 +7,10 @@ import enum
 import math
 import re
 
-from services.reward.answers.algebra import Value, are_equal, as_rational, constant, has_variables, multiply, symbol
-from services.reward.answers.equations import same_equation
-from services.reward.answers.intervals import read_bracketed_interval, same_intervals
-from services.reward.answers.nodes import (
+from services.reward.exact.algebra import Value, are_equal, as_rational, constant, has_variables, multiply, symbol
+from services.reward.exact.equations import same_equation
+from services.reward.exact.intervals import read_bracketed_interval, same_intervals
+from services.reward.exact.nodes import (
     Chain,
     Choice,
     Equation,
@@ -26,7 +26,7 @@ from services.reward.answers.nodes import (
     Tuple,
     Words,
 )
-from services.reward.answers.scalars import Rules, is_rounded, same_scalars
+from services.reward.exact.scalars import Rules, is_rounded, same_scalars
 
 _INVERSE = re.compile(r"\\arc(?:sin|cos|tan)(?![A-Za-z])|\\(?:sin|cos|tan) ?\^ ?\{ ?-1 ?\}")
 _WITH_INVERSES = re.compile(

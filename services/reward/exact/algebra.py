@@ -11,7 +11,7 @@ import math
 from decimal import Decimal
 from fractions import Fraction
 
-from services.reward.answers.integers import integer_root, square_free
+from services.reward.exact.integers import integer_root, square_free
 
 Rational = int | Fraction
 Monomial = tuple[tuple[str, int], ...]

@@ -41,7 +41,7 @@ class VerifierLoadError(Exception):
 
 
 class _BadReturnError(Exception):
-    """A custom verifier returned what is no judgement."""
+    """A custom verifier returned something that is not a score."""
 
 
 def load_verifier(name: str, spec: str) -> CustomVerifier:
@@ -68,7 +68,7 @@ def load_verifier(name: str, spec: str) -> CustomVerifier:
 
 
 def run_verifier(verifier: CustomVerifier, task: VerifierTask) -> WorkerReply:
-    """Have `verifier` judge; whatever it does short of dying, there is a reply."""
+    """Call `verifier` on the task; whatever it does short of dying, there is a reply."""
     try:
         returned = verifier(list(task.golds), task.response, task.prompt)
         credit, extracted = _read(returned)

@@ -1,6 +1,6 @@
 """Equations of polynomials: the same if one is a multiple of the other."""
 
-from services.reward.answers.algebra import (
+from services.reward.exact.algebra import (
     NoValueError,
     Terms,
     TooLargeError,
@@ -9,8 +9,8 @@ from services.reward.answers.algebra import (
     multiply,
     negate,
 )
-from services.reward.answers.nodes import Equation, Named, Scalar
-from services.reward.answers.number import read_number
+from services.reward.exact.nodes import Equation, Named, Scalar
+from services.reward.exact.number import read_number
 
 
 def same_equation(one: Named | Equation, other: Named | Equation) -> bool | None:
