@@ -26,7 +26,7 @@ from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc
 from services.reward.config import RemoteConfig, RewardConfig
 from services.reward.item import Item
-from services.reward.remote import RemoteJudge
+from services.reward.remote import RemoteVerifier
 from services.reward.server import running
 from services.reward.verdict import Status
 from services.router.config import RouterConfig
@@ -145,8 +145,8 @@ async def test_what_the_remote_judge_logs_has_no_secret_of_its_url(capsys: pytes
 
     server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
     await server.start()
-    remote = RemoteJudge(RemoteConfig(url=f"{server.url}/?key={TOKEN}", attempts=1))
-    judgement, _ = await remote.judge(Item(golds=["5"], response="r", profile="remote"), 30.0)
+    remote = RemoteVerifier(RemoteConfig(url=f"{server.url}/?key={TOKEN}", attempts=1))
+    judgement, _ = await remote.verify(Item(golds=["5"], response="r", profile="remote"), 30.0)
     await remote.close()
     await server.drain(0.0)
     assert judgement.status is Status.FAILED
@@ -173,8 +173,8 @@ async def test_the_remote_judge_is_shown_its_own_token_and_no_other(
     statuses = []
     for token in ("", "remotes"):
         monkeypatch.setenv("PENSTOCK_REMOTE_TOKEN", token)
-        remote = RemoteJudge(RemoteConfig(url=server.url))
-        judgement, _ = await remote.judge(item, 30.0)
+        remote = RemoteVerifier(RemoteConfig(url=server.url))
+        judgement, _ = await remote.verify(item, 30.0)
         statuses.append(judgement.status)
         await remote.close()
     await server.drain(0.0)
