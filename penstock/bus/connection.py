@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import functools
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -34,12 +34,16 @@ _REFUSED = "Authorization Violation"
 _REFUSAL = f"token missing or wrong; set {NATS_TOKEN}, or {TOKEN} where both are the same"
 
 _DUPLICATE_WINDOW_S = 600.0
+_DEAD_LETTER_AGE_S = 30 * 24 * 3600.0
+_DEAD_LETTER_BYTES = 2 * 2**30
+"""Dead letters are for a person to look at: the oldest go when they are older than this, or more than this together."""
 _PUBLISH_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 2.0
 _MAX_RECORD_BYTES = 32 * 2**20
 """JetStream's file store refuses larger records, whatever max_payload says."""
-_OVERHEAD_BYTES = 1024
-"""More than header, subject and JetStream's own fields of a message take, its id aside."""
+_OVERHEAD_BYTES = 4096
+"""More than the headers, subject and JetStream's own fields of a message take, its id aside. A dead letter's headers
+include a reason of up to 2,000 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,11 @@ class Bus:
         self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
 
     @property
+    def client(self) -> Client:
+        """The connection itself, for what JetStream's context has no method for."""
+        return self._client
+
+    @property
     def jetstream(self) -> JetStreamContext:
         """The JetStream context, for what this class has no method for."""
         return self._js
@@ -88,6 +97,8 @@ class Bus:
                 retention=stream.retention,
                 storage=api.StorageType.FILE,
                 duplicate_window=_DUPLICATE_WINDOW_S,
+                max_age=_DEAD_LETTER_AGE_S if stream is self.dead else None,
+                max_bytes=_DEAD_LETTER_BYTES if stream is self.dead else None,
             )
             try:
                 with setting_up(f"stream {stream.name}", self.config.url, passing=nats.js.errors.BadRequestError):
@@ -115,20 +126,23 @@ class Bus:
                 "the same [bus] section, or choose another run.name"
             ) from None
 
-    async def publish(self, stream: Stream, payload: bytes, *, message_id: str) -> bool:
+    async def publish(
+        self, stream: Stream, payload: bytes, *, message_id: str, headers: Mapping[str, str] | None = None
+    ) -> bool:
         """Store `payload` once and return whether it was new; false if `message_id` was stored before.
 
         Raises:
             InvalidRequestError: the payload is larger than the server takes.
             SetupError: the server has the stream no more.
         """
-        if len(payload) > self.max_payload_bytes(message_id):
+        # A dead letter fits where its message did: room is kept for its headers.
+        if headers is None and len(payload) > self.max_payload_bytes(message_id):
             raise InvalidRequestError(
                 f"message {message_id} of {len(payload)} bytes is over what the NATS server takes (max_payload = "
                 f"{self._client.max_payload}); raise max_payload in its configuration (JetStream takes at most "
                 f"{_MAX_RECORD_BYTES}), or make groups smaller"
             )
-        headers = {"Nats-Msg-Id": message_id}
+        headers = {**(headers or {}), "Nats-Msg-Id": message_id}
         presence = self.presence(f"stream {stream.name}", lambda: self._js.stream_info(stream.name))
         publish = functools.partial(self._js.publish, stream.subject, payload, headers=headers)
         ack = await self._stored(message_id, publish, presence)

@@ -12,7 +12,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 
-from penstock.errors import SetupError
+from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, SetupError
 
 BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
 """All that nats-py raises when the server refuses, does not answer or is away."""
@@ -21,6 +21,21 @@ _GONE_AFTER_S = 2.0
 """A server that is starting may not know yet what it has: only a second "not found", so much later, is believed."""
 _NOT_READY_S = 30.0
 """How long a server may be connected without its JetStream answering."""
+
+
+_DEADLINE_DELIVERIES = 2
+"""Each delivery of a message whose handling takes too long costs the whole deadline."""
+
+
+def deliveries_allowed(error: BaseException, max_deliveries: int) -> int:
+    """How many deliveries a message gets whose handling failed with `error`; 1: it is never tried again."""
+    match error:
+        case InvalidRequestError() | PoisonError():
+            return 1
+        case DeadlineError():
+            return min(_DEADLINE_DELIVERIES, max_deliveries)
+        case _:
+            return max_deliveries
 
 
 def describe(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from nats.js.kv import KeyValue
 
 from penstock.bus import leases
 from penstock.bus.connection import Bus, connect
-from penstock.bus.consumer import Consumer, open_consumer
+from penstock.bus.consumer import Consumer, consuming
 from penstock.bus.failures import setting_up
 from penstock.bus.lock import locked
 from penstock.bus.replica_lease import read_replica
@@ -44,8 +44,9 @@ from services.trainer.training_run import TrainingRun
 
 log = structlog.get_logger()
 
-_GROUP_ACK_WAIT_S = 3600.0
-"""Groups stay in hand from one checkpoint to the next; one that is delivered twice because of this is recognised."""
+_GROUP_ACK_WAIT_S = 60.0
+"""A group that was lost on its way is delivered again after this long; those in hand, from one checkpoint to the next,
+are kept by heartbeats."""
 _MAX_GROUPS_IN_HAND = 100_000
 
 
@@ -103,7 +104,7 @@ async def _build(
     progress.step = progress.checkpoint_step = step
 
     policy_bucket = await bus.bucket("policy")
-    consumer = await _open_groups(bus, fresh_run=checkpoint is None)
+    consumer = await _open_groups(bus, stack, fresh_run=checkpoint is None)
     collector = Collector(
         consumer=consumer,
         gate=gate,
@@ -225,17 +226,19 @@ def first_version(*, checkpoint: int | None, published: int, reserved: int, newe
     return last if checkpoint == published == last else last + 1
 
 
-async def _open_groups(bus: Bus, *, fresh_run: bool) -> Consumer:
+async def _open_groups(bus: Bus, stack: AsyncExitStack, *, fresh_run: bool) -> Consumer:
     """The consumer of finished groups; a run that starts anew begins with empty queues."""
     if fresh_run:
         for stream in (bus.prompts, bus.groups):
             if num_messages := await bus.purge(stream):
                 log.warning("stream.purged", stream=stream.name, num_messages=num_messages)
-    return await open_consumer(
-        bus,
-        bus.groups,
-        "trainer",
-        ack_wait_s=_GROUP_ACK_WAIT_S,
-        max_ack_pending=_MAX_GROUPS_IN_HAND,
-        fresh=True,
+    return await stack.enter_async_context(
+        consuming(
+            bus,
+            bus.groups,
+            "trainer",
+            ack_wait_s=_GROUP_ACK_WAIT_S,
+            max_ack_pending=_MAX_GROUPS_IN_HAND,
+            fresh=True,
+        )
     )

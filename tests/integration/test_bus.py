@@ -7,38 +7,61 @@ import signal
 import sys
 import time
 import unittest.mock
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import nats.js.errors
 import pytest
+from nats.aio.msg import Msg
 
 from penstock.bus.connection import Bus, connect
-from penstock.bus.consumer import Consumer, Delivery, open_consumer, work
+from penstock.bus.consumer import Consumer, Delivery, consuming
+from penstock.bus.failures import deliveries_allowed
 from penstock.bus.local_server import local_server
+from penstock.bus.work_loop import work
 from penstock.config import BusConfig
-from penstock.errors import InvalidRequestError, OverloadedError, SetupError
+from penstock.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    PoisonError,
+    SetupError,
+    UnavailableError,
+)
 
 _HOLD_ONE_MESSAGE = """
 import asyncio, sys
 from penstock.bus.connection import connect
-from penstock.bus.consumer import open_consumer
+from penstock.bus.consumer import consuming
 from penstock.config import BusConfig
 
 async def main(url, run):
-    async with connect(BusConfig(url=url), run=run) as bus:
-        consumer = await open_consumer(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10)
+    async with (
+        connect(BusConfig(url=url), run=run) as bus,
+        consuming(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10) as consumer,
+    ):
         [delivery] = await consumer.fetch(1)
-        async with delivery.kept_alive(0.2):
-            sys.stdout.write("holding\\n")
-            sys.stdout.flush()
-            await asyncio.Event().wait()
+        sys.stdout.write("holding\\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def workers(bus: Bus, *, ack_wait_s: float = 1.0, fresh: bool = False) -> Consumer:
-    return await open_consumer(bus, bus.prompts, "workers", ack_wait_s=ack_wait_s, max_ack_pending=100, fresh=fresh)
+OpenConsumer = Callable[..., Awaitable[Consumer]]
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[OpenConsumer]:
+    """What opens the workers' consumer; all of them end with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_one(bus: Bus, *, ack_wait_s: float = 1.0, fresh: bool = False) -> Consumer:
+            opening = consuming(bus, bus.prompts, "workers", ack_wait_s=ack_wait_s, max_ack_pending=100, fresh=fresh)
+            return await stack.enter_async_context(opening)
+
+        yield open_one
 
 
 async def fetch_one(consumer: Consumer, *, within_s: float = 5.0) -> Delivery:
@@ -55,7 +78,7 @@ async def num_messages(bus: Bus, stream: str) -> int:
 @contextlib.asynccontextmanager
 async def working(consumer: Consumer, handle, **options):
     stop = asyncio.Event()
-    settings = {"concurrency": 4, "heartbeat_s": 0.3, "max_deliveries": 3} | options
+    settings = {"concurrency": 4, "max_deliveries": 3} | options
     task = asyncio.create_task(work(consumer, handle, stop=stop, **settings))
     try:
         yield stop
@@ -70,7 +93,7 @@ async def until(condition, *, within_s: float = 10.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_the_same_message_id_is_stored_once(bus: Bus) -> None:
+async def test_the_same_message_id_is_stored_once(workers: OpenConsumer, bus: Bus) -> None:
     """A repeated publish changes nothing and says so."""
     assert await bus.publish(bus.prompts, b"first", message_id="a")
     assert not await bus.publish(bus.prompts, b"again", message_id="a")
@@ -89,7 +112,9 @@ async def test_runs_share_a_server_without_meeting(bus: Bus, bus_config: BusConf
         await other.delete_run()
 
 
-async def test_a_killed_consumers_message_is_delivered_again(bus: Bus, bus_config: BusConfig, run_name: str) -> None:
+async def test_a_killed_consumers_message_is_delivered_again(
+    workers: OpenConsumer, bus: Bus, bus_config: BusConfig, run_name: str
+) -> None:
     """A holder that beats and is then killed with -9 loses its message to another within seconds, not before."""
     await bus.publish(bus.prompts, b"work", message_id="a")
     holder = await asyncio.create_subprocess_exec(
@@ -108,7 +133,7 @@ async def test_a_killed_consumers_message_is_delivered_again(bus: Bus, bus_confi
     assert await num_messages(bus, bus.prompts.name) == 0
 
 
-async def test_work_longer_than_the_ack_wait_is_handled_once(bus: Bus) -> None:
+async def test_work_longer_than_the_ack_wait_is_handled_once(workers: OpenConsumer, bus: Bus) -> None:
     """Beats keep a message with its handler; its return removes it from the queue."""
     handled: list[int] = []
 
@@ -125,7 +150,7 @@ async def test_work_longer_than_the_ack_wait_is_handled_once(bus: Bus) -> None:
     assert handled == [1]
 
 
-async def test_a_hopeless_message_is_buried_at_once(bus: Bus) -> None:
+async def test_a_hopeless_message_is_buried_at_once(workers: OpenConsumer, bus: Bus) -> None:
     """InvalidRequestError: told to `give_up`, moved to the dead letters with its reason, not tried again."""
     given_up: list[str] = []
 
@@ -143,10 +168,13 @@ async def test_a_hopeless_message_is_buried_at_once(bus: Bus) -> None:
         await until(is_buried)
     assert given_up == ["InvalidRequestError: profile 'x'\nis unknown"]
     dead = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
-    assert dead.data == b"InvalidRequestError: profile 'x' is unknown\npayload\nof two lines"
+    assert dead.data == b"payload\nof two lines"
+    assert dead.headers is not None
+    assert dead.headers["Penstock-Reason"] == "InvalidRequestError: profile 'x' is unknown"
+    assert (dead.headers["Penstock-Subject"], dead.headers["Penstock-Message-Id"]) == (bus.prompts.subject, "a")
 
 
-async def test_a_failing_message_is_tried_again_with_growing_delay_then_buried(bus: Bus) -> None:
+async def test_a_failing_message_is_tried_again_with_growing_delay_then_buried(workers: OpenConsumer, bus: Bus) -> None:
     """Any other error is retried up to max_deliveries; the delay doubles."""
     times: list[float] = []
 
@@ -166,7 +194,7 @@ async def test_a_failing_message_is_tried_again_with_growing_delay_then_buried(b
     assert await num_messages(bus, bus.prompts.name) == 0
 
 
-async def test_a_message_is_kept_when_giving_it_up_fails(bus: Bus) -> None:
+async def test_a_message_is_kept_when_giving_it_up_fails(workers: OpenConsumer, bus: Bus) -> None:
     """A message is buried only after somebody could be told."""
     attempts: list[str] = []
 
@@ -187,7 +215,7 @@ async def test_a_message_is_kept_when_giving_it_up_fails(bus: Bus) -> None:
     assert await num_messages(bus, bus.dead.name) == 0
 
 
-async def test_a_message_put_back_waits_for_its_delay(bus: Bus) -> None:
+async def test_a_message_put_back_waits_for_its_delay(workers: OpenConsumer, bus: Bus) -> None:
     """It is not delivered before the delay has passed, and then soon."""
     await bus.publish(bus.prompts, b"x", message_id="a")
     consumer = await workers(bus, ack_wait_s=30.0)
@@ -199,7 +227,7 @@ async def test_a_message_put_back_waits_for_its_delay(bus: Bus) -> None:
     assert again.num_delivered == 2
 
 
-async def test_a_fresh_consumer_gets_all_that_was_in_hand(bus: Bus) -> None:
+async def test_a_fresh_consumer_gets_all_that_was_in_hand(workers: OpenConsumer, bus: Bus) -> None:
     """After a restart of the only reader nothing waits for ack_wait."""
     for name in "abc":
         await bus.publish(bus.prompts, name.encode(), message_id=name)
@@ -210,7 +238,7 @@ async def test_a_fresh_consumer_gets_all_that_was_in_hand(bus: Bus) -> None:
     assert [(await fetch_one(after)).payload for _ in range(2)] == [b"a", b"c"]
 
 
-async def test_stop_does_not_wait_for_long_work_and_loses_none(bus: Bus) -> None:
+async def test_stop_does_not_wait_for_long_work_and_loses_none(workers: OpenConsumer, bus: Bus) -> None:
     """With every place taken, `stop` ends `work` after the grace; what ran is put back for others at once."""
     begun = asyncio.Event()
 
@@ -228,7 +256,7 @@ async def test_stop_does_not_wait_for_long_work_and_loses_none(bus: Bus) -> None
     assert (await fetch_one(consumer)).num_delivered == 2
 
 
-async def test_cancelling_work_cancels_and_puts_back_what_runs(bus: Bus) -> None:
+async def test_cancelling_work_cancels_and_puts_back_what_runs(workers: OpenConsumer, bus: Bus) -> None:
     """No handler outlives `work`."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
@@ -241,9 +269,7 @@ async def test_cancelling_work_cancels_and_puts_back_what_runs(bus: Bus) -> None
 
     await bus.publish(bus.prompts, b"x", message_id="a")
     consumer = await workers(bus, ack_wait_s=60.0)
-    task = asyncio.create_task(
-        work(consumer, handle, stop=asyncio.Event(), concurrency=2, heartbeat_s=1.0, max_deliveries=3)
-    )
+    task = asyncio.create_task(work(consumer, handle, stop=asyncio.Event(), concurrency=2, max_deliveries=3))
     await asyncio.wait_for(begun.wait(), 5.0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -252,7 +278,7 @@ async def test_cancelling_work_cancels_and_puts_back_what_runs(bus: Bus) -> None
     assert (await fetch_one(consumer)).num_delivered == 2
 
 
-async def test_no_more_than_concurrency_at_once_and_every_message_once(bus: Bus) -> None:
+async def test_no_more_than_concurrency_at_once_and_every_message_once(workers: OpenConsumer, bus: Bus) -> None:
     """Thirty messages, three places: all handled, once each, never four at a time."""
     running, most, seen = 0, 0, list[bytes]()
 
@@ -286,17 +312,97 @@ async def test_an_oversized_payload_is_refused_and_the_largest_is_taken(bus: Bus
     assert await bus.publish(bus.groups, b"small", message_id="small")
 
 
-async def test_the_largest_message_can_be_buried(bus: Bus) -> None:
-    """The dead letter keeps the reason and as much of the payload as fits."""
-    await bus.publish(bus.prompts, b"x" * bus.max_payload_bytes("a"), message_id="a")
+async def test_the_largest_message_can_be_buried(workers: OpenConsumer, bus: Bus) -> None:
+    """The dead letter has all of it, with the longest reason beside it."""
+    payload = b"x" * bus.max_payload_bytes("a")
+    await bus.publish(bus.prompts, payload, message_id="a")
     delivery = await fetch_one(await workers(bus, ack_wait_s=30.0))
-    await delivery.bury("r" * 5000)
+    await delivery.bury("ü" * 5000)
     assert await num_messages(bus, bus.prompts.name) == 0
     dead = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
-    assert dead.data.startswith(b"r" * 2000 + b"\nxxx")
+    assert dead.data == payload
+    assert dead.headers is not None
+    assert dead.headers["Penstock-Reason"] == "\\xfc" * 500
 
 
-async def test_a_publish_waits_out_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:
+async def test_a_fetch_is_bounded_in_bytes(workers: OpenConsumer, bus: Bus) -> None:
+    """At most 32 MiB at a time, whatever the count allows; a message that is larger than what is left waits."""
+    size_bytes = 10 * 2**20
+    for name in "abcde":
+        await bus.publish(bus.prompts, bytes(size_bytes), message_id=name)
+    consumer = await workers(bus, ack_wait_s=30.0)
+    fetched = [await consumer.fetch(64) for _ in range(2)]
+    assert [[delivery.message_id for delivery in deliveries] for deliveries in fetched] == [list("abc"), list("de")]
+
+
+async def test_a_message_lost_on_its_way_is_missed_and_comes_again(workers: OpenConsumer, bus: Bus) -> None:
+    """The server counts it as delivered; "all is here" is said only when it has come after the ack wait."""
+    for name in "ab":
+        await bus.publish(bus.prompts, name.encode(), message_id=name)
+    consumer = await workers(bus, ack_wait_s=1.0)
+    lost = asyncio.Event()
+
+    async def lose(_: Msg) -> None:
+        lost.set()
+
+    await bus.client.subscribe("nobody.reads", cb=lose)
+    await bus.client.publish(
+        f"$JS.API.CONSUMER.MSG.NEXT.{bus.prompts.name}.workers", b'{"batch": 1}', reply="nobody.reads"
+    )
+    await asyncio.wait_for(lost.wait(), 5.0)
+    kept = await fetch_one(consumer)
+    assert kept.payload == b"b"
+    assert not await consumer.has_delivered_all()
+    again = await fetch_one(consumer)
+    assert (again.payload, again.num_delivered) == (b"a", 2)
+    assert await consumer.has_delivered_all()
+
+
+async def test_a_message_whose_handlers_die_is_buried_unhandled(workers: OpenConsumer, bus: Bus) -> None:
+    """A process that is killed while it handles a message raises nothing; after max_deliveries the next gives up."""
+    given_up: list[str] = []
+
+    async def handle(delivery: Delivery) -> None:
+        raise AssertionError
+
+    async def give_up(delivery: Delivery, reason: str) -> None:
+        given_up.append(reason)
+
+    async def is_buried() -> bool:
+        return await num_messages(bus, bus.prompts.name) == 0
+
+    await bus.publish(bus.prompts, b"kills", message_id="a")
+    consumer = await workers(bus, ack_wait_s=30.0)
+    for _ in range(2):
+        await (await fetch_one(consumer)).put_back()
+    async with working(consumer, handle, max_deliveries=2, give_up=give_up):
+        await until(is_buried)
+    assert given_up == [
+        "delivered 3 times without an outcome (max_deliveries = 2): the process that handled it was killed or froze "
+        "each time"
+    ]
+    assert await num_messages(bus, bus.dead.name) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed"),
+    [
+        (InvalidRequestError("never"), 1),
+        (PoisonError("killed three engines"), 1),
+        (DeadlineError("too slow"), 2),
+        (UnavailableError("away"), 20),
+        (ValueError("a bug"), 20),
+    ],
+)
+def test_how_often_a_message_is_delivered_depends_on_why_it_failed(error: Exception, allowed: int) -> None:
+    """What cannot succeed is tried once, what takes too long twice, everything else up to the setting."""
+    assert deliveries_allowed(error, 20) == allowed
+    assert deliveries_allowed(error, 1) == 1
+
+
+async def test_a_publish_waits_out_a_restart_of_the_server(
+    workers: OpenConsumer, tmp_path: Path, run_name: str
+) -> None:
     """While the server is away a publish waits; afterwards it is stored once, and what was stored before is there."""
     async with contextlib.AsyncExitStack() as server:
         url = await server.enter_async_context(local_server(tmp_path))
@@ -318,7 +424,7 @@ async def test_a_publish_waits_out_a_restart_of_the_server(tmp_path: Path, run_n
 
 @pytest.mark.parametrize("waiting", ["publish", "put", "fetch"])
 async def test_a_server_that_comes_back_without_its_store_is_an_error(
-    tmp_path: Path, run_name: str, waiting: str
+    workers: OpenConsumer, tmp_path: Path, run_name: str, waiting: str
 ) -> None:
     """Whoever waits for the stream, the bucket or the consumer hears that it is gone, where, and what to do."""
     async with contextlib.AsyncExitStack() as server:
@@ -335,7 +441,7 @@ async def test_a_server_that_comes_back_without_its_store_is_an_error(
             await server.aclose()
             attempt, what = {
                 "publish": (lambda: bus.publish(bus.prompts, b"x", message_id="x"), f"stream {run_name}_PROMPTS"),
-                "put": (lambda: bus.put(bucket, "current", b"1"), "bucket of 'current'"),
+                "put": (lambda: bus.put(bucket, "current", b"1"), "the bucket for the write of current"),
                 "fetch": (fetch_forever, f"consumer workers of stream {run_name}_PROMPTS"),
             }[waiting]
             pending = asyncio.ensure_future(attempt())
@@ -361,7 +467,7 @@ async def test_a_restarted_server_is_given_time_to_be_ready(bus: Bus) -> None:
         await presence.check()
 
 
-async def test_what_cannot_be_set_up_is_one_line(tmp_path: Path, run_name: str) -> None:
+async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path: Path, run_name: str) -> None:
     """A server that stops answering, or has no room: SetupError at each of the first things that a process does."""
     async with local_server(tmp_path) as url, connect(BusConfig(url=url), run=run_name) as bus:
         await bus.ensure_streams()
@@ -380,6 +486,13 @@ async def test_what_cannot_be_set_up_is_one_line(tmp_path: Path, run_name: str) 
                         await setting_up
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("path", ["deploy/nats.conf", "deploy/docker/nats.conf", "penstock/bus/local_server.py"])
+def test_every_server_keeps_what_it_acknowledged_and_bears_several_large_groups(path: str) -> None:
+    """With NATS' defaults a power cut loses two minutes, and a client with 64 MB outstanding is cut off."""
+    text = (Path(__file__).parents[2] / path).read_text()
+    assert all(setting in text for setting in ("max_payload: 32MB", "max_pending: 512MB", "sync_interval: always"))
 
 
 async def test_no_server_is_one_line_that_says_what_to_do() -> None:

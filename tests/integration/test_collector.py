@@ -3,13 +3,13 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import open_consumer
+from penstock.bus.consumer import consuming
 from penstock.errors import DataError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group
@@ -23,25 +23,36 @@ RUN = "run"
 """The run id of `make_group`."""
 
 
-def collector_of(bus: Bus, gate: Gate, model_path: Path) -> Callable[[], Awaitable[Collector]]:
+OpenCollector = Callable[[], Awaitable[Collector]]
+CollectorOf = Callable[[Bus, Gate, Path], OpenCollector]
+
+
+@pytest.fixture
+async def collector_of() -> AsyncIterator[CollectorOf]:
     """What opens a collector as the trainer does at its start: everything unacked is delivered again."""
+    async with AsyncExitStack() as stack:
 
-    async def open_one() -> Collector:
-        consumer = await open_consumer(bus, bus.groups, "trainer", ack_wait_s=3600.0, max_ack_pending=1000, fresh=True)
-        tokens = ModelTokens(
-            vocab_size=256,
-            image_id=image_token_id(model_path),
-            forbidden_ids=frozenset(forbidden_token_ids(model_path)),
-        )
-        return Collector(
-            consumer=consumer,
-            gate=gate,
-            reader=GroupReader(tokens, None),
-            run_id=RUN,
-            max_failures_in_a_row=2,
-        )
+        def of(bus: Bus, gate: Gate, model_path: Path) -> OpenCollector:
+            async def open_one() -> Collector:
+                consumer = await stack.enter_async_context(
+                    consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=1000, fresh=True)
+                )
+                tokens = ModelTokens(
+                    vocab_size=256,
+                    image_id=image_token_id(model_path),
+                    forbidden_ids=frozenset(forbidden_token_ids(model_path)),
+                )
+                return Collector(
+                    consumer=consumer,
+                    gate=gate,
+                    reader=GroupReader(tokens, None),
+                    run_id=RUN,
+                    max_failures_in_a_row=2,
+                )
 
-    return open_one
+            return open_one
+
+        yield of
 
 
 @asynccontextmanager
@@ -77,7 +88,9 @@ def admit_all(gate: Gate, version: int) -> Callable[[], Awaitable[int]]:
     return admit
 
 
-async def test_trained_groups_leave_the_bus_only_when_settled(bus: Bus, tiny_model_path: Path) -> None:
+async def test_trained_groups_leave_the_bus_only_when_settled(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """A message is acked with the checkpoint; a group that is held but not trained stays on the bus."""
     gate = Gate(max_staleness=1, groups_per_step=2)
     await admit_all(gate, 1)()
@@ -97,7 +110,9 @@ async def test_trained_groups_leave_the_bus_only_when_settled(bus: Bus, tiny_mod
     assert await num_stored(bus) == 1, "only the untrained group is still there"
 
 
-async def test_restart_brings_back_what_was_not_settled(bus: Bus, tiny_model_path: Path) -> None:
+async def test_restart_brings_back_what_was_not_settled(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """A trainer that dies before its checkpoint gets the same groups again."""
     gate = Gate(max_staleness=0, groups_per_step=2)
     await admit_all(gate, 1)()
@@ -111,7 +126,7 @@ async def test_restart_brings_back_what_was_not_settled(bus: Bus, tiny_model_pat
         assert [finished.ready.index for finished in batch] == [0, 1]
 
 
-async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> None:
+async def test_duplicates_are_trained_once(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
     """A second copy, of a group that is held or was trained, is counted and dropped."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -128,7 +143,9 @@ async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> N
     assert len(collector.take_unsettled()) == 3, "none of them is kept"
 
 
-async def test_stale_group_is_rejected_and_another_attempt_trained(bus: Bus, tiny_model_path: Path) -> None:
+async def test_stale_group_is_rejected_and_another_attempt_trained(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """A group over the bound is never trained; its prompt is admitted again, and that attempt is."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -146,7 +163,7 @@ async def test_stale_group_is_rejected_and_another_attempt_trained(bus: Bus, tin
     assert collector.num_rejected_tokens > 0
 
 
-async def test_failed_group_makes_room_for_the_next(bus: Bus, tiny_model_path: Path) -> None:
+async def test_failed_group_makes_room_for_the_next(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
     """A group that could not be played is dropped, and a new one admitted in its place: nothing waits for ever."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -160,7 +177,9 @@ async def test_failed_group_makes_room_for_the_next(bus: Bus, tiny_model_path: P
     assert gate.num_dropped == 1
 
 
-async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_model_path: Path) -> None:
+async def test_nothing_but_failures_ends_the_run_with_the_reason(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """Failure after failure is a fault of data or set-up, and a person is told which."""
     gate = Gate(max_staleness=0, groups_per_step=4)
     await admit_all(gate, 1)()
@@ -173,7 +192,7 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
             await collector.run()
 
 
-async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
+async def test_other_runs_leftovers_are_removed(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
     """A group of another run on the same bus is not trained and not kept."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -187,7 +206,9 @@ async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path)
     assert not collector.holds(0, 0)
 
 
-async def test_group_that_is_being_read_is_not_settled(bus: Bus, tiny_model_path: Path) -> None:
+async def test_group_that_is_being_read_is_not_settled(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """A checkpoint taken while a group is expanded in another thread must leave its message on the bus."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -211,7 +232,7 @@ async def test_group_that_is_being_read_is_not_settled(bus: Bus, tiny_model_path
         assert len(collector.take_unsettled()) == 1
 
 
-async def test_group_of_lost_weights_is_rejected(bus: Bus, tiny_model_path: Path) -> None:
+async def test_group_of_lost_weights_is_rejected(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
     """Tokens of a version that was never published are of weights that nobody has any more."""
     gate = Gate(max_staleness=5, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -224,7 +245,7 @@ async def test_group_of_lost_weights_is_rejected(bus: Bus, tiny_model_path: Path
         waiting.cancel()
 
 
-async def test_undecodable_group_is_not_waited_for(bus: Bus, tiny_model_path: Path) -> None:
+async def test_undecodable_group_is_not_waited_for(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
     """Bytes that are no group are buried, and the group that their id names counts as failed."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -238,7 +259,9 @@ async def test_undecodable_group_is_not_waited_for(bus: Bus, tiny_model_path: Pa
     assert (await bus.jetstream.stream_info(bus.dead.name)).state.messages == 1
 
 
-async def test_stale_group_that_arrives_while_others_are_admitted(bus: Bus, tiny_model_path: Path) -> None:
+async def test_stale_group_that_arrives_while_others_are_admitted(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """Publishing a prompt takes time, in which groups arrive: they are checked before the choice, not chosen from."""
     gate = Gate(max_staleness=0, groups_per_step=2)
     await admit_all(gate, 1)()
@@ -262,7 +285,9 @@ async def test_stale_group_that_arrives_while_others_are_admitted(bus: Bus, tiny
         assert [finished.ready.attempt for finished in await waiting] == [1, 1]
 
 
-async def test_early_stale_group_takes_the_place_of_a_failed_one(bus: Bus, tiny_model_path: Path) -> None:
+async def test_early_stale_group_takes_the_place_of_a_failed_one(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """After a restart: a group that the gate had not reached yet is stale when it does; it is rejected, not chosen."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 5)()
@@ -280,7 +305,9 @@ async def test_early_stale_group_takes_the_place_of_a_failed_one(bus: Bus, tiny_
     assert (finished.ready.index, finished.ready.attempt) == (1, 1)
 
 
-async def test_copy_that_arrives_during_training_is_a_duplicate(bus: Bus, tiny_model_path: Path) -> None:
+async def test_copy_that_arrives_during_training_is_a_duplicate(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """It is neither held for ever nor trained again, and its message is settled with the group's."""
     gate = Gate(max_staleness=0, groups_per_step=1)
     await admit_all(gate, 1)()
@@ -296,7 +323,9 @@ async def test_copy_that_arrives_during_training_is_a_duplicate(bus: Bus, tiny_m
         assert len(collector.take_unsettled()) == 2
 
 
-async def test_caught_up_means_that_everything_stored_is_here(bus: Bus, tiny_model_path: Path) -> None:
+async def test_caught_up_means_that_everything_stored_is_here(
+    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
+) -> None:
     """What was on the bus before the start is held when the wait ends."""
     gate = Gate(max_staleness=0, groups_per_step=3)
     await admit_all(gate, 1)()

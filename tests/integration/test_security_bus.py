@@ -13,8 +13,9 @@ import pytest
 import structlog
 
 from penstock.bus.connection import Bus, connect
-from penstock.bus.consumer import Delivery, open_consumer, work
+from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.local_server import local_server
+from penstock.bus.work_loop import work
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import AccessError, ConfigError, SetupError
 from penstock.runtime.ports import free_ports
@@ -183,15 +184,15 @@ async def test_a_server_that_is_left_open_says_so(
 async def test_a_handler_that_is_let_in_nowhere_ends_the_work_and_keeps_the_message(bus: Bus) -> None:
     """A worker with a wrong token uses up no prompt: it ends, and another plays them."""
     await bus.publish(bus.prompts, b"prompt", message_id=uuid.uuid4().hex)
-    consumer = await open_consumer(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10)
-    options = {"stop": asyncio.Event(), "concurrency": 4, "heartbeat_s": 0.3, "max_deliveries": 1}
+    options = {"stop": asyncio.Event(), "concurrency": 4, "max_deliveries": 1}
 
     async def refused(_: Delivery) -> None:
         raise AccessError("router at x: token missing or wrong; set PENSTOCK_TOKEN")
 
-    with structlog.testing.capture_logs() as logs, pytest.raises(AccessError, match="router at x"):
-        await asyncio.wait_for(work(consumer, refused, **options), 10.0)
-    assert "message.buried" not in {line["event"] for line in logs}
-    [delivery] = await consumer.fetch(1) or await consumer.fetch(1) or await consumer.fetch(1)
-    assert delivery.payload == b"prompt"
-    await delivery.ack()
+    async with consuming(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10) as consumer:
+        with structlog.testing.capture_logs() as logs, pytest.raises(AccessError, match="router at x"):
+            await asyncio.wait_for(work(consumer, refused, **options), 10.0)
+        assert "message.buried" not in {line["event"] for line in logs}
+        [delivery] = await consumer.fetch(1) or await consumer.fetch(1) or await consumer.fetch(1)
+        assert delivery.payload == b"prompt"
+        await delivery.ack()

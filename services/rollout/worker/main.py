@@ -14,7 +14,8 @@ from typing import Protocol
 import structlog
 
 from penstock.bus.connection import connect
-from penstock.bus.consumer import open_consumer, work
+from penstock.bus.consumer import consuming
+from penstock.bus.work_loop import work
 from penstock.clients import GenerateClient, RewardClient
 from penstock.config import BusConfig, ModelConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
@@ -120,8 +121,9 @@ async def serve(recipe: WorkerRecipe, stop: asyncio.Event) -> None:
             bus, GroupRollout(config, episodes=episodes, verifier=verifier, worker_id=worker_id), worker_id=worker_id
         )
         await bus.ensure_streams()
-        ack_wait_s = recipe.bus.ack_wait_s
-        consumer = await open_consumer(bus, bus.prompts, _CONSUMER, ack_wait_s=ack_wait_s, max_ack_pending=_MAX_IN_HAND)
+        consumer = await stack.enter_async_context(
+            consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=recipe.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)
+        )
         health = RpcServer(host=config.host, port=config.port)
         await health.start()
         stack.push_async_callback(health.drain, 0.0)
@@ -131,7 +133,6 @@ async def serve(recipe: WorkerRecipe, stop: asyncio.Event) -> None:
             handler.handle,
             stop=stop,
             concurrency=config.concurrency,
-            heartbeat_s=ack_wait_s / 3,
             max_deliveries=recipe.bus.max_deliveries,
             give_up=handler.give_up,
             grace_s=config.grace_s,

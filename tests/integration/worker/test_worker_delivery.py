@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import open_consumer
+from penstock.bus.consumer import consuming
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
@@ -75,8 +75,8 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
     """The prompt is delivered and played again, and the bus keeps the first group."""
     recipe = make_recipe(engine.replica.address)
     await publish(bus, make_prompt(run_name))
-    consumer = await open_consumer(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10_000)
     async with (
+        consuming(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10_000) as consumer,
         GenerateClient(engine.replica.address) as generator,
         RewardClient(recipe.worker.reward_address) as verifier,
     ):

@@ -39,9 +39,7 @@ async def test_a_prompt_that_can_never_be_played_is_reported_and_buried_at_once(
     assert group.samples == ()
     assert "image 0 cannot be read" in group.error
     [letter] = await read(bus, bus.dead)
-    reason, _, payload = letter.partition(b"\n")
-    assert b"image 0 cannot be read" in reason
-    assert decode(payload, Prompt) == prompt
+    assert decode(letter, Prompt) == prompt
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ async def test_garbage_on_the_queue_is_buried(
                 await asyncio.sleep(0.05)
     assert await read(bus, bus.groups) == [b"\xc1 garbage"]
     [letter] = await read(bus, bus.dead)
-    assert letter.endswith(b"\n\xc1 garbage")
+    assert letter == b"\xc1 garbage"
 
 
 async def test_a_prompt_that_fails_again_and_again_is_given_up(

@@ -1,0 +1,90 @@
+"""Requests to a pull consumer, bounded in messages and in bytes (nats-py's own `fetch` has no bound in bytes).
+
+Invariant: a message that the server has sent is returned by this call or by the next one; none is dropped.
+"""
+
+import asyncio
+import json
+import time
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+_LOOK_EVERY_S = 0.5
+_ANSWER_TIMEOUT_S = 30.0
+"""A request is given up this long after its end, not sooner: while a large message is under way on a slow link, each
+further request would bring one more message."""
+NO_MESSAGES = ("404", "408")
+"""Status of a request that found fewer messages than it asked for."""
+
+
+class PullRequests:
+    """The requests of one process to one durable consumer, one at a time."""
+
+    def __init__(self, client: Client, *, stream: str, durable: str) -> None:
+        """`open` it before the first request."""
+        self._client = client
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
+        self._inbox = client.new_inbox()
+        self._subscription: Subscription | None = None
+        self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        self._num_requests = 0
+
+    async def open(self) -> None:
+        """Listen for what the consumer sends."""
+        self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._arrived.put)
+
+    async def close(self) -> None:
+        """Listen no longer."""
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    async def request(self, batch: int, *, wait_s: float = 0.0, max_bytes: int | None = None) -> tuple[list[Msg], str]:
+        """Ask for at most `batch` messages, and return them with the status that ended the request.
+
+        Args:
+            batch: The most messages to return.
+            wait_s: How long the server waits for a message if it has none.
+            max_bytes: The most bytes of all messages together; one that is larger alone is not sent.
+
+        Returns:
+            The messages, and the server's status: "" if the request was answered in full, "503" if nothing listens
+            there, also if no answer came.
+        """
+        taken: list[Msg] = []
+        # What an earlier request brought too late.
+        while len(taken) < batch and not self._arrived.empty():
+            if _status_of(message := self._arrived.get_nowait()) is None:
+                taken.append(message)
+        if taken:
+            return taken, ""
+        self._num_requests += 1
+        reply = f"{self._inbox}.{self._num_requests}"
+        limits: dict[str, int | bool] = {"batch": batch}
+        limits |= {"expires": int(wait_s * 1e9)} if wait_s else {"no_wait": True}
+        if max_bytes is not None:
+            limits["max_bytes"] = max_bytes
+        await self._client.publish(self._subject, json.dumps(limits).encode(), reply=reply)
+        num_reconnects, give_up_at = self._client.stats["reconnects"], time.monotonic() + wait_s + _ANSWER_TIMEOUT_S
+        while len(taken) < batch:
+            try:
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    message = await self._arrived.get()
+            except TimeoutError:
+                is_lost = not self._client.is_connected or self._client.stats["reconnects"] != num_reconnects
+                if is_lost or time.monotonic() > give_up_at:
+                    return taken, "503"
+                continue
+            status = _status_of(message)
+            if status is None:
+                taken.append(message)
+            elif message.subject == reply and status != "100":
+                return taken, status
+        return taken, ""
+
+
+def _status_of(message: Msg) -> str | None:
+    """The status that the message is; None if it is one of the stream's."""
+    # A message of a stream has a subject to ack it on.
+    return None if message.reply else (message.headers or {}).get("Status", "")

@@ -1,0 +1,121 @@
+"""Handling the messages of a work queue: each is acked, put back, or buried; none is lost.
+
+The one place where Penstock's errors become what happens to a message:
+
+    returned                            ack
+    InvalidRequestError, PoisonError    dead letter at once
+    DeadlineError                       put back once; then dead letter
+    AccessError                         put back; no more is taken, and the error is raised
+    any other error                     put back with a growing delay; dead letter after `max_deliveries`
+    its process died or froze           delivered again; dead letter after `max_deliveries`, unhandled
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from penstock.bus.consumer import Consumer, Delivery
+from penstock.bus.failures import deliveries_allowed
+from penstock.errors import AccessError, PenstockError
+
+log = structlog.get_logger()
+
+_MAX_DELAY_S = 10.0
+
+Handler = Callable[[Delivery], Awaitable[None]]
+GiveUp = Callable[[Delivery, str], Awaitable[None]]
+
+
+async def work(
+    consumer: Consumer,
+    handle: Handler,
+    *,
+    stop: asyncio.Event,
+    concurrency: int,
+    max_deliveries: int,
+    give_up: GiveUp | None = None,
+    grace_s: float = 5.0,
+) -> None:
+    """Handle messages, `concurrency` at a time, until `stop`; then running ones get `grace_s` and are put back.
+
+    Args:
+        consumer: Where they come from.
+        handle: Its return acks the message; its error is mapped as the module says. It must bear being repeated.
+        stop: Ends the work.
+        concurrency: The most messages handled at once.
+        max_deliveries: After this many deliveries a message that still fails is buried.
+        give_up: Called with the reason before a message is buried, so that somebody can be told.
+        grace_s: Seconds that running messages get after `stop`.
+
+    Raises:
+        AccessError: by `handle`. Another process may be let in, so the message is left to it.
+    """
+    running: set[asyncio.Task[None]] = set()
+    refusals: list[AccessError] = []
+
+    async def run(delivery: Delivery) -> None:
+        try:
+            await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
+        except AccessError as error:
+            refusals.append(error)
+
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        while not stop.is_set() and not refusals:
+            if len(running) >= concurrency:
+                await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            for delivery in await consumer.fetch(concurrency - len(running)):
+                if stop.is_set() or refusals:
+                    await delivery.put_back()
+                    continue
+                task = asyncio.create_task(run(delivery))
+                running.add(task)
+                task.add_done_callback(running.discard)
+        if running and not refusals:
+            await asyncio.wait(running, timeout=grace_s)
+    finally:
+        stopped.cancel()
+        for task in list(running):
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    if refusals:
+        raise refusals[0]
+
+
+async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, give_up: GiveUp | None) -> None:
+    if delivery.num_delivered > max_deliveries:
+        reason = (
+            f"delivered {delivery.num_delivered} times without an outcome (max_deliveries = {max_deliveries}): the "
+            "process that handled it was killed or froze each time"
+        )
+        await _bury(delivery, reason, give_up)
+        return
+    try:
+        await handle(delivery)
+    except (asyncio.CancelledError, AccessError):
+        await delivery.put_back()
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, PenstockError | TimeoutError):
+            log.exception("message.handler_crashed", message_id=delivery.message_id)
+        if delivery.num_delivered >= deliveries_allowed(error, max_deliveries):
+            await _bury(delivery, reason, give_up)
+            return
+        delay_s = min(_MAX_DELAY_S, 0.25 * 2 ** min(delivery.num_delivered, 10))
+        log.warning("message.put_back", message_id=delivery.message_id, reason=reason, delay_s=delay_s)
+        await delivery.put_back(delay_s)
+    else:
+        await delivery.ack()
+
+
+async def _bury(delivery: Delivery, reason: str, give_up: GiveUp | None) -> None:
+    try:
+        if give_up is not None:
+            await give_up(delivery, reason)
+        await delivery.bury(reason)
+    except Exception as failure:
+        log.exception("message.give_up_failed", message_id=delivery.message_id, error=repr(failure))
+        await delivery.put_back(_MAX_DELAY_S)
