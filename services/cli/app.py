@@ -101,14 +101,18 @@ def serve(
 
 
 def _import_service(service: Service, command: str) -> Any:
+    return _import_module(_MODULES[service], command, extra=service.value)
+
+
+def _import_module(name: str, command: str, *, extra: str) -> Any:
     try:
-        return importlib.import_module(_MODULES[service])
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("penstock", "services"):
             raise
         raise SetupError(
             f"`{command}` needs the Python package {error.name!r}, which is not installed; "
-            f"`pip install 'penstock[{service}]'`"
+            f"`pip install 'penstock[{extra}]'`"
         ) from None
 
 
@@ -192,6 +196,33 @@ def train(
 
         code = process.run(run)
     return _EXIT_INTERRUPTED if interrupted else code
+
+
+@app.command(context_settings=_OVERRIDES)
+def replay(
+    context: typer.Context,
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run folder, or a file that --export wrote.", show_default=False)
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Optimizer step; default: the one that is recorded.", min=1)
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="FILE", help="Write the step to one file, for a bug report.")
+    ] = None,
+) -> int:
+    """Compute a recorded optimizer step again, without engine or bus, and show it beside what the run logged.
+
+    The run must have trainer.record_groups = true. Any --section.key=value shows what the same step would have done
+    with another loss, bound or optimizer. Exits with 1 where the replay differs from the run.
+    """
+    sources, overrides = _sort_arguments(source, context.args)
+    if len(sources) != 1:
+        raise ConfigError(f"give one run folder or file; given: {', '.join(map(str, sources)) or 'none'}")
+    log.configure(LogConfig(level="warning"), service="replay")
+    replaying = _import_module("services.cli.replay", "penstock replay", extra="trainer")
+    code: int = replaying.replay(sources[0], step=step, overrides=overrides, export=export)
+    return code
 
 
 @app.command(name="config", context_settings=_OVERRIDES)

@@ -95,7 +95,22 @@ class PushConfig(Config):
     up to 32 times."""
 
 
-class TrainerConfig(Config):
+class BackendConfig(Config):
+    """How an optimizer step is computed: of `[trainer]`, all that decides what a batch does to the weights."""
+
+    micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
+    """Tokens of one forward pass, padding included. A longer single sequence passes alone."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    device: str = pydantic.Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
+    """auto takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of computation and of pushed weights: auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+
+
+class TrainerConfig(BackendConfig):
     """The trainer: how much, how stale, and where it computes."""
 
     host: str = "127.0.0.1"
@@ -111,14 +126,6 @@ class TrainerConfig(Config):
     """Completions of each prompt; GRPO compares them with each other."""
     max_staleness: int = pydantic.Field(default=1, ge=0)
     """Most versions by which a group's oldest token may lag the published version; 0 is synchronous GRPO."""
-    micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
-    """Tokens of one forward pass, padding included. A longer single sequence passes alone."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    device: str = pydantic.Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
-    """auto takes a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of computation and of pushed weights: auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
     checkpoint_every: int = pydantic.Field(default=10, ge=1)
     """Steps between checkpoints; a checkpoint is also what releases groups from the bus."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)
@@ -126,11 +133,9 @@ class TrainerConfig(Config):
     samples_every: int = pydantic.Field(default=10, ge=1)
     """Steps between groups that are written to the run folder for people to read."""
     record_groups: bool = False
-    """Keep every trained group, as it was played, in the run folder: for replays and for looking into a run."""
+    """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     max_failures_in_a_row: int = pydantic.Field(default=32, ge=0)
     """More groups in a row that could not be played end the run, with the reason of the last."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
     push: PushConfig = PushConfig()
 
 

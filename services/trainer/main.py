@@ -10,7 +10,6 @@ from pathlib import Path
 
 import nats.js.errors
 import structlog
-import torch
 from nats.js.kv import KeyValue
 
 from penstock.bus import leases
@@ -19,7 +18,6 @@ from penstock.bus.consumer import Consumer, consuming
 from penstock.bus.failures import setting_up
 from penstock.bus.lock import locked
 from penstock.bus.replica_lease import read_replica
-from penstock.model.tokens import forbidden_token_ids
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
@@ -30,13 +28,13 @@ from services.trainer.data.rows import open_dataset
 from services.trainer.flow.collector import Collector
 from services.trainer.flow.feeder import Feeder
 from services.trainer.flow.gate import Gate
-from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
-from services.trainer.policy.images import ImagePatcher
+from services.trainer.policy.opening import open_policy
 from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.policy.policy_model import load_policy
 from services.trainer.push.publisher import WeightPublisher
 from services.trainer.push.snapshots import Snapshots
+from services.trainer.replay.recorder import StepRecorder
+from services.trainer.replay.settings import StepSettings
 from services.trainer.report.curves import draw_curves
 from services.trainer.report.metrics_log import MetricsLog
 from services.trainer.report.progress import Progress, TrainerServicer
@@ -99,7 +97,14 @@ async def _build(
     bounds = {"max_staleness": config.max_staleness, "groups_per_step": config.groups_per_step}
     gate = Gate(**bounds) if checkpoint is None else Gate.from_state(checkpoint.state["gate"], **bounds)
     dataset = await asyncio.to_thread(open_dataset, recipe.data, seed=recipe.run.seed)
-    optimizer, reader = await asyncio.to_thread(_load, recipe, checkpoint)
+    optimizer, reader = await asyncio.to_thread(
+        open_policy,
+        recipe.model.path,
+        None if checkpoint is None else checkpoint.path,
+        seed=recipe.run.seed,
+        temperature=recipe.sampling.temperature,
+        config=config,
+    )
     step = 0 if checkpoint is None else checkpoint.step
     progress.step = progress.checkpoint_step = step
 
@@ -155,32 +160,21 @@ async def _build(
         collector=collector,
         checkpoints=store,
         metrics=MetricsLog(folder, last_step=step),
+        recorder=_recorder(recipe, folder, optimizer, progress.run_id) if config.record_groups else None,
         version=version,
         step=step,
         saved_version=None if checkpoint is None else int(checkpoint.state["version"]),
     )
 
 
-def _load(recipe: Recipe, checkpoint: Checkpoint | None) -> tuple[PolicyOptimizer, GroupReader]:
-    """The policy with its optimizer, and what reads groups for it. Blocking."""
-    path = recipe.model.path if checkpoint is None else checkpoint.model_path
-    torch.manual_seed(recipe.run.seed)
-    forbidden = forbidden_token_ids(recipe.model.path)
-    policy = load_policy(
-        path,
+def _recorder(recipe: Recipe, folder: Path, optimizer: PolicyOptimizer, run_id: str) -> StepRecorder:
+    settings = StepSettings.of(
+        model_path=recipe.model.path,
+        seed=recipe.run.seed,
         temperature=recipe.sampling.temperature,
-        forbidden_ids=forbidden,
-        gradient_checkpointing=recipe.trainer.gradient_checkpointing,
+        trainer=recipe.trainer,
     )
-    optimizer = PolicyOptimizer(policy, recipe.trainer)
-    if checkpoint is not None:
-        optimizer.load(checkpoint.path)
-    config = policy.model.config
-    image_id = getattr(config, "image_token_id", None)
-    tokens = ModelTokens(
-        vocab_size=config.get_text_config().vocab_size, image_id=image_id, forbidden_ids=frozenset(forbidden)
-    )
-    return optimizer, GroupReader(tokens, None if image_id is None else ImagePatcher(recipe.model.path))
+    return StepRecorder(folder, settings, optimizer, run_id=run_id)
 
 
 def _snapshot_dir(config: PushConfig, folder: Path) -> Path | None:

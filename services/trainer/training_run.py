@@ -16,7 +16,6 @@ import structlog
 from nats.js.kv import KeyValue
 
 from penstock.bus.connection import Bus
-from penstock.records.codec import encode
 from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
 from services.trainer.config import TrainerConfig
@@ -26,6 +25,7 @@ from services.trainer.flow.gate import Gate
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.push.publisher import PushReport, WeightPublisher
+from services.trainer.replay.recorder import StepRecorder
 from services.trainer.report.episode_samples import write_group
 from services.trainer.report.metrics_log import MetricsLog
 from services.trainer.report.progress import Progress
@@ -52,6 +52,8 @@ class TrainingRun:
     collector: Collector
     checkpoints: CheckpointStore
     metrics: MetricsLog
+    recorder: StepRecorder | None
+    """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
     version: int
     """The policy version published last; at first the one to publish the weights under."""
     step: int
@@ -96,9 +98,12 @@ class TrainingRun:
     async def _train(self, batch: Sequence[Finished]) -> dict[str, Any]:
         self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
         groups = [finished.ready for finished in batch]
-        if self.config.record_groups:
-            await asyncio.to_thread(self._record, batch)
-        row = await asyncio.to_thread(self.optimizer.step, groups, self.version)
+        if self.recorder is not None:
+            played = [finished.played for finished in batch]
+            await asyncio.to_thread(self.recorder.record, self.step + 1, self.version, played)
+        row: dict[str, Any] = await asyncio.to_thread(self.optimizer.step, groups, self.version)
+        if self.recorder is not None:
+            row["weights_digest"] = await asyncio.to_thread(self.optimizer.weights_digest)
         self.gate.trained(group.index for group in groups)
         self.step += 1
         if self.step % self.config.samples_every == 0 or self.step == 1:
@@ -181,9 +186,3 @@ class TrainingRun:
             "num_stale_tokens": self.collector.num_rejected_tokens,
             "num_duplicate_groups": self.collector.num_duplicate,
         }
-
-    def _record(self, batch: Sequence[Finished]) -> None:
-        folder = self.folder / "groups" / f"step-{self.step + 1:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for finished in batch:
-            (folder / f"group-{finished.ready.index:06d}.msgpack").write_bytes(encode(finished.played))

@@ -157,7 +157,7 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     )
     reader = GroupReader(tokens, ImagePatcher(recipe.model.path))
     for step in range(1, NUM_STEPS + 1):
-        files = sorted((run.folder / "groups" / f"step-{step:06d}").iterdir())
+        files = sorted((run.folder / "groups" / f"step-{step:06d}").glob("*.msgpack"))
         groups = [decode(file.read_bytes(), Group) for file in files]
         optimizer.step([reader.read(group) for group in groups], version=step)
     trained = load_policy(

@@ -41,6 +41,7 @@ async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bu
         collector=None,  # type: ignore[arg-type]
         checkpoints=None,  # type: ignore[arg-type]
         metrics=None,  # type: ignore[arg-type]
+        recorder=None,
         version=7,
         step=7,
         saved_version=7,

@@ -109,6 +109,17 @@ class CheckpointStore:
             "delete the folder to start the run anew"
         )
 
+    def newest(self, *, before: int) -> Checkpoint | None:
+        """Return the newest complete checkpoint of fewer than `before` steps; None where there is none."""
+        for path in sorted(self._paths(), key=_step, reverse=True):
+            if _step(path) >= before:
+                continue
+            try:
+                return _read(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("checkpoint.refused", path=str(path), reason=str(error))
+        return None
+
     def _paths(self) -> list[Path]:
         return [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 

@@ -19,13 +19,15 @@ from typing import Any, Literal
 import numpy as np
 import structlog
 import torch
+import xxhash
 from accelerate import Accelerator
 
 from penstock.errors import ConfigError, UserError
+from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.algorithm.advantage import group_advantages
 from services.trainer.algorithm.loss import policy_loss, token_weights
 from services.trainer.algorithm.token_stats import TokenStats
-from services.trainer.config import TrainerConfig
+from services.trainer.config import BackendConfig
 from services.trainer.policy.batch import TrainGroup, TrainSequence
 from services.trainer.policy.checkpoint import save_model
 from services.trainer.policy.packing import pad, plan_micro_batches
@@ -50,7 +52,7 @@ class _Rows:
 class PolicyOptimizer:
     """The policy, AdamW and the learning-rate schedule, on one device."""
 
-    def __init__(self, policy: PolicyModel, config: TrainerConfig) -> None:
+    def __init__(self, policy: PolicyModel, config: BackendConfig) -> None:
         """Move the policy to its device and make the optimizer.
 
         Raises:
@@ -125,6 +127,13 @@ class PolicyOptimizer:
         """Yield what an engine loads: every parameter under its checkpoint name, tied ones once, in `self.dtype`."""
         for name, parameter in self.policy.named_weights():
             yield name, parameter.to(self.dtype)
+
+    def weights_digest(self) -> str:
+        """Return one digest over name and value of every master weight: equal where all bits are equal."""
+        digests = tensor_digests(self.policy.named_weights(), XXH3)
+        text = "".join(f"{name}={digest:016x}\n" for name, digest in sorted(digests.items()))
+        digest: str = xxhash.xxh3_64_hexdigest(text.encode())
+        return digest
 
     def save(self, folder: Path, base_path: Path) -> None:
         """Write the model folder, and optimizer, schedule and random state beside it.

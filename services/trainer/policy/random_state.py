@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 
 def capture_random_state() -> dict[str, Any]:
@@ -17,6 +18,14 @@ def capture_random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def random_state_digest() -> str:
+    """Return a digest of torch's generators, from which alone a step could draw."""
+    state = xxhash.xxh3_64()
+    for generator in (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])):
+        state.update(memoryview(generator.cpu().numpy()))
+    return state.hexdigest()
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

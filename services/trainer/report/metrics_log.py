@@ -9,6 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+EXACT = frozenset({"loss", "grad_norm"})
+"""Metrics that a replay must reproduce to the bit."""
+
 
 class MetricsLog:
     """Appends to `metrics.jsonl` in the run folder."""
@@ -26,9 +29,9 @@ class MetricsLog:
             os.replace(temporary, self._path)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one step; floats keep six significant digits."""
+        """Append one step."""
         with self._path.open("a") as file:
-            file.write(json.dumps({key: _short(value) for key, value in row.items()}) + "\n")
+            file.write(json.dumps({key: as_logged(key, value) for key, value in row.items()}) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """All steps so far."""
@@ -44,5 +47,6 @@ def _step_of(line: str) -> float:
         return float("inf")  # a line that a crash cut short
 
 
-def _short(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def as_logged(key: str, value: Any) -> Any:
+    """Return the value as the log holds it: floats with six significant digits, but those of `EXACT` with all."""
+    return float(f"{value:.6g}") if isinstance(value, float) and key not in EXACT else value

@@ -1,0 +1,82 @@
+"""`penstock replay`: a recorded optimizer step, computed again and shown beside what the run logged."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.errors import ConfigError
+from services.trainer.replay.comparison import Line, Value, compare, verdict
+from services.trainer.replay.replay import replay_step, start_of
+from services.trainer.replay.run import export_step, opened_run
+
+_PLAIN_WIDTH = 160
+_EXIT_DIFFERS = 1
+
+
+def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: Path | None) -> int:
+    """Replay a step, print both sides, and return the exit code: 1 where the replay differs from the run.
+
+    Args:
+        source: A run folder, or a file that an export wrote.
+        step: Its number; None where only one is recorded.
+        overrides: `--section.key=value`, to see what the same step would have done with other settings.
+        export: File to write the step to, with all that its replay needs.
+
+    Raises:
+        UserError: what is needed for the replay is missing or wrong.
+    """
+    other_settings = [override for override in overrides if not override.startswith("--model.")]
+    if export is not None and other_settings:
+        raise ConfigError(f"--export writes the step as it was recorded; leave out {other_settings[0]}")
+    with opened_run(source) as run, TemporaryDirectory(prefix="penstock-replay-") as scratch:
+        step = run.only_step() if step is None else step
+        recording, wanted = run.recording(step), run.recording(step, overrides).settings
+        start = start_of(run, step, model_path=wanted.model.path, scratch=Path(scratch))
+        replayed = replay_step(start, recording, recording.settings)
+        changed = replay_step(start, recording, wanted) if other_settings else None
+        lines = compare(recording.inputs, run.metrics(step), replayed, changed)
+        if export is not None:
+            export_step(run, step, start, export)
+    _print(lines, other_settings)
+    agrees = verdict(lines)
+    said = {
+        True: "is reproduced bit for bit",
+        False: "differs from what was recorded",
+        None: "has no results to compare with: the run ended in it, or went back behind it",
+    }[agrees]
+    sys.stdout.write(f"step {step} of {recording.inputs.run_id} {said}\n")
+    differences = recording.inputs.environment.differences(replayed.environment)
+    for difference in differences if agrees is False else []:
+        sys.stdout.write(f"  recorded with {difference}\n".replace("there", "replayed with"))
+    if export is not None:
+        sys.stdout.write(f"exported to {export}, {export.stat().st_size / 1e6:.1f} MB\n")
+    return _EXIT_DIFFERS if agrees is False else 0
+
+
+def _print(lines: Sequence[Line], overrides: Sequence[str]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    table.add_column("recorded", justify="right", no_wrap=True)
+    table.add_column("replayed", justify="right", no_wrap=True)
+    table.add_column("")
+    if overrides:
+        table.add_column(" ".join(overrides), justify="right")
+    for line in lines:
+        cells = [line.name, _shown(line.recorded), _shown(line.replayed), _said(line)]
+        table.add_row(*cells, *([_shown(line.changed)] if overrides else []))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
+    console.print(table)
+
+
+def _said(line: Line) -> str:
+    return {True: "same", False: "DIFFERS", None: ""}[line.agrees]
+
+
+def _shown(value: Value) -> str:
+    return "-" if value is None else value if isinstance(value, str) else repr(value)

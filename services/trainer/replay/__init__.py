@@ -1,0 +1,1 @@
+"""Replay: rebuild one optimizer step from a checkpoint and the recorded groups, without engine or bus."""

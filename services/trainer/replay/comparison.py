@@ -1,0 +1,107 @@
+"""What a run logged of a step beside what its replay computed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.trainer.replay.recording import StepInputs
+from services.trainer.replay.replay import ReplayedStep
+from services.trainer.report.metrics_log import as_logged
+
+Value = float | str | None
+"""A metric, or a digest; None where there is none."""
+
+_SHOWN = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "skipped",
+    "num_groups",
+    "num_tokens",
+    "reward_mean",
+    "dlogp_mean",
+    "dlogp_max",
+    "kl_k3",
+    "tis_mean",
+    "tis_capped_fraction",
+    "clip_fraction",
+)
+_TIMES = frozenset({"step_time_s", "trained_tokens_per_s"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One value of a step."""
+
+    name: str
+    recorded: Value
+    replayed: Value
+    changed: Value
+    """With other settings; None without such."""
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the replay gave what was recorded; None where nothing was."""
+        if self.recorded is None or self.replayed is None:
+            return None
+        numbers = (self.recorded, self.replayed)
+        both_nan = all(isinstance(number, float) and math.isnan(number) for number in numbers)
+        return both_nan or self.recorded == self.replayed
+
+
+def compare(
+    inputs: StepInputs, logged: Mapping[str, Any], replayed: ReplayedStep, changed: ReplayedStep | None = None
+) -> list[Line]:
+    """Return the values of a step, the digests before it first and that after it last.
+
+    Args:
+        inputs: The recording.
+        logged: The step's line of metrics.jsonl; empty where there is none.
+        replayed: The step with the settings of the recording.
+        changed: The step with others.
+    """
+    names = [name for name in replayed.metrics if name not in _TIMES]
+    shown = [name for name in _SHOWN if name in {*names, *(changed.metrics if changed else ())}]
+    differing = [name for name in names if name not in shown and logged.get(name) != _logged(replayed, name)]
+    return [
+        Line(
+            name="weights before",
+            recorded=inputs.weights,
+            replayed=replayed.weights_before,
+            changed=changed.weights_before if changed else None,
+        ),
+        Line(
+            name="random state",
+            recorded=inputs.random_state,
+            replayed=replayed.random_state,
+            changed=changed.random_state if changed else None,
+        ),
+        *(
+            Line(
+                name=name,
+                recorded=logged.get(name),
+                replayed=_logged(replayed, name),
+                changed=_logged(changed, name) if changed else None,
+            )
+            for name in [*shown, *(differing if logged else [])]
+        ),
+        Line(
+            name="weights after",
+            recorded=logged.get("weights_digest"),
+            replayed=replayed.weights_after,
+            changed=changed.weights_after if changed else None,
+        ),
+    ]
+
+
+def verdict(lines: Sequence[Line]) -> bool | None:
+    """Whether all that was recorded came out the same; None where nothing of the step's results was."""
+    results = [line.agrees for line in lines if line.agrees is not None]
+    has_results = any(line.agrees is not None for line in lines[2:])
+    return all(results) if has_results or not all(results) else None
+
+
+def _logged(step: ReplayedStep, name: str) -> Value:
+    value: Value = as_logged(name, step.metrics.get(name))
+    return value

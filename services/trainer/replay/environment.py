@@ -1,0 +1,56 @@
+"""What a step's numbers depend on beside its inputs: library versions, the processor, the number of threads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import torch
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a step was computed. Equal environments give equal bits; others agree within rounding errors."""
+
+    torch: str
+    torchvision: str
+    transformers: str
+    pillow: str
+    device: str
+    """Name of the GPU, or of the CPU with the instruction set that torch uses on it."""
+    num_threads: int
+    """Threads of one torch operation; sums depend on how they are divided."""
+
+    def differences(self, other: "Environment") -> list[str]:
+        """Each field that differs, as `name: ours, there theirs`."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return [f"{name}: {ours}, there {theirs}" for name, ours, theirs in pairs if ours != theirs]
+
+
+def current_environment(device: torch.device) -> Environment:
+    """The environment of this process for computations on `device`."""
+    return Environment(
+        torch=str(torch.__version__),
+        torchvision=version("torchvision"),
+        transformers=version("transformers"),
+        pillow=version("pillow"),
+        device=_cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        num_threads=torch.get_num_threads(),
+    )
+
+
+@contextmanager
+def computing_threads(num_threads: int) -> Iterator[None]:
+    """Have torch use `num_threads` threads for one operation, as long as this lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown CPU'}, {torch.backends.cpu.get_cpu_capability()}"

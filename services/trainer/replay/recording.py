@@ -1,0 +1,113 @@
+"""The recording of an optimizer step: a folder in the run folder with all that the step reads beside the weights.
+
+    groups/
+      step-000012/
+        step.json                 order of the groups, policy version, digests of weights and random state, environment
+        settings.toml             the settings of the step
+        group-000352.msgpack      each group as a worker published it
+
+Invariant: a folder named step-N is complete; it is written under another name and renamed. It is written before the
+step is computed, so a step that fails can be replayed too. A step that is trained again replaces its recording.
+"""
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock import config as configuration
+from penstock.errors import SetupError
+from penstock.records import Group
+from penstock.records.codec import decode, encode
+from services.trainer.replay.environment import Environment
+from services.trainer.replay.settings import StepSettings
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """`step.json`: what the step started from."""
+
+    run_id: str
+    step: int
+    """Optimizer steps after it, so that step 1 is the first."""
+    policy_version: int
+    """The published version, which the weights have before the step."""
+    groups: tuple[int, ...]
+    """Indices of the groups in the order of the batch."""
+    weights: str
+    """Digest of the weights before the step."""
+    random_state: str
+    """Digest of torch's random state before the step."""
+    environment: Environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """One recorded step."""
+
+    inputs: StepInputs
+    settings: StepSettings
+    groups: tuple[Group, ...]
+    """In the order of the batch."""
+
+
+def write_recording(folder: Path, inputs: StepInputs, settings: StepSettings, groups: Sequence[Group]) -> None:
+    """Write a step's recording below `folder`, in place of an earlier one of the same step."""
+    final = step_folder(folder, inputs.step)
+    partial = folder / f".{final.name}.partial"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    (partial / "step.json").write_bytes(msgspec.json.format(msgspec.json.encode(inputs), indent=1))
+    (partial / "settings.toml").write_text(configuration.dump(settings))
+    for group in groups:
+        _group_file(partial, group.prompt.index).write_bytes(encode(group))
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+
+
+def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Recording:
+    """Read a step's recording, with `--section.key=value` overrides of its settings.
+
+    Raises:
+        SetupError: the step is not recorded, or its recording cannot be read.
+        ConfigError: an override names no setting of a step, or its value is wrong.
+    """
+    path = step_folder(folder, step)
+    if not path.is_dir():
+        recorded = describe_steps(recorded_steps(folder))
+        raise SetupError(f"step {step} is not recorded in {folder}; {recorded}")
+    settings = configuration.load(StepSettings, path / "settings.toml", overrides)
+    try:
+        inputs = msgspec.json.decode((path / "step.json").read_bytes(), type=StepInputs)
+        groups = tuple(decode(_group_file(path, index).read_bytes(), Group) for index in inputs.groups)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SetupError(f"the recording {path} is incomplete or damaged: {error}; take another step") from None
+    return Recording(inputs=inputs, settings=settings, groups=groups)
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps that have a recording below `folder`, ascending."""
+    matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the recording of `step` is kept."""
+    return folder / f"step-{step:06d}"
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """Which steps are recorded, or how to record them."""
+    if not steps:
+        return "no step is; train with --trainer.record_groups=true"
+    return f"recorded: {', '.join(map(str, steps)) if len(steps) <= 12 else f'{len(steps)} of {steps[0]}-{steps[-1]}'}"
+
+
+def _group_file(folder: Path, index: int) -> Path:
+    return folder / f"group-{index:06d}.msgpack"

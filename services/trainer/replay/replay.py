@@ -1,0 +1,156 @@
+"""Computes a recorded step again.
+
+Invariant: in the environment of the recording, the same settings give the same bits: loss, gradient norm and weights.
+That holds because a step reads nothing but the weights, the optimizer's state, torch's random state, the groups in
+their order, the published version and its settings, and because its micro-batches follow from these.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+from accelerate.state import AcceleratorState
+
+from penstock.errors import InvalidRequestError, SetupError
+from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.policy.opening import open_policy
+from services.trainer.policy.random_state import random_state_digest
+from services.trainer.replay.environment import Environment, computing_threads, current_environment
+from services.trainer.replay.recording import Recording
+from services.trainer.replay.run import RecordedRun
+from services.trainer.replay.settings import StepSettings
+
+log = structlog.get_logger()
+
+_MAX_SKIPPED_STEPS = 1_000_000
+"""A run ends after too many skipped steps; a replay shows what they had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """What a step did."""
+
+    metrics: dict[str, float]
+    """As `PolicyOptimizer.step` returns them."""
+    weights_before: str
+    """Digest."""
+    weights_after: str
+    """Digest."""
+    random_state: str
+    """Digest of torch's random state before the step."""
+    environment: Environment
+
+
+def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) -> Checkpoint:
+    """Return a checkpoint of the moment before `step`.
+
+    Where the run kept none, the nearest earlier one, or else the base model, is trained forward through the recorded
+    steps, each with the settings that it was recorded with.
+
+    Args:
+        run: The run.
+        step: A recorded step of it.
+        model_path: Folder of the model that the run began with; read where no checkpoint stands before the step.
+        scratch: Folder to write such a checkpoint into.
+
+    Raises:
+        SetupError: a step that is needed is not recorded; or the weights to start from are not the recorded ones.
+        ConfigError: the base model cannot be loaded.
+    """
+    run.recording(step)  # raises before anything is computed
+    start = run.checkpoint_before(step)
+    first = run.recording(1 if start is None else start.step + 1)
+    trainer = _Trainer(start, first.settings, model_path)
+    _require_same_weights(trainer, first, start, model_path)
+    if start is not None and start.step == step - 1:
+        return start
+    store = CheckpointStore(scratch / "checkpoints", keep=1)
+    for number in range(first.inputs.step, step):
+        recording = run.recording(number)
+        if recording.settings != trainer.settings:
+            trainer = _Trainer(trainer.save(store, number - 1), recording.settings, model_path)
+        log.info("step.retrained", step=number, toward=step)
+        trainer.compute(recording)
+    return trainer.save(store, step - 1)
+
+
+def replay_step(start: Checkpoint, recording: Recording, settings: StepSettings) -> ReplayedStep:
+    """Compute a recorded step.
+
+    Args:
+        start: From `start_of`.
+        recording: The step.
+        settings: The recording's, or others to see what they would have done.
+
+    Raises:
+        SetupError: the groups do not fit the model, or the settings leave none of them.
+    """
+    return _Trainer(start, settings, start.model_path).compute(recording)
+
+
+class _Trainer:
+    """Weights, optimizer and random state between two steps."""
+
+    def __init__(self, start: Checkpoint | None, settings: StepSettings, model_path: Path) -> None:
+        if start is None and not (model_path / "config.json").is_file():
+            raise SetupError(
+                f"no checkpoint stands before the step, and the run's first model is not at model.path = "
+                f"{str(model_path)!r}; give its folder by --model.path=FOLDER"
+            )
+        skips = {"max_skipped_steps": _MAX_SKIPPED_STEPS}
+        changes: dict[str, object] = {"optimizer": settings.trainer.optimizer.model_copy(update=skips)}
+        if not torch.cuda.is_available():
+            changes["device"] = "cpu"  # a step from a GPU can still be looked into; the environment tells it apart
+        config = settings.trainer.model_copy(update=changes)
+        self.settings = settings
+        self._base_path = model_path if start is None else start.model_path
+        # accelerate fixes the precision for a process; here one step may follow another in other precision.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.optimizer, self._reader = open_policy(
+            self._base_path,
+            None if start is None else start.path,
+            seed=settings.run.seed,
+            temperature=settings.sampling.temperature,
+            config=config,
+        )
+
+    def compute(self, recording: Recording) -> ReplayedStep:
+        inputs = recording.inputs
+        try:
+            groups = [self._reader.read(group) for group in recording.groups]
+        except InvalidRequestError as error:
+            raise SetupError(f"step {inputs.step} does not fit the model in {self._base_path}: {error}") from None
+        bound = self.settings.trainer.max_staleness
+        fresh = [group for group in groups if inputs.policy_version - group.oldest_version <= bound]
+        if not fresh:
+            raise SetupError(f"trainer.max_staleness = {bound} leaves none of the {len(groups)} groups of the step")
+        with computing_threads(inputs.environment.num_threads):
+            weights_before, random_state = self.optimizer.weights_digest(), random_state_digest()
+            metrics = self.optimizer.step(fresh, inputs.policy_version)
+            environment = current_environment(self.optimizer.device)
+        return ReplayedStep(
+            metrics=metrics,
+            weights_before=weights_before,
+            weights_after=self.optimizer.weights_digest(),
+            random_state=random_state,
+            environment=environment,
+        )
+
+    def save(self, store: CheckpointStore, step: int) -> Checkpoint:
+        return store.save(step, {}, lambda folder: self.optimizer.save(folder, self._base_path))
+
+
+def _require_same_weights(trainer: _Trainer, first: Recording, start: Checkpoint | None, model_path: Path) -> None:
+    found, recorded = trainer.optimizer.weights_digest(), first.inputs.weights
+    if found == recorded:
+        return
+    if start is None:
+        raise SetupError(
+            f"model.path = {str(model_path)!r} holds another model than the run began with: its weights have digest "
+            f"{found}, step {first.inputs.step} was recorded with {recorded}; give the right one by --model.path=FOLDER"
+        )
+    raise SetupError(
+        f"{start.path} is a checkpoint of another history than step {first.inputs.step}: its weights have digest "
+        f"{found}, the step was recorded with {recorded}; replay a step that the run trained after its last resume"
+    )

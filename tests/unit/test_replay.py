@@ -1,0 +1,224 @@
+"""Replay: the recorded steps of a real run come out the same, and other settings show what they would have done."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.errors import ConfigError, SetupError
+from services.cli.replay import replay
+from services.trainer.policy.checkpoint import CheckpointStore
+from services.trainer.replay.comparison import Line, compare, verdict
+from services.trainer.replay.environment import current_environment
+from services.trainer.replay.recording import read_recording, recorded_steps, write_recording
+from services.trainer.replay.replay import ReplayedStep, replay_step, start_of
+from services.trainer.replay.run import RecordedRun, opened_run
+from tests.conftest import ROOT
+
+MODEL = ROOT / "models" / "tiny-qwen3-vl"
+RECORDED = ROOT / "tests" / "data" / "replay" / "tiny-cpu"
+"""Three steps of recipes/tiny-cpu.toml; tools/record_replay.py made them."""
+
+NUM_STEPS = 3
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    """A copy of the recorded run, to change."""
+    return RecordedRun(Path(shutil.copytree(RECORDED, tmp_path / "run")))
+
+
+def replayed(run: RecordedRun, step: int, scratch: Path, *overrides: str) -> ReplayedStep:
+    """The step, computed again."""
+    start = start_of(run, step, model_path=MODEL, scratch=scratch)
+    return replay_step(start, run.recording(step), run.recording(step, overrides).settings)
+
+
+def lines_of(run: RecordedRun, step: int, scratch: Path) -> dict[str, Line]:
+    """What `penstock replay` shows, by name."""
+    inputs = run.recording(step).inputs
+    return {line.name: line for line in compare(inputs, run.metrics(step), replayed(run, step, scratch))}
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
+def test_a_recorded_step_is_reproduced(step: int, tmp_path: Path) -> None:
+    """To the bit where libraries and processor are those of the recording; elsewhere within rounding errors.
+
+    Bits depend on what `Environment` lists: versions of torch and of what decodes and cuts images, the processor and
+    the instruction set, and the number of threads, which a replay sets itself.
+    """
+    run = RecordedRun(RECORDED)
+    again, logged = replayed(run, step, tmp_path), run.metrics(step)
+    assert again.metrics["loss"] == pytest.approx(logged["loss"], rel=1e-5, abs=1e-7)
+    assert again.metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-5)
+    inputs = run.recording(step).inputs
+    if again.environment == inputs.environment:
+        lines = compare(inputs, logged, again)
+        assert [line for line in lines if line.agrees is not True] == []
+        assert verdict(lines) is True
+
+
+def test_a_kept_checkpoint_gives_the_step_that_training_up_to_it_gives(run: RecordedRun, tmp_path: Path) -> None:
+    """From the checkpoint of step 2, or from the base model through steps 1 and 2: the same third step, to the bit."""
+    through_steps = replayed(run, 3, tmp_path)
+    start = start_of(run, 3, model_path=MODEL, scratch=tmp_path / "before")
+    shutil.copytree(start.path, run.path / "checkpoints" / start.path.name)
+    shutil.rmtree(run.groups / "step-000001")
+    from_checkpoint = replayed(run, 3, tmp_path / "none")
+    assert from_checkpoint.weights_before == through_steps.weights_before
+    assert from_checkpoint.weights_after == through_steps.weights_after
+    assert from_checkpoint.metrics["loss"] == through_steps.metrics["loss"]
+    assert from_checkpoint.metrics["grad_norm"] == through_steps.metrics["grad_norm"]
+
+
+def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
+    """Another cap, loss or clip of the gradient changes what it is meant to change, and nothing else."""
+    run = RecordedRun(RECORDED)
+    start = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
+    recording = run.recording(2)
+
+    def with_settings(*overrides: str) -> ReplayedStep:
+        return replay_step(start, recording, run.recording(2, overrides).settings)
+
+    recorded = with_settings()
+    capped = with_settings("--trainer.loss.tis_cap=1.0")
+    assert recorded.metrics["tis_capped_fraction"] == 0
+    assert capped.metrics["tis_capped_fraction"] > 0
+    assert capped.metrics["tis_mean"] < recorded.metrics["tis_mean"]
+    assert capped.metrics["loss"] != recorded.metrics["loss"]
+    direct = with_settings("--trainer.loss.importance=ppo", "--trainer.loss.clip_high=0.0")
+    assert direct.metrics["clip_fraction"] > 0
+    assert "tis_mean" not in direct.metrics
+    clipped = with_settings("--trainer.optimizer.grad_clip=0.01")
+    assert clipped.metrics["loss"] == recorded.metrics["loss"]
+    assert clipped.weights_after != recorded.weights_after
+    cut = with_settings("--trainer.micro_batch_tokens=1")
+    assert cut.metrics["loss"] == pytest.approx(recorded.metrics["loss"], abs=1e-6)
+    assert all(step.weights_before == recorded.weights_before for step in (capped, direct, clipped, cut))
+
+
+def test_a_stricter_bound_leaves_stale_groups_out(tmp_path: Path) -> None:
+    """Step 2 trained groups of version 1 only: with max_staleness 0 nothing is left, and that is said."""
+    with pytest.raises(SetupError, match=r"trainer\.max_staleness = 0 leaves none of the 8 groups"):
+        replayed(RecordedRun(RECORDED), 2, tmp_path, "--trainer.max_staleness=0")
+
+
+def test_an_exported_step_is_replayed_without_run_and_model(run: RecordedRun, tmp_path: Path) -> None:
+    """One file holds weights, optimizer, groups and results; nothing else of the run is read."""
+    file = tmp_path / "report.tar"
+    overrides = [f"--model.path={MODEL}"]
+    code = replay(run.path, step=3, overrides=overrides, export=file)
+    expected = replayed(run, 3, tmp_path / "scratch")
+    shutil.rmtree(run.path)
+    with opened_run(file) as unpacked:
+        assert unpacked.only_step() == 3
+        start = start_of(unpacked, 3, model_path=tmp_path / "gone", scratch=tmp_path)
+        again = replay_step(start, unpacked.recording(3), unpacked.recording(3).settings)
+        assert unpacked.metrics(3)["step"] == 3
+    assert again.weights_after == expected.weights_after
+    assert again.metrics["loss"] == expected.metrics["loss"]
+    same_environment = again.environment == RecordedRun(RECORDED).recording(3).inputs.environment
+    assert code == 0 or not same_environment
+    with pytest.raises(SetupError, match="exists already"):
+        replay(RECORDED, step=1, overrides=overrides, export=file)
+
+
+def test_says_what_is_missing(run: RecordedRun, tmp_path: Path) -> None:
+    """A step that is not recorded, a gap before it, no step named, a file of something else."""
+    with pytest.raises(SetupError, match=r"step 9 is not recorded in .*; recorded: 1, 2, 3"):
+        replayed(run, 9, tmp_path)
+    with pytest.raises(SetupError, match="give --step N; recorded: 1, 2, 3"):
+        run.only_step()
+    shutil.rmtree(run.groups / "step-000002")
+    with pytest.raises(SetupError, match="no checkpoint before it is kept, and step 2 is not recorded"):
+        replayed(run, 3, tmp_path)
+    shutil.rmtree(run.groups)
+    with pytest.raises(SetupError, match=r"no step is; train with --trainer\.record_groups=true"):
+        replayed(run, 1, tmp_path)
+    (tmp_path / "other").write_text("no tar")
+    with pytest.raises(SetupError, match="neither a run folder nor a file"), opened_run(tmp_path / "other"):
+        pass
+
+
+def test_refuses_another_model_and_another_history(run: RecordedRun, tiny_model_path: Path, tmp_path: Path) -> None:
+    """The weights to start from have the recorded digest, or nothing is computed."""
+    with pytest.raises(SetupError, match=r"holds another model .*; give the right one by --model\.path"):
+        start_of(run, 1, model_path=tiny_model_path, scratch=tmp_path)
+    with pytest.raises(SetupError, match=r"is not at model\.path"):
+        start_of(run, 1, model_path=tmp_path / "gone", scratch=tmp_path)
+    before_second = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
+    store = CheckpointStore(run.path / "checkpoints", keep=1)
+    own = shutil.ignore_patterns("manifest.json", "state.json")
+    store.save(2, {}, lambda folder: shutil.copytree(before_second.path, folder, ignore=own, dirs_exist_ok=True))
+    with pytest.raises(SetupError, match="is a checkpoint of another history than step 3"):
+        start_of(run, 3, model_path=MODEL, scratch=tmp_path)
+
+
+def test_shows_another_random_state_and_another_result(run: RecordedRun, tmp_path: Path) -> None:
+    """Each value that differs is marked by itself, and the whole then differs."""
+    file = run.groups / "step-000001" / "step.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"random_state": "0" * 16}))
+    metrics = run.path / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row | {"num_tokens": row["num_tokens"] + 1}) + "\n" for row in rows))
+    lines = lines_of(run, 1, tmp_path)
+    assert [name for name in ("random state", "num_tokens", "reward_mean") if lines[name].agrees is False] == [
+        "random state",
+        "num_tokens",
+    ]
+    assert verdict(list(lines.values())) is False
+
+
+def test_a_step_without_results_is_neither_same_nor_different(run: RecordedRun, tmp_path: Path) -> None:
+    """As after a crash in the step: what it would have given is shown, with nothing beside it."""
+    (run.path / "metrics.jsonl").unlink()
+    lines = lines_of(run, 1, tmp_path)
+    assert lines["loss"].agrees is None
+    assert lines["weights before"].agrees is True
+    assert verdict(list(lines.values())) is None
+
+
+def test_a_step_that_is_trained_again_replaces_its_recording(run: RecordedRun) -> None:
+    """Nothing of the history that was given up is left between the groups of the new one."""
+    recording = run.recording(2)
+    inputs = msgspec.structs.replace(recording.inputs, groups=recording.inputs.groups[:3])
+    write_recording(run.groups, inputs, recording.settings, recording.groups[:3])
+    assert len(list((run.groups / "step-000002").glob("group-*"))) == 3
+    assert read_recording(run.groups, 2).inputs == inputs
+    assert recorded_steps(run.groups) == [1, 2, 3]
+    assert not list(run.groups.glob(".*"))
+
+
+def test_refuses_settings_that_no_step_has(run: RecordedRun) -> None:
+    """An override that cannot change the step is a mistake."""
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.num_steps; known here: .*loss"):
+        run.recording(1, ["--trainer.num_steps=7"])
+
+
+def test_the_command_shows_both_sides_and_what_other_settings_give() -> None:
+    """Recorded and replayed side by side, one more column for the overrides, and one sentence."""
+    command = [sys.executable, "-m", "services.cli", "replay", str(RECORDED), "--step", "2"]
+    override = "--trainer.loss.tis_cap=1.0"
+    done = subprocess.run(
+        [*command, override, f"--model.path={MODEL}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode in (0, 1), done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.split() == ["recorded", "replayed", override]
+    assert {line.split()[0] for line in rest} >= {"loss", "grad_norm", "weights", "tis_capped_fraction"}
+    if current_environment_is_recorded():
+        assert done.returncode == 0
+        assert rest[-1].endswith("is reproduced bit for bit")
+
+
+def current_environment_is_recorded() -> bool:
+    """Whether bits can be expected here."""
+    import torch
+
+    recorded = RecordedRun(RECORDED).recording(1).inputs.environment
+    here = current_environment(torch.device("cpu"))
+    return msgspec.structs.replace(here, num_threads=recorded.num_threads) == recorded
