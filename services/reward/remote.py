@@ -1,7 +1,7 @@
 """Verification by another service over HTTP, in the format of slime's `remote_rm`.
 
 One request is POST {"prompt", "response", "label"}; the answer is a bare JSON number, or an object with the number as
-`score` or `reward`. The label is the gold answer, or a list where there are several. What fails is a finding with
+`score` or `reward`. The label is the gold answer, or a list where there are several. A failure is a finding with
 status FAILED and a logged reason, never a silent 0.
 """
 

@@ -37,7 +37,7 @@ class Finding:
 
     status: Status
     credit: float = 0.0
-    """How right the answer is: 1 right, 0 wrong, between them where a profile gives part of it."""
+    """How right the answer is: 1 right, 0 wrong, between where a profile gives partial credit."""
     extracted: str = ""
     """The answer as the response has it."""
     method: Method = Method.UNSPECIFIED

@@ -82,7 +82,7 @@ class Verifier:
             within_s: How long the caller waits; no item's deadline is longer.
 
         Raises:
-            InvalidRequestError: a profile is unknown, a deadline is no length of time, or these are too many items.
+            InvalidRequestError: a profile is unknown, a deadline is invalid, or there are too many items.
             OverloadedError: the queue is full.
         """
         plans = self._plans(items, within_s)
@@ -93,7 +93,7 @@ class Verifier:
         """As `verify`, for callers that cannot come back later: while the queue is full, it waits.
 
         Raises:
-            InvalidRequestError: a profile is unknown, a deadline is no length of time, or these are too many items.
+            InvalidRequestError: a profile is unknown, a deadline is invalid, or there are too many items.
         """
         plans = self._plans(items, within_s)
         async with self.places.taken_when_free(len(plans)):
@@ -167,7 +167,9 @@ class Verifier:
         if item.deadline_s == 0:
             return self._config.deadline_s if profile.default_deadline_s is None else profile.default_deadline_s
         if not (math.isfinite(item.deadline_s) and item.deadline_s > 0):
-            raise InvalidRequestError(f"deadline_s = {item.deadline_s} is no length of time; give seconds > 0, or 0")
+            raise InvalidRequestError(
+                f"deadline_s = {item.deadline_s} is not a duration; give seconds > 0, or 0 for the default"
+            )
         return item.deadline_s
 
     def _score(self, plan: _Plan, finding: Finding, elapsed_s: float, *, has_format: bool) -> Scored:

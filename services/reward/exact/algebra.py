@@ -25,7 +25,7 @@ MAX_BITS = 8192
 MAX_TERMS = 32
 PRECISION = 100
 EQUAL_DIGITS = 75
-"""Reals that are not in exact form are equal if they agree in so many digits."""
+"""Reals without an exact form are equal if they agree in this many digits."""
 
 ONE: tuple[int, Monomial] = (1, ())
 """The key of rational numbers."""
@@ -64,7 +64,7 @@ def as_rational(value: Value) -> Rational | None:
 
 
 def has_variables(value: Value) -> bool:
-    """Whether there are symbols that are no numbers."""
+    """Whether any symbol is a variable rather than a number."""
     return not isinstance(value, Decimal) and any(name not in CONSTANTS for _, names in value for name, _ in names)
 
 

@@ -1,4 +1,4 @@
-"""Text with brackets in it: where one closes, and its parts outside of them. Every function is linear."""
+"""Text with brackets: where a bracket closes, and splitting outside brackets. Every function is linear."""
 
 import re
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from services.reward.exact.number import read_number
 
 
 def same_equation(one: Named | Equation, other: Named | Equation) -> bool | None:
-    """Whether the equations have the same solutions because they are proportional; None if they are no polynomials'."""
+    """Whether the equations have the same solutions because they are proportional; None unless both are polynomial."""
     left, right = _difference(one), _difference(other)
     if left is None or right is None:
         return None

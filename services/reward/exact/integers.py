@@ -28,7 +28,7 @@ def square_free(number: int) -> tuple[int, int] | None:
     whole = math.isqrt(number)
     if whole * whole == number:
         return outer * whole, radicand
-    # What is left has no factor below 1000: under 1000^3 it has two primes at most, and they differ.
+    # The rest has no factor below 1000: under 1000^3 it has at most two primes, and they differ.
     return (outer, radicand * number) if number < 10**9 else None
 
 

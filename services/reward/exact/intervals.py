@@ -121,7 +121,7 @@ def unite(parts: list[Intervals], squeezed: str) -> Intervals:
 
 
 def intersect(parts: list[Intervals], squeezed: str) -> Node:
-    """What is in each of several intervals of one variable."""
+    """The intersection of several intervals of one variable."""
     pieces = [part.parts[0] for part in parts]
     if len({part.variable for part in parts}) > 1 or any(len(part.parts) != 1 for part in parts):
         return Opaque(text=squeezed)

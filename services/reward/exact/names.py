@@ -40,7 +40,7 @@ def is_quantity(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` is a name and nothing more; an expression such as `2x` is none."""
+    """Whether `text` is only a name; an expression such as `2x` is not."""
     return _NAME.fullmatch(text) is not None
 
 

@@ -169,7 +169,7 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _plain_signs(text: str) -> str:
-    """ASCII and LaTeX for the Unicode signs that people write; what is no text becomes U+FFFD or goes."""
+    """Replace common Unicode signs by ASCII and LaTeX; characters that are not text become U+FFFD or are dropped."""
     out: list[str] = []
     raised = False
     for char in text:

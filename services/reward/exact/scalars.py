@@ -36,7 +36,7 @@ class Rules:
     tolerance: Fraction = Fraction(0)
     """Largest |answer - gold| that is right for a gold answer that is a rounded label."""
     decimal_figures: int = 4
-    """A gold answer in exact form takes a correctly rounded decimal of so many significant figures; 0: it does not."""
+    """A gold answer in exact form accepts its decimal, rounded to at least this many significant figures; 0: never."""
 
 
 def same_scalars(gold: Scalar, answer: Scalar, rules: Rules) -> bool:
@@ -71,7 +71,7 @@ def same_scalars(gold: Scalar, answer: Scalar, rules: Rules) -> bool:
 
 
 def _measured(gold: Scalar, answer: Scalar) -> Scalar | None:
-    """`5m` as five metres, where the gold answer is a length; m may be a variable where it is none."""
+    """`5m` as five metres if the gold answer is a length; otherwise m may be a variable."""
     value = answer.number.value
     if gold.unit is None or answer.unit is not None or isinstance(value, Decimal):
         return None

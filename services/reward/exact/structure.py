@@ -199,7 +199,7 @@ def _structured(text: str, squeezed: str, level: int) -> Node | None:
 
 
 def _bracketed(text: str, squeezed: str, level: int) -> Node | None:
-    """What is in one pair of brackets, all of it."""
+    """The contents of one pair of brackets that encloses the whole text."""
     if text.startswith("\\{"):
         if closes(text, 1) != len(text) - 1 or text[-2] != "\\":
             return None
@@ -259,7 +259,7 @@ def _listed(text: str, parts: list[tuple[str, str]], squeezed: str, level: int) 
 
 
 def _unmarked(side: str) -> str:
-    """What is related, without the marks of lines and segments."""
+    """The sides of a relation, without the marks of lines and segments."""
     return re.sub(r"[{}]", "", squeeze(_LINE.sub("", side))).strip()
 
 

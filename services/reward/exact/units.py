@@ -1,6 +1,6 @@
 """Units of measure: what follows a number, its dimension and its size.
 
-Two units of one dimension are converted exactly; a unit that is not in the table is no unit.
+Two units of one dimension are converted exactly; a unit that is not in the table is not read as one.
 """
 
 import functools
@@ -20,7 +20,7 @@ class Unit:
     size: Fraction
     """In the dimension's base units."""
     has_pi: bool = False
-    """The size is to be multiplied by pi: degrees, where radians are the base."""
+    """The size must be multiplied by pi: degrees, because radians are the base."""
 
 
 PERCENT = Unit((("%", 1),), Fraction(1))

@@ -1,6 +1,6 @@
 """What keeps a worker process to itself: a seccomp filter that outlasts anything the process may come to run.
 
-Inside, there is no network, no new process and no other program, no signal to anyone, no file opened for writing, and
+Inside, there is no network, no new process or program, no signal to any process, no file opened for writing, and
 none created, moved or removed. Reading files, memory, threads and what is open already are left: sympy and a verifier
 of the user's own need them. It stops hostile answers, and code that does what its author did not mean; it hides no file
 that the service may read.

@@ -1,7 +1,7 @@
 """The Linux system calls that a worker process has no use for, by architecture.
 
 Numbers are the kernel's: x86_64 has its own table, aarch64 the generic one, where calls superseded by an `*at` form are
-missing. Calls from `FIRST_RECENT` on have the same number everywhere; C libraries do without any of them.
+missing. Calls from `FIRST_RECENT` on have the same number everywhere; C libraries work without them.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Architecture(NamedTuple):
 
 
 FIRST_RECENT = 424
-"""pidfd_send_signal; then io_uring, pidfd_open, clone3, openat2, the new mount calls, and what is to come."""
+"""pidfd_send_signal; then io_uring, pidfd_open, clone3, openat2, the new mount calls, and all later ones."""
 
 _DENIED = {
     # name: (x86_64, aarch64); the network

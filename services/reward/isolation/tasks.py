@@ -23,7 +23,7 @@ class SymbolicGold(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: str
     """Largest difference from `value` that is right, as a fraction."""
     decimal_figures: int = 0
-    """A gold number that is no fraction takes correctly rounded decimals of so many significant figures; 0: none."""
+    """An irrational gold number accepts its decimal, rounded to at least this many significant figures; 0: never."""
 
 
 class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True, tag="symbolic"):
@@ -77,7 +77,7 @@ class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     cpu_limit_s: int
     token: int
-    """Not to be guessed; what does not come back with it is no reply to this request."""
+    """Unguessable; a reply without it does not belong to this request."""
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ def _has_threads_left() -> bool:
 
 
 class _ProcessStatus(NamedTuple):
-    """What the kernel tells of this process."""
+    """What the kernel reports about this process."""
 
     peak_bytes: int
     """The most address space that it had."""

@@ -56,7 +56,7 @@ class DapoProfile(BoundedProfile):
 
 
 def _read_integer(gold: str) -> str | None:
-    """The gold answer as an integer, cut off at its decimal point; None if it is no number."""
+    """The gold answer as an integer, cut off at its decimal point; None if it is not a number."""
     try:
         return str(int(float(_normalise(gold))))
     except (ValueError, OverflowError):

@@ -16,7 +16,7 @@ class Format:
     """A pattern that the whole of a response must match; `.` matches line ends too."""
 
     def __init__(self, pattern: str, *, max_chars: int) -> None:
-        """`max_chars`: of a longer response, a worker sees so many, half from its start, half from its end."""
+        """`max_chars`: what a worker sees of a longer response, half from its start, half from its end."""
         self._pattern = pattern
         self._max_chars = max_chars
         self._literals = _split_at_wildcards(pattern)

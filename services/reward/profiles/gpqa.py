@@ -1,7 +1,7 @@
 r"""The profile `gpqa`: which letter a response chooses.
 
 The decisions are those of slime (rm_hub/gpqa.py, `compute_gpqa_reward`, Apache-2.0) without other metadata than
-`correct_answer`: a gold answer of one letter from A to J is the right choice, any other is the text of it. So a label C
+`correct_answer`: a gold answer of one letter from A to J is the right choice, any other is its text. So a label C
 with the metadata {"correct_answer": "a proton"} is here the gold answers "C" and "a proton".
 """
 

@@ -37,7 +37,7 @@ def normalise(answer: str, *, strip_percent: bool) -> str:
 
 
 def unwrap_text(answer: str) -> str:
-    r"""Return `answer` without the `\text{}` that encloses all of it."""
+    r"""Return `answer` without the `\text{}` that encloses it."""
     enclosed = _TEXT.search(answer)
     return answer if enclosed is None else enclosed[1]
 

@@ -1,4 +1,4 @@
-"""The profile `math_verify`: huggingface/Math-Verify 0.9.0 (Apache-2.0) as it comes, in a worker process.
+"""The profile `math_verify`: huggingface/Math-Verify 0.9.0 (Apache-2.0) with its defaults, in a worker process.
 
 Both the gold answers and the response go through its own `parse`, so LaTeX in a gold answer wants its dollar signs or
 box.

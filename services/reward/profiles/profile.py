@@ -24,7 +24,7 @@ class Scoring:
     format_weight: float = 0.0
     """Share of the score that the format earns, whatever the answer; from 0 to 1."""
     format: Format | None = None
-    """What has the format; given where the format has weight."""
+    """Decides whether a response has the format; set if the format has weight."""
 
     def check_format(self, finding: Finding, response: str) -> bool | FormatTask:
         """Whether `response` earns the format's share, or the task that finds out."""
@@ -73,7 +73,7 @@ class Profile(abc.ABC):
 
 
 class BoundedProfile(Profile):
-    """A profile that looks at so much of a text and no more."""
+    """A profile that looks at a bounded part of a text."""
 
     def __init__(
         self, *, name: str, description: str, scoring: Scoring, max_response_chars: int, max_answer_chars: int
@@ -84,7 +84,7 @@ class BoundedProfile(Profile):
             name: Its name.
             description: What it does, in a sentence.
             scoring: Its scale.
-            max_response_chars: Only so many characters of a response, from its end, are looked at.
+            max_response_chars: Characters of a response, counted from its end, that are searched.
             max_answer_chars: The longest answer that is verified.
         """
         super().__init__(name=name, description=description, scoring=scoring)

@@ -51,7 +51,7 @@ def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = No
         if name not in kinds:
             hint = "; set reward.remote.url for the profile remote" if name == "remote" else ""
             known = ", ".join(sorted(kinds))
-            raise ConfigError(f"section [reward.profiles.{name}]: there is no such profile{hint}; known: {known}")
+            raise ConfigError(f"section [reward.profiles.{name}]: unknown profile{hint}; known: {known}")
     return {
         name: kind.make(
             name=name,
@@ -113,7 +113,7 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
         ),
         "math_verify": _Kind(
             make=MathVerifyProfile,
-            description="math-verify 0.9.0 as it comes: its own extraction from gold answer and response, and verify.",
+            description="math-verify 0.9.0 with its defaults: its own extraction from gold and response, and verify.",
         ),
         "f1": _Kind(
             make=F1Profile,

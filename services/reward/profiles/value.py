@@ -3,15 +3,16 @@ r"""The profiles `math` and `geo3k`: the last box, compared by value.
 Right is what has the value of a gold answer, exactly. Two settings widen that:
 
 - `decimal_figures` (4; both profiles). A gold answer in exact form, such as `3\sqrt{2}`, `\frac{16}{3}` or `8\pi`, also
-  takes the decimal that it rounds to, in at least so many significant figures: 4.243 is right, 4.24 and 4.242 are not.
+  accepts the decimal that it rounds to, from this many significant figures on: 4.243 is right, 4.24 and 4.242 are not.
   Gold answers that are written as an integer or a decimal do not: 62.5 takes 125/2, but not 62.4. 0 turns it off.
 - `tolerance` (0.05 in `geo3k`, 0 in `math`). A gold answer that is a rounded label takes |answer - gold| <= tolerance.
   A rounded label is a plain number that is written with a decimal point (8.5, 20.0), or a plain integer of at least 100
   in absolute value (270). Never does the tolerance apply to smaller integers, to fractions, radicals, multiples of pi
   or anything else that is not one plain number, except to such numbers inside of a tuple or set. 0 is strict.
 
-Work is no answer: sums of rationals that are not carried out (`2+3`, `\frac{180-40}{2}`), equalities between numbers,
-big operators and unsolved equations are not right. Products, powers, fractions and roots are ways to write a number.
+Unfinished work is not an answer: sums of rationals that are not carried out (`2+3`, `\frac{180-40}{2}`), equalities
+between numbers, big operators and unsolved equations are not right. Products, powers, fractions and roots are ways to
+write a number.
 """
 
 from fractions import Fraction

@@ -88,7 +88,7 @@ def _read(returned: Any) -> tuple[float, str]:
         credit, extracted = returned.get("credit"), returned.get("extracted", "")
     elif hasattr(returned, "credit"):
         credit, extracted = returned.credit, getattr(returned, "extracted", "")
-    if not (isinstance(credit, numbers.Real) and 0 <= float(credit) <= 1):  # what is no number is not between
+    if not (isinstance(credit, numbers.Real) and 0 <= float(credit) <= 1):  # NaN is not between
         raise _BadReturnError(f"it returned {repr(returned)[:200]}; return a number from 0 to 1")
     if not isinstance(extracted, str):
         raise _BadReturnError(f"it returned extracted = {repr(extracted)[:200]}; return text")

@@ -2,7 +2,7 @@ r"""Whether two expressions are the same function, or two relations the same con
 
 Equal means agreement to `_AGREE_DIGITS` digits at points that nobody could foresee, real ones where both are real;
 different means that they differ at one. None means that values do not decide: undefined nearly everywhere, or close.
-Variables count: an expression in x is none in y, and 2x + 1 is not 2y + 1.
+Variables count: an expression in x is not one in y, and 2x + 1 is not 2y + 1.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def are_same_relations(gold: Sequence[Relation], given: Sequence[Relation]) -> b
 
 
 def distance(tree: Tree, value: Fraction) -> Any:
-    """|tree - value| for a real number `tree`; None if it is none."""
+    """|tree - value| for a real number `tree`; None otherwise."""
     if symbols_of(tree):
         return None
     try:

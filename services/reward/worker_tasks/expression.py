@@ -115,7 +115,7 @@ def _evaluate(tree: Tree, point: Mapping[str, Any]) -> Any:
             return CONTEXT.log(_evaluate(argument, point), _evaluate(base, point))
         case (name, argument):
             return FUNCTIONS[name](_evaluate(argument, point))
-    raise UndefinedError(f"{tree[0]} is no operation")
+    raise UndefinedError(f"{tree[0]} is not an operation")
 
 
 def _power(base: Any, exponent: Tree, point: Mapping[str, Any]) -> Any:

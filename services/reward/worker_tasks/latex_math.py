@@ -1,4 +1,4 @@
-r"""What is more than plain algebra, read by math-verify's LaTeX parser and compared by sympy: sets, intervals,
+r"""Mathematics beyond plain algebra, read by math-verify's LaTeX parser and compared by sympy: sets, intervals,
 matrices, sums, and equations that have to be solved.
 
 math-verify is lenient where a policy would learn to please it: it takes a set of one for its element, an equation for
@@ -36,7 +36,7 @@ UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Deri
 
 
 class UnreadableError(ValueError):
-    """The text is no mathematics that can be read."""
+    """The text cannot be read as mathematics."""
 
 
 @functools.lru_cache(maxsize=512)
@@ -102,7 +102,7 @@ def _names_of(value: Any) -> frozenset[str]:
 
 
 def _links(value: Any) -> list[Any]:
-    """The relations of a chain; None for what is no relation."""
+    """The relations of a chain; None if the text is not a relation."""
     parts = value._unsorted_args if isinstance(value, And) else [value]  # sympy's own order loses the chain's
     return [part if isinstance(part, Relational) else None for part in parts]
 

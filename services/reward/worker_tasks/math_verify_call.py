@@ -1,4 +1,4 @@
-"""math-verify as it comes: its own extraction and comparison, by its defaults. Runs in worker processes only.
+"""math-verify with its defaults: its own extraction and comparison. Runs in worker processes only.
 
 Its parser of plain expressions evaluates Python; its own regular expression lets only digits, operators, brackets and
 blanks get there. Its time limits are off, because the server holds the deadline and kills.

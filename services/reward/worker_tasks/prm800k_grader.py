@@ -52,7 +52,7 @@ _FORBIDDEN = (
     )
     - _ALLOWED
 )
-"""Names that are no variables."""
+"""Names that are not variables."""
 _TRANSFORMATIONS = (
     *sympy_parser.standard_transformations,
     sympy_parser.implicit_multiplication_application,
@@ -169,7 +169,7 @@ def _is_worth_trying(text: str) -> bool:
 def _is_arithmetic(text: str) -> bool:
     """Whether `text` holds nothing but numbers, operators, brackets, variables and a few functions.
 
-    Nothing of Python's own can be named, no attribute taken and no text quoted, so to evaluate it is to compute.
+    No Python name, attribute or string can occur in it, so evaluating it only computes.
     """
     position = 0
     while position < len(text):
