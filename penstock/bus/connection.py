@@ -23,6 +23,7 @@ from nats.js.kv import KeyValue
 from penstock.bus.failures import BUS_ERRORS, Presence, setting_up
 from penstock.config import BusConfig
 from penstock.errors import AccessError, InvalidRequestError, SetupError, UnavailableError
+from penstock.runtime.process import end_task
 from penstock.runtime.security import NATS_TOKEN, TOKEN, Security, of_process
 
 log = structlog.get_logger()
@@ -39,6 +40,8 @@ _DEAD_LETTER_BYTES = 2 * 2**30
 """Dead letters are for a person to look at: the oldest go when they are older than this, or more than this together."""
 _PUBLISH_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 2.0
+_CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
+"""What keeps a connection of nats-py alive."""
 _MAX_RECORD_BYTES = 32 * 2**20
 """JetStream's file store refuses larger records, whatever max_payload says."""
 _OVERHEAD_BYTES = 4096
@@ -260,7 +263,7 @@ async def connect(config: BusConfig, *, run: str, security: Security | None = No
             has_been_in = True
             bus = Bus(client, config, run)
             await bus.jetstream.account_info()
-    except AccessError:
+    except (AccessError, asyncio.CancelledError):
         await _close_quietly(client)
         raise
     except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
@@ -298,8 +301,14 @@ class _PlainTextError(nats.errors.Error):
 
 
 async def _close_quietly(client: Client) -> None:
+    # Closing forgets the subscriptions, and fails before it has ended their tasks where the server is gone.
+    tasks: list[asyncio.Task[None] | None] = [each._wait_for_msgs_task for each in client._subs.values()]
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await client.close()
     except (TimeoutError, OSError, nats.errors.Error):
         log.debug("bus.close_failed")
+    tasks += [getattr(client, name) for name in _CLIENT_TASKS]
+    for task in tasks:
+        if task is not None and task is not asyncio.current_task():
+            await end_task(task)
