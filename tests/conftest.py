@@ -18,6 +18,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
 from penstock.runtime.security import VARIABLES
+from tests.support import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,6 +42,11 @@ class EnginesTogether(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return "engines" if _starts_engines(ROOT / file) else file
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check for every test that it leaves nothing behind."""
+    config.pluginmanager.register(leftovers)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether:

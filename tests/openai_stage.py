@@ -39,9 +39,9 @@ class Stage:
     bus: Bus
     engines: Sequence[SimulatedSpeaker]
     routers: Sequence[RouterProcess]
-    clients: Sequence[AsyncOpenAI]
-    """One for each router."""
     renderer: Renderer
+    clients: Sequence[AsyncOpenAI] = ()
+    """One for each router, for the time of one test."""
 
     @property
     def client(self) -> AsyncOpenAI:

@@ -78,11 +78,21 @@ def group(name: str = "g1") -> rollout_pb2.WeightGroup:
 
 
 async def receiver(sink: RecordedSink, *, push_deadline_s: float = 30.0) -> WeightReceiver:
-    """A receiver that knows its engine's parameters."""
+    """A receiver that knows its engine's parameters; `close_receivers` ends it."""
     made = WeightReceiver(sink, prepare_deadline_s=1.0, push_deadline_s=push_deadline_s)
+    _open_receivers.append(made)
     await made.open()
     sink.calls.clear()
     return made
+
+
+_open_receivers: list[WeightReceiver] = []
+
+
+async def close_receivers() -> None:
+    """End all that a test has made."""
+    while _open_receivers:
+        await _open_receivers.pop().close()
 
 
 async def push(receiver: WeightReceiver, push_id: str, version: int, *, group_name: str = "g1") -> None:

@@ -6,6 +6,7 @@ loaded by one thread, as SGLang loads them in its one scheduler. It can be told 
 
 import asyncio
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import uuid
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from penstock.weights.digest import tensor_digests
 from services.rollout.engine.servicers import RolloutServicer
 from services.rollout.engine.weights import WeightReceiver
 from tests.simulated_sink import Fault, Faults, MemorySink, Shapes
+from tests.support.leftovers import for_the_session
 
 POINTS = ("GetReplica", "PrepareWeights", "SendWeights", "PauseGeneration", "ReceiveWeights", "VerifyWeights",
     "CommitWeights", "ResumeGeneration", "AbortWeights")  # fmt: skip
@@ -245,6 +247,8 @@ async def simulated_replica(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once for all
+    with for_the_session():
+        forkserver.ensure_running()
     mine, its = context.Pipe()
     options = _Options(
         url=bus.config.url, run=bus.prompts.name.removesuffix("_PROMPTS"), lease_ttl_s=bus.config.lease_ttl_s,

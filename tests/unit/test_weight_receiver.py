@@ -1,6 +1,7 @@
 """WeightReceiver: whatever happens to a push, the engine ends with whole weights, or BROKEN and healed by the next."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
 from penstock.weights.snapshot import write_snapshot
 from services.rollout.engine.weights import WeightReceiver
-from tests.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
+from tests.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
+
+
+@pytest.fixture(autouse=True)
+async def _receivers_are_closed() -> AsyncIterator[None]:
+    yield
+    await close_receivers()
 
 
 async def test_a_complete_push() -> None:

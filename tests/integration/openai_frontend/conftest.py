@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import uuid
 from collections.abc import AsyncIterator
 
@@ -39,18 +40,19 @@ async def whole_stage(nats_url: str, renderer: Renderer) -> AsyncIterator[Stage]
                     "--sampling.temperature=0.5", "--sampling.max_new_tokens=77")  # fmt: skip
         starting = [stack.enter_async_context(router_process(nats_url, run, MODEL_PATH, *settings)) for _ in range(2)]
         routers = await asyncio.gather(*starting)
-        clients = [
-            await stack.enter_async_context(
-                AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=30.0)
-            )
-            for router in routers
-        ]
-        yield Stage(run=run, bus=bus, engines=engines, routers=routers, clients=clients, renderer=renderer)
+        yield Stage(run=run, bus=bus, engines=engines, routers=routers, renderer=renderer)
         await bus.delete_run()
 
 
 @pytest.fixture
-async def stage(whole_stage: Stage) -> Stage:
-    """The stage with engines as they were at the beginning."""
+async def stage(whole_stage: Stage) -> AsyncIterator[Stage]:
+    """The stage with engines as they were at the beginning, and with clients that have no connections yet."""
     await whole_stage.reset()
-    return whole_stage
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=30.0)
+            )
+            for router in whole_stage.routers
+        ]
+        yield dataclasses.replace(whole_stage, clients=clients)

@@ -1,0 +1,151 @@
+"""A pytest plugin: no test leaves a task, process, thread, connection, open file or temporary file behind.
+
+What a test adds to this process, and does not give back within `_GRACE_S`, fails it. What a fixture of a wider scope
+adds while it is set up belongs to that fixture, and so do the connections that its servers accept. What code adds
+inside `for_the_session` may stay to the end. A test with the marker `leaves_behind(reason)` is not checked.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Generator, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+_GRACE_S = 5.0
+_POOLS = ("asyncio_", "ThreadPoolExecutor-", "AnyIO worker thread", "pytest_timeout")
+"""How the names of threads begin that serve any number of tests."""
+_LISTEN = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
+_ROOT = Path(__file__).parents[2]
+
+Holdings = dict[Hashable, str]
+"""What identifies something that this process has, and words for a person."""
+
+_loop: asyncio.AbstractEventLoop | None = None
+_of_session: set[Hashable] = set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have temporary files in a folder of this process's own, so that those of others are not taken for a test's."""
+    config.addinivalue_line("markers", "leaves_behind(reason): what the test leaves behind is no fault")
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for tmp_path, which outlives this process
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="penstock-test-")
+    # At exit, and after multiprocessing has removed its folder in there (which it does with priority -100).
+    multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
+
+
+@contextlib.contextmanager
+def for_the_session() -> Iterator[None]:
+    """Whatever the body of this context starts may stay until the end."""
+    before = _holdings()
+    try:
+        yield
+    finally:
+        _of_session.update(_holdings().keys() - before.keys())
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def _session_loop() -> None:
+    global _loop
+    _loop = asyncio.get_running_loop()
+    with for_the_session():
+        grpc.aio.init_grpc_aio()  # or else each test would start and end its threads
+        multiprocessing.resource_tracker.ensure_running()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    """What comes up with a wider fixture is not its first test's."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with for_the_session():
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+async def nothing_left_behind(request: pytest.FixtureRequest, _session_loop: None) -> AsyncIterator[None]:
+    """Fail a test that leaves something behind. Set up before the test's other fixtures, it looks after they ended."""
+    before = _holdings().keys()
+    yield
+    if request.node.get_closest_marker("leaves_behind"):
+        return
+    ends_at = time.monotonic() + _GRACE_S
+    while left := _left(before):
+        if time.monotonic() > ends_at:
+            pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+        await asyncio.sleep(0.01)
+
+
+def _left(before: set[Hashable]) -> list[str]:
+    known = {*before, *_of_session, asyncio.current_task()}
+    left = {key: words for key, words in _holdings().items() if words and key not in known}
+    if left:
+        accepted = _accepted_by(known)
+        left = {key: words for key, words in left.items() if key not in accepted}
+    return list(left.values())
+
+
+def _accepted_by(known: set[Hashable]) -> set[Hashable]:
+    """Connections that a server among `known` has accepted: it keeps them as long as its client likes."""
+    of_inode: dict[str, Hashable] = {
+        target[len("socket:[") : -1]: ("descriptor", number, target)
+        for number, target in _descriptors()
+        if target.startswith("socket:")
+    }
+    lines = [Path(f"/proc/self/net/{table}").read_text().splitlines() for table in ("tcp", "tcp6")]
+    rows = [line.split() for line in (*lines[0][1:], *lines[1][1:])]
+    ours = [(row[1].rpartition(":")[2], row[3], of_inode[row[9]]) for row in rows if row[9] in of_inode]
+    ports = {port for port, state, key in ours if state == _LISTEN and key in known}
+    return {key for port, state, key in ours if state != _LISTEN and port in ports}
+
+
+def _holdings() -> Holdings:
+    found: Holdings = {}
+    for task in asyncio.all_tasks(_loop) if _loop is not None else ():
+        if not type(task.get_coro()).__module__.startswith("_cython"):  # gRPC's own; its sockets show what is left open
+            found[task] = f"task {task.get_name()} of {task.get_coro()!r}"
+    for thread in threading.enumerate():
+        if not thread.name.startswith(_POOLS):
+            found[thread] = f"thread {thread.name}"
+    for pid in _children():
+        found["process", pid] = _command(pid)
+    for number, target in _descriptors():
+        found["descriptor", number, target] = f"descriptor {number} of {target}"
+    for folder in (Path(tempfile.gettempdir()), _ROOT):
+        for path in folder.iterdir():
+            found["file", path] = f"file {path}"
+    return found
+
+
+def _children() -> Iterator[int]:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            yield from map(int, (thread / "children").read_text().split())
+
+
+def _command(pid: int) -> str:
+    """Empty for a process that has ended, whether or not this one has heard of it."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+    except OSError:
+        return ""
+    return f"process {pid}: {command}" if command else ""
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    """Connections, pipes and files. The rest belongs to event loops and pollers, which live as long as the process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(("socket:", "pipe:", "/")) and not target.startswith(("/dev/", "/proc/")):
+                yield int(name), target
