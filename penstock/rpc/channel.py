@@ -33,7 +33,7 @@ _OPTIONS = (
 def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
     """A channel to `address` (host:port). It connects when first used and reconnects by itself, within a second.
 
-    Its calls carry the token of `security` (None: this process's), over TLS if that says so.
+    Its calls carry the tokens of `security` (None: this process's), over TLS if that says so.
     """
     security = security or of_process()
     if security.tls is None:
@@ -43,7 +43,7 @@ def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
         credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
         name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
         channel = grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *name))
-    return TokenChannel(channel, security.token) if security.token else channel
+    return TokenChannel(channel, security) if security.token or security.control_token else channel
 
 
 async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:

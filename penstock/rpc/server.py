@@ -1,8 +1,8 @@
 """The scaffold of every gRPC server: who is let in, health, reflection, error mapping, one log line per call, drain.
 
-Invariant: a call without the token is refused unread, with the same answer whatever it asks for; only health is
-everybody's. A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish within the
-grace period.
+Invariant: nothing is read of a call without the token. It is refused with the same answer whatever it asks for; only
+health is everybody's. A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish
+within the grace period.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock.errors import PenstockError, SetupError
+from penstock.rpc.access import token_of
 from penstock.rpc.channel import MAX_MESSAGE_BYTES
 from penstock.rpc.status import code_of
-from penstock.runtime.security import REFUSAL, Security, of_process
+from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security, of_process, shows
 
 log = structlog.get_logger()
 
@@ -66,8 +67,9 @@ class RpcServer:
         self._security = security or of_process()
         if self._security.tls is not None:
             self._security.tls.require_certificate()
-        self._server = grpc.aio.server(interceptors=[_Boundary(self._security)], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        boundary = _Boundary(self._security, self._health)
+        self._server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
         self._host = host
         self._port = port
         self._names: list[str] = []
@@ -139,8 +141,9 @@ class _Boundary(_Interceptor):
     """Lets callers in, turns errors into codes and writes the one line per call. The only broad `except` of the servers
     is here."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, health_servicer: Any) -> None:
         self._security = security
+        self._health = health_servicer
 
     async def intercept_service(
         self,
@@ -148,8 +151,8 @@ class _Boundary(_Interceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
         method = handler_call_details.method
-        if not self._admits(handler_call_details) and not method.startswith(_HEALTH):
-            return _refusing(method)
+        if (refusal := self._refusal(handler_call_details)) is not None:
+            return self._unread_health(method) if method.startswith(_HEALTH) else _refusing(method, refusal)
         handler = cast(Any, await continuation(handler_call_details))
         if handler is None or method.startswith(_QUIET_SERVICES):
             return cast("_Handler", handler)
@@ -184,22 +187,40 @@ class _Boundary(_Interceptor):
             response_serializer=handler.response_serializer,
         )
 
-    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
-        if not self._security.token:
-            return True
+    def _refusal(self, details: grpc.HandlerCallDetails) -> str | None:
+        """What the caller is told if it shows the wrong token, or none; None if it is let in."""
         metadata = cast("Sequence[tuple[str, str | bytes]]", details.invocation_metadata)
         given = next((value for key, value in metadata if key == "authorization"), "")
-        return self._security.admits(given if isinstance(given, bytes) else given.encode())
+        authorization = given if isinstance(given, bytes) else given.encode()
+        needed = token_of(details.method, self._security)
+        if shows(authorization, needed):
+            return None
+        # Who has no token at all is told the same whatever it asks for.
+        return CONTROL_REFUSAL if self._security.admits(authorization) else REFUSAL
+
+    def _unread_health(self, method: str) -> _Handler:
+        """Health of the whole server, for callers that nothing is read of."""
+        answer = self._health.Watch if method.endswith("/Watch") else self._health.Check
+
+        async def tell(_: Any, context: _Context) -> None:
+            if (response := await answer(health_pb2.HealthCheckRequest(), context)) is not None:
+                await context.write(response)
+
+        return _unread(tell, health_pb2.HealthCheckResponse.SerializeToString)
 
 
-def _refusing(method: str) -> _Handler:
-    """A handler of whatever kind of call, for it reads nothing of the request."""
-
+def _refusing(method: str, refusal: str) -> _Handler:
     async def refuse(_: Any, context: _Context) -> None:
         log.info("rpc.handled", method=method, outcome="UNAUTHENTICATED", peer=context.peer())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
-    return cast("_Handler", cast(Any, grpc.stream_stream_rpc_method_handler)(refuse))
+    return _unread(refuse)
+
+
+def _unread(handle: Callable[[Any, _Context], Awaitable[None]], serialize: Any = None) -> _Handler:
+    """A handler for every kind of call that reads nothing: messages are received only when a handler asks for one."""
+    make = cast(Any, grpc.stream_stream_rpc_method_handler)
+    return cast("_Handler", make(handle, response_serializer=serialize))
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""A channel that shows a token with every call.
+"""A channel that shows with every call the token that it needs.
 
 Not by an interceptor of gRPC's: those give each call a task of its own, which costs a busy router more than the call's
 other work. Nor by call credentials: they need TLS.
@@ -9,40 +9,44 @@ from typing import Any
 
 import grpc.aio
 
+from penstock.rpc.access import token_of
+from penstock.runtime.security import Security
+
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class TokenChannel(grpc.aio.Channel):
     """As the channel inside, but calls carry `authorization: Bearer <token>`."""
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
-        """Wrap `channel`."""
+    def __init__(self, channel: grpc.aio.Channel, security: Security) -> None:
+        """Wrap `channel`; `security` has the tokens."""
         self._channel = channel
-        self._metadata = grpc.aio.Metadata(("authorization", f"Bearer {token}"))
+        self._security = security
 
-    def _with_token(self, method: Callable[..., Any]) -> Any:
-        ours = self._metadata
+    def _with_token(self, path: str, method: Callable[..., Any]) -> Any:
+        token = token_of(path, self._security)
+        ours = grpc.aio.Metadata(*((("authorization", f"Bearer {token}"),) if token else ()))
 
         def call(*arguments: Any, metadata: Metadata = (), **options: Any) -> Any:
             return method(*arguments, metadata=grpc.aio.Metadata(*ours, *metadata) if metadata else ours, **options)
 
         return call
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+    def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """A method of one request and one response."""
-        return self._with_token(self._channel.unary_unary(*arguments, **options))
+        return self._with_token(method, self._channel.unary_unary(method, *arguments, **options))
 
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+    def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """A method of one request and many responses."""
-        return self._with_token(self._channel.unary_stream(*arguments, **options))
+        return self._with_token(method, self._channel.unary_stream(method, *arguments, **options))
 
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+    def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """A method of many requests and one response."""
-        return self._with_token(self._channel.stream_unary(*arguments, **options))
+        return self._with_token(method, self._channel.stream_unary(method, *arguments, **options))
 
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+    def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """A method of many requests and many responses."""
-        return self._with_token(self._channel.stream_stream(*arguments, **options))
+        return self._with_token(method, self._channel.stream_stream(method, *arguments, **options))
 
     async def __aenter__(self) -> "TokenChannel":
         """The channel itself."""

@@ -27,13 +27,19 @@ TOKEN = "PENSTOCK_TOKEN"
 """Environment variable with the token of gRPC and HTTP."""
 NATS_TOKEN = "PENSTOCK_NATS_TOKEN"
 """Environment variable with the token of NATS; where it is not set, the other one holds there, too."""
+CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"
+"""Environment variable with the token of calls that can change the policy; by default the token of NATS."""
 REMOTE_TOKEN = "PENSTOCK_REMOTE_TOKEN"
 """Environment variable with the token that profile `remote` shows to the service it asks, which may be anybody's."""
-VARIABLES = tuple(f"{name}{suffix}" for name in (TOKEN, NATS_TOKEN, REMOTE_TOKEN) for suffix in ("", "_FILE"))
+VARIABLES = tuple(
+    f"{name}{suffix}" for name in (TOKEN, NATS_TOKEN, CONTROL_TOKEN, REMOTE_TOKEN) for suffix in ("", "_FILE")
+)
 """All variables that lead to a secret."""
 
 REFUSAL = f"token missing or wrong; set {TOKEN}"
 """All that a caller without the token is told."""
+CONTROL_REFUSAL = f"control token missing or wrong; set {CONTROL_TOKEN}, or {NATS_TOKEN} where both are the same"
+"""What a caller is told that has the token, but not the one for what can change the policy."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 """What a bearer token is made of (RFC 6750)."""
@@ -84,6 +90,8 @@ class Security:
     """Of gRPC and HTTP; empty: none is asked for."""
     nats_token: str = field(default="", repr=False)
     """Of NATS; empty: none."""
+    control_token: str = field(default="", repr=False)
+    """Of calls that can change the policy (`penstock.rpc.access`); empty: none is asked for."""
     tls: Tls | None = None
     """None: connections are plain text."""
 
@@ -95,7 +103,9 @@ class Security:
             ConfigError: a file cannot be read or is not what it should be, or a token cannot be sent.
         """
         token = read_secret(TOKEN, environment)
-        return cls(token=token, nats_token=read_secret(NATS_TOKEN, environment) or token, tls=_read_tls(config))
+        nats_token = read_secret(NATS_TOKEN, environment) or token
+        control_token = read_secret(CONTROL_TOKEN, environment) or nats_token
+        return cls(token=token, nats_token=nats_token, control_token=control_token, tls=_read_tls(config))
 
     def tell_if_open(self, host: str, address: str, *, secret: str = TOKEN) -> None:
         """Warn, where a server at `address` that listens on `host` takes callers from other machines unasked.
@@ -108,14 +118,19 @@ class Security:
             log.warning("server.left_open", address=address, remedy=f"set {secret}, or keep the network private")
 
     def admits(self, authorization: bytes) -> bool:
-        """Whether a caller with this `authorization` (header or metadata; empty where there is none) may come in.
+        """Whether a caller with this `authorization` (header or metadata; empty if there is none) shows the token."""
+        return shows(authorization, self.token)
 
-        Takes as long for a token that is nearly right as for one that is all wrong.
-        """
-        if not self.token:
-            return True
-        scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
-        return scheme.lower() == _SCHEME and hmac.compare_digest(given.strip(), self.token.encode())
+
+def shows(authorization: bytes, token: str) -> bool:
+    """Whether `authorization` is `Bearer` with this token, or the token is empty: none is asked for.
+
+    Takes as long for a token that is nearly right as for one that is all wrong.
+    """
+    if not token:
+        return True
+    scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+    return scheme.lower() == _SCHEME and hmac.compare_digest(given.strip(), token.encode())
 
 
 def _is_loopback(host: str) -> bool:

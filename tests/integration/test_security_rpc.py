@@ -2,21 +2,24 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 import structlog
+from grpc_health.v1 import health_pb2
 
 from penstock.clients import RouterClient
 from penstock.config import SecurityConfig
 from penstock.errors import AccessError, ConfigError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
-from penstock.runtime.security import Security
+from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security
 from penstock.v1 import router_pb2, router_pb2_grpc
 from tests.certificates import security_of
-from tests.strangers import TOKEN, WRONG, ask, assert_rpc_is_closed
+from tests.sockets import options_of_accepted
+from tests.strangers import SERVING, TOKEN, WRONG, ask, assert_rpc_is_closed
 
 SERVICE = "penstock.v1.RouterService"
 METHOD = f"/{SERVICE}/ListReplicas"
@@ -32,6 +35,10 @@ class Servicer(router_pb2_grpc.RouterServiceServicer):
     async def ListReplicas(self, request, context) -> router_pb2.ListReplicasResponse:  # noqa: N802 - gRPC's name
         self.num_calls += 1
         return router_pb2.ListReplicasResponse(published_version=7)
+
+    async def DrainReplica(self, request, context) -> router_pb2.RouterServiceDrainReplicaResponse:  # noqa: N802
+        self.num_calls += 1
+        return router_pb2.RouterServiceDrainReplicaResponse()
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +77,49 @@ async def test_a_refused_request_is_not_read() -> None:
         assert await channel.stream_unary(METHOD)(never(), timeout=10.0).code() == grpc.StatusCode.UNAUTHENTICATED
         answers = {await ask(channel, METHOD, request) for request in (b"", b"\xff no message", bytes(50 * 2**20))}
         assert len(answers) == 1
+
+
+async def test_health_is_told_to_strangers_unread() -> None:
+    """Whatever they send, and before they have sent it: a health check is no way to fill a server's memory."""
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with serving(Security(token=TOKEN)) as (address, _), connect(address, Security()) as channel:
+        check, watch = (f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch"))
+        for request in (never(), iter([bytes(50 * 2**20)])):
+            answer = await channel.stream_unary(check)(request, timeout=10.0)
+            assert health_pb2.HealthCheckResponse.FromString(answer).status == SERVING
+        watching = channel.stream_stream(watch)(never(), timeout=10.0)
+        assert health_pb2.HealthCheckResponse.FromString(await watching.read()).status == SERVING
+        watching.cancel()
+
+
+async def test_what_can_change_the_policy_needs_a_token_of_its_own() -> None:
+    """The common token opens the rest; a stranger learns nothing of the difference."""
+    both = Security(token=TOKEN, control_token="control")
+    async with serving(both) as (address, servicer):
+        control_methods = (f"/{SERVICE}/DrainReplica", "/penstock.v1.RolloutService/PrepareWeights")
+        for security, words in ((Security(token=TOKEN), CONTROL_REFUSAL), (Security(), REFUSAL)):
+            async with connect(address, security) as channel:
+                answers = {(await ask(channel, method))[:2] for method in control_methods}
+            assert answers == {(grpc.StatusCode.UNAUTHENTICATED, words)}
+        async with connect(address, both) as channel:
+            assert (await ask(channel, control_methods[0]))[0] == grpc.StatusCode.OK
+        assert servicer.num_calls == 1
+        assert await version_at(address, both) == 7
+        with pytest.raises(AccessError):
+            await version_at(address, Security(token="control"))
+
+
+async def test_accepted_connections_send_at_once() -> None:
+    """gRPC switches Nagle's algorithm off by itself."""
+    async with serving(Security()) as (address, _):
+        assert await version_at(address, Security()) == 7
+        async with connect(address, Security()) as channel:
+            await ask(channel, METHOD)
+            assert set(options_of_accepted(int(address.split(":")[1]), socket.TCP_NODELAY)) == {1}
 
 
 async def test_the_token_is_sent_with_every_kind_of_call_beside_its_own_metadata() -> None:

@@ -5,7 +5,6 @@ That they work is tested on a real Docker engine: `make test-compose`.
 
 import http.server
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -22,9 +21,9 @@ import pytest
 import yaml
 
 from penstock import config as configuration
-from penstock.http.server import HttpServer
 from penstock.runtime.ports import free_ports
 from services.recipe import Recipe, ServiceRecipe
+from services.router.config import OpenAIConfig
 from tests.compose import stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,6 +205,10 @@ def test_the_token_reaches_every_service() -> None:
         if name != "nats":
             assert environment["PENSTOCK_TOKEN"] == "${PENSTOCK_TOKEN:-}", name
             assert environment["PENSTOCK_HEALTH_ARGS"] == "${PENSTOCK_HEALTH_ARGS:-}", name
+            has_bus = "PENSTOCK_NATS_TOKEN_FILE" in environment
+            assert environment.get("PENSTOCK_CONTROL_TOKEN") == ("${PENSTOCK_CONTROL_TOKEN:-}" if has_bus else None), (
+                name
+            )
     holders = {name for name, environment in environments.items() if "PENSTOCK_REMOTE_TOKEN" in environment}
     assert holders == {"reward"}
     assert environments["reward"]["PENSTOCK_REMOTE_TOKEN"] == "${PENSTOCK_REMOTE_TOKEN:-}"
@@ -217,11 +220,11 @@ def test_what_a_service_may_take_fits_its_memory_limit() -> None:
     limits_mb = {name: int(re.findall(r"(\d+)g", services[name]["mem_limit"])[0]) * 1024 for name in SERVICES}
     for path in (BASE, OVERRIDES[0]):
         command = read(path)["services"]["reward"]["command"]
-        (given,) = re.findall(r"(--reward\.http_memory_mb=\S+) \$\{PENSTOCK_ARGS", command)
+        (given,) = re.findall(r"(--reward\.http_max_body_mb=\S+) \$\{PENSTOCK_ARGS", command)
         reward = configuration.load(ServiceRecipe, None, [given]).reward
-        assert reward.http_memory_mb + reward.overtime_memory_mb + 256 <= limits_mb["reward"], path.name
-    room_bytes = inspect.signature(HttpServer).parameters["max_memory_bytes"].default
-    assert room_bytes / 2**20 + 256 <= limits_mb["router"]
+        bodies_mb = 2 * reward.http_max_body_mb * 10  # once they are read as JSON
+        assert bodies_mb + reward.overtime_memory_mb + 256 <= limits_mb["reward"], path.name
+    assert 2 * OpenAIConfig().max_body_mb * 10 + 256 <= limits_mb["router"]
 
 
 def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None:

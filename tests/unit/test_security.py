@@ -77,7 +77,7 @@ def test_a_process_that_was_told_nothing_has_the_environments_token(monkeypatch:
     """So a client in a user's script works; what a process installed goes before."""
     monkeypatch.setattr(security, "_of_process", None)
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
-    assert security.of_process() == Security(token=TOKEN, nats_token=TOKEN)
+    assert security.of_process() == Security(token=TOKEN, nats_token=TOKEN, control_token=TOKEN)
     security.install(Security(token="other"))
     assert security.of_process().token == "other"
 
