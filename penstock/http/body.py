@@ -1,7 +1,7 @@
-"""Bodies of requests, read whole, within a bound on each one's size and one on the memory of all of them together.
+"""Bodies of requests, read whole, within a bound on each one's bytes and one on the bytes of all of them together.
 
-A body counts with what it may take once it is read as JSON, from when it arrives until its request is answered. Where
-large ones have all the room that is theirs, small ones still find some.
+Invariant: a body counts from when its first byte arrives until its request is answered, and what does not fit is
+refused before it is kept. Large bodies may take seven eighths of the room, so that small ones always find some.
 """
 
 import asyncio
@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
-from penstock.http.json_body import memory_of
-
+_BODIES_OF_MAX_SIZE = 2
+"""All bodies together may take as much as this many of the largest; and 4 to 10 times that, once read as JSON."""
+_LARGE_SHARE = 7 / 8
+_SMALL_BYTES = 64 * 2**10
 _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
-"""A client that sends nothing of a body for so long holds room for nothing."""
-_SMALL_BYTES = 256 * 2**10
-"""Of memory, not of the body."""
-_SHARE_OF_LARGE = 7 / 8
+"""A client that sends nothing of its body for this long is refused: what it has sent holds room for nothing."""
 _CLOSE = {"Connection": "close"}
 
 
@@ -29,33 +28,27 @@ class GoneError(Exception):
 class Bodies:
     """All bodies that a server holds."""
 
-    def __init__(self, *, max_body_bytes: int, max_memory_bytes: int) -> None:
-        self.memory_bytes = 0
-        """What those count that are held."""
+    def __init__(self, max_body_bytes: int) -> None:
+        self.num_bytes = 0
+        """Bytes of the bodies held."""
         self._max_body_bytes = max_body_bytes
-        self._max_memory_bytes = max_memory_bytes
+        self._max_bytes = _BODIES_OF_MAX_SIZE * max_body_bytes
 
     @contextlib.asynccontextmanager
     async def whole(self, receive: Receive) -> AsyncIterator[bytes]:
-        """The body, whose memory counts while the context lasts.
+        """The body, whose bytes count while the context lasts.
 
         Raises:
             GoneError: the client went away.
-            HTTPException: the body is too large, or there is no room for it, or it ceased to arrive.
+            HTTPException: the body is too large (413), finds no room (429), or ceased to arrive (408).
         """
-        room = _Room(self)
+        held = _HeldBytes(self)
         try:
-            body = await self._read(receive, room)
-            room.grow(memory_of(body))
-            yield body
+            yield await self._read(receive, held)
         finally:
-            room.leave()
+            held.release()
 
-    def room_for(self, memory_bytes: int) -> int:
-        """What all bodies may count together for one of `memory_bytes` to be taken."""
-        return self._max_memory_bytes if memory_bytes <= _SMALL_BYTES else int(_SHARE_OF_LARGE * self._max_memory_bytes)
-
-    async def _read(self, receive: Receive, room: "_Room") -> bytes:
+    async def _read(self, receive: Receive, held: "_HeldBytes") -> bytes:
         refusal: HTTPException | None = None
         parts, size_bytes = [], 0
         while True:
@@ -71,51 +64,46 @@ class Bodies:
             size_bytes += len(part)
             if refusal is None:
                 try:
-                    self._require_allowed(size_bytes)
-                    room.grow(size_bytes)
+                    self._require_room(size_bytes, held)
                     parts.append(part)
                 except HTTPException as error:
                     refusal = error
                     parts.clear()
-                    room.leave()
-            # Where it is refused, read on, in bounds: a client that is still sending would not hear the answer.
+                    held.release()
+            # A refused body is read on, in bounds: a client that is still sending would not hear the answer.
             if refusal is not None and (is_last or size_bytes > _MAX_DISCARDED * self._max_body_bytes):
                 raise HTTPException(refusal.status_code, refusal.detail, None if is_last else _CLOSE)
             if is_last:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _require_allowed(self, size_bytes: int) -> None:
+    def _require_room(self, size_bytes: int, held: "_HeldBytes") -> None:
+        """Count `size_bytes` for this body from now on.
+
+        Raises:
+            HTTPException: the body is larger than any may be (413), or others leave it no room (429).
+        """
         if size_bytes > self._max_body_bytes:
             detail = f"the body is larger than {self._max_body_bytes} bytes; send fewer or shorter items in one request"
             raise HTTPException(413, detail)
+        others_bytes = self.num_bytes - held.num_bytes
+        most_bytes = self._max_bytes if size_bytes <= _SMALL_BYTES else int(_LARGE_SHARE * self._max_bytes)
+        if others_bytes + size_bytes > most_bytes:
+            raise HTTPException(
+                429, f"requests being answered hold {others_bytes} bytes, and this one would not fit; try again later"
+            )
+        held.grow(size_bytes)
 
 
-class _Room:
-    """What one body counts of the memory of all."""
+class _HeldBytes:
+    """What one body counts."""
 
     def __init__(self, bodies: Bodies) -> None:
+        self.num_bytes = 0
         self._bodies = bodies
-        self._memory_bytes = 0
 
-    def grow(self, memory_bytes: int) -> None:
-        """Count `memory_bytes` from now on."""
-        others_bytes = self._bodies.memory_bytes - self._memory_bytes
-        most_bytes = self._bodies.room_for(memory_bytes)
-        if memory_bytes > most_bytes:
-            detail = (
-                f"the body would take {memory_bytes} bytes of memory once it is read, and may take {most_bytes}; "
-                "send fewer or shorter items in one request"
-            )
-            raise HTTPException(413, detail)
-        if others_bytes + memory_bytes > most_bytes:
-            detail = (
-                f"requests being answered take {others_bytes} bytes of memory, and this one would not fit; try later"
-            )
-            raise HTTPException(429, detail)
-        self._bodies.memory_bytes += memory_bytes - self._memory_bytes
-        self._memory_bytes = memory_bytes
+    def grow(self, num_bytes: int) -> None:
+        self._bodies.num_bytes += num_bytes - self.num_bytes
+        self.num_bytes = num_bytes
 
-    def leave(self) -> None:
-        """Count nothing any more."""
-        self._bodies.memory_bytes -= self._memory_bytes
-        self._memory_bytes = 0
+    def release(self) -> None:
+        self.grow(0)

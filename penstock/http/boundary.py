@@ -1,7 +1,8 @@
 """What stands around every HTTP application: who is let in, body limit, errors, cancellation, drain, one log line.
 
-Invariants: a request without the token is refused unread, with the same answer whatever it asks for; only the health
-page is everybody's. The application runs with a body that has arrived whole, and is cancelled when its client has gone.
+Invariants: nothing is read of a request without the token. It is refused with the same answer whatever it asks for;
+only the health page (GET, HEAD) is everybody's. The application runs with a complete body, and is cancelled when its
+client has gone.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.http.body import Bodies, GoneError
-from penstock.http.status import error_body, headers_of, status_of
+from penstock.http.status import ErrorBodyMaker, error_body, headers_of, status_of
 from penstock.runtime.security import REFUSAL, Security
 
 log = structlog.get_logger()
@@ -24,19 +25,22 @@ _HEALTH = "/healthz"
 _STOPPING = "this server is stopping; send the request to another, or again when it is back"
 
 
-def error_response(status: int, message: str) -> JSONResponse:
-    """The answer that tells of an error."""
-    return JSONResponse(error_body(status, message), status, headers=headers_of(status))
+def error_response(status: int, message: str, make_body: ErrorBodyMaker = error_body) -> JSONResponse:
+    """An answer that says what went wrong."""
+    return JSONResponse(make_body(status, message), status, headers=headers_of(status))
 
 
 class Boundary:
     """ASGI application around another. The only broad `except` of the HTTP servers is here."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_memory_bytes: int, security: Security) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, make_error_body: ErrorBodyMaker, security: Security
+    ) -> None:
         self.is_serving = True
         self._app = app
         self._security = security
-        self._bodies = Bodies(max_body_bytes=max_body_bytes, max_memory_bytes=max_memory_bytes)
+        self._make_error_body = make_error_body
+        self._bodies = Bodies(max_body_bytes)
         self._running: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,16 +72,20 @@ class Boundary:
             level("http.handled", method=scope["method"], path=scope["path"], status=status, elapsed_ms=elapsed_ms)
 
     def _admits(self, scope: Scope) -> bool:
-        if not self._security.token or scope["path"] == _HEALTH:
+        if not self._security.token or _asks_for_health(scope):
             return True
         return self._security.admits(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._admits(scope):
-            await error_response(401, REFUSAL)(scope, receive, send)
+            await self._refusal(401, REFUSAL)(scope, receive, send)
             return
         if not self.is_serving:
-            await error_response(503, _STOPPING)(scope, receive, send)
+            await self._refusal(503, _STOPPING)(scope, receive, send)
+            return
+        if _asks_for_health(scope):
+            # Everybody may ask, so nothing is read. uvicorn leaves out the body of an answer to HEAD.
+            await self._app({**scope, "method": "GET"}, _replayed(b""), send)
             return
         task = asyncio.current_task()
         assert task is not None
@@ -89,6 +97,9 @@ class Boundary:
             self._running.discard(task)
             if not self._running:
                 self._idle.set()
+
+    def _refusal(self, status: int, message: str) -> JSONResponse:
+        return error_response(status, message, self._make_error_body)
 
     async def _run(self, task: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -117,9 +128,13 @@ class Boundary:
             log.exception("http.crashed", path=scope["path"])
             error = HTTPException(500, f"{type(raised).__name__}: {raised}")
         if error is not None and not has_begun:
-            response = error_response(error.status_code, str(error.detail))
+            response = self._refusal(error.status_code, str(error.detail))
             response.headers.update(error.headers or {})
             await response(scope, receive, send)
+
+
+def _asks_for_health(scope: Scope) -> bool:
+    return scope["path"] == _HEALTH and scope["method"] in ("GET", "HEAD")
 
 
 def _replayed(body: bytes) -> Receive:

@@ -14,18 +14,9 @@ from penstock.errors import InvalidRequestError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_FOUR_BYTES = re.compile(rb"[\xf0-\xff]")
 _MAX_DEPTH = 64
 _MAX_KEYS = 4096
 """Far more than any request has, and few enough that each may be told to be unknown."""
-_MARKS = b',:[{"'
-_NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
-_BYTES_OF_MARK = 128
-"""The most that values take for each comma, colon or opening bracket among them: objects of one key that are all alike
-take 100, short texts 80, empty lists 40."""
-_FEW_MARKS = 2**10
-_MANY_QUOTES = 2**19
-"""So many cost too much to tell texts from what is around them; then all counts as if it were around them."""
 
 
 class MalformedJsonError(InvalidRequestError):
@@ -61,29 +52,6 @@ def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool 
     except RecursionError:
         raise MalformedJsonError("the body is nested too deeply") from None
     return value
-
-
-def memory_of(data: bytes) -> int:
-    """The most memory, in bytes, that `data` takes when it is read by `parse_json` and answered, found without reading.
-
-    That is itself and a copy, its text as a whole and in parts, and what there is around each value.
-    """
-    width = 1 if data.isascii() and b"\\u" not in data else 2
-    if width == 2 and (_FOUR_BYTES.search(data) or _ESCAPED_SURROGATE.search(data)):
-        width = 4
-    return (2 + 2 * width) * len(data) + _BYTES_OF_MARK * _num_marks(data)
-
-
-def _num_marks(data: bytes) -> int:
-    """How many commas, colons and opening brackets there are outside texts; where they are few, in them too."""
-    num_marks = sum(map(data.count, (b",", b":", b"[", b"{")))
-    if num_marks <= _FEW_MARKS:
-        return num_marks
-    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = unescaped.translate(None, _NO_MARKS)
-    if marks.count(b'"') > _MANY_QUOTES:
-        return len(marks)
-    return sum(map(len, marks.split(b'"')[::2]))
 
 
 def _refuse_constant(name: str) -> Any:

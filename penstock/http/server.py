@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from penstock.errors import SetupError
 from penstock.http.boundary import Boundary
+from penstock.http.status import ErrorBodyMaker, error_body
 from penstock.runtime.security import Security, of_process
 
 log = structlog.get_logger()
@@ -52,18 +53,19 @@ class HttpServer:
         host: str,
         port: int,
         max_body_bytes: int = 64 * 2**20,
-        max_memory_bytes: int = 768 * 2**20,
+        make_error_body: ErrorBodyMaker = error_body,
         security: Security | None = None,
     ) -> None:
         """Serve `app` on `host`:`port`; port 0 takes any that is free.
 
         Args:
-            app: What answers. It raises errors of `penstock.errors`.
+            app: The application. It raises errors of `penstock.errors`.
             host: Address to listen on.
             port: Port to listen on.
-            max_body_bytes: A request with a larger body is answered 413.
-            max_memory_bytes: What bodies may take together, from when they arrive until they are answered; a request
-                whose body would not fit is answered 429.
+            max_body_bytes: A request with a larger body is answered 413. All bodies together may take twice as much,
+                from when they arrive until they are answered; a request whose body does not fit is answered 429.
+            make_error_body: The JSON of an answer that the application never sees, such as 401, from its status and
+                message.
             security: What is asked of callers; None: what this process's says.
 
         Raises:
@@ -73,7 +75,7 @@ class HttpServer:
         self._port = port
         self._security = security or of_process()
         self._boundary = Boundary(
-            app, max_body_bytes=max_body_bytes, max_memory_bytes=max_memory_bytes, security=self._security
+            app, max_body_bytes=max_body_bytes, make_error_body=make_error_body, security=self._security
         )
         self._config = uvicorn.Config(
             self._boundary,
@@ -104,6 +106,9 @@ class HttpServer:
                 f"cannot listen on {self._host}:{self._port}: {error.strerror}; choose another port, or 0 for any "
                 "that is free"
             ) from None
+        # Accepted sockets inherit it. asyncio sets it on those of listeners with proto TCP, and `create_server` leaves
+        # that 0. Without it, head and body, which uvicorn writes apart, are 40 ms apart on a kept-alive connection.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listener.getsockname()[1]
         self._server = _Uvicorn(self._config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -1,7 +1,13 @@
 """The one place where Penstock's errors become HTTP statuses."""
 
+from collections.abc import Callable
+from typing import Any
+
 from penstock import errors
 from penstock.http.json_body import MalformedJsonError, printable
+
+ErrorBodyMaker = Callable[[int, str], dict[str, Any]]
+"""Makes the JSON body of an error from its status and message."""
 
 RETRY_AFTER_S = 1
 """What a client is told to wait that may succeed later."""
@@ -40,7 +46,7 @@ def status_of(error: BaseException) -> int:
     return 500
 
 
-def error_body(status: int, message: str) -> dict[str, dict[str, str]]:
+def error_body(status: int, message: str) -> dict[str, Any]:
     """The JSON body of an answer of that status."""
     return {"error": {"code": _CODE_OF_STATUS.get(status, f"HTTP_{status}"), "message": printable(message)}}
 

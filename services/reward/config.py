@@ -82,10 +82,8 @@ class RewardConfig(Config):
     http_profile: str = "math"
     """Profile of requests from slime and OpenRLHF whose URL has no ?profile=."""
     http_max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
-    """Larger HTTP requests, in MiB, are refused."""
-    http_memory_mb: int = pydantic.Field(default=768, ge=16)
-    """What HTTP requests may take together, in MiB, once their JSON is read; beyond it they are to come back later. A
-    request takes 4 to 10 times its size: least in ASCII, most where a character needs four bytes."""
+    """HTTP requests above this size, in MiB, are refused. All requests together may hold twice as much, and 4 to 10
+    times that in memory once their JSON is read; further ones are told to come back later."""
     http_eos_tokens: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
     """Ends of text that are stripped, with white space, from the end of an OpenRLHF query."""
     workers: int = pydantic.Field(default=2, ge=1, le=256)

@@ -69,7 +69,6 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
         host=config.host,
         port=config.http_port,
         max_body_bytes=config.http_max_body_mb * 2**20,
-        max_memory_bytes=config.http_memory_mb * 2**20,
     )
     trimming = asyncio.create_task(trim_at_rest(verifier.places))
     try:

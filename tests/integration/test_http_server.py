@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -13,12 +15,13 @@ from fastapi import FastAPI, Request
 from penstock import errors
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
+from tests.sockets import options_of_accepted
 from tests.waiting import until
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    handle: Callable[[], Awaitable[object]] | None = None, **settings: int
+    handle: Callable[[], Awaitable[object]] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[HttpServer, httpx.AsyncClient]]:
     """A server with /call, which runs `handle`, and /size, which reads its body."""
     app: FastAPI = make_app(title="test", description="", version="0")
@@ -26,6 +29,10 @@ async def serving(
     @app.get("/call")
     async def call() -> object:
         return await handle() if handle else "answer"
+
+    @app.get("/healthz")
+    async def healthz() -> str:
+        return "serving"
 
     @app.post("/size")
     async def size(request: Request) -> int:
@@ -137,6 +144,31 @@ async def test_json_is_read_with_care(body: bytes, status: int, message: str) ->
     assert response.status_code == status, response.text
     if message:
         assert response.json()["error"]["message"].startswith(message)
+
+
+async def test_accepted_connections_send_at_once() -> None:
+    """Else the body of an answer waits for the client's delayed acknowledgement of its head: 40 ms on every request."""
+    async with serving() as (server, client):
+        await client.get("/call")
+        assert options_of_accepted(int(server.address.split(":")[1]), socket.TCP_NODELAY) == [1]
+
+
+async def test_a_health_check_is_answered_unread() -> None:
+    """With GET and HEAD, in the midst of a body; other methods are requests like all others."""
+    async with serving() as (server, client):
+        for method in ("GET", "HEAD"):
+            reader, writer = await asyncio.open_connection(*server.address.split(":"))
+            writer.write(f"{method} /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n{{".encode())
+            assert await asyncio.wait_for(reader.readline(), 5.0) == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+        assert (await client.head("/healthz")).text == ""
+        assert (await client.post("/healthz")).status_code == 405
+
+
+async def test_the_boundarys_own_errors_have_the_form_that_the_application_promises() -> None:
+    """413 comes before the application sees anything."""
+    async with serving(max_body_bytes=10, make_error_body=lambda status, message: {"oops": status}) as (_, client):
+        assert (await client.post("/size", content=bytes(11))).json() == {"oops": 413}
 
 
 async def test_a_client_that_goes_away_cancels_its_handler() -> None:

@@ -19,7 +19,7 @@ from penstock.v1 import common_pb2
 from services.recipe import ServiceRecipe
 from services.router.config import OpenAIConfig, RouterConfig
 from services.router.frontends.openai import event_stream
-from services.router.frontends.openai.errors import ParameterError
+from services.router.frontends.openai.errors import ParameterError, error_body
 from services.router.frontends.openai.parsed_request import Reader
 from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest
 from services.router.frontends.openai.server import ChatBackend
@@ -294,3 +294,14 @@ async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:
         text = base64.b64encode(bytes(4 * 2**20)).decode()
         body = {"model": stage.run, "messages": [{"role": "user", "content": text}]}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 413
+
+
+def test_what_is_refused_before_it_is_read_has_openais_form_too() -> None:
+    """401 and 413, which the server answers by itself."""
+    assert error_body(401, "token missing")["error"] == {
+        "message": "token missing",
+        "type": "authentication_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+    assert error_body(413, "too large")["error"]["type"] == "invalid_request_error"

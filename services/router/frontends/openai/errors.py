@@ -11,6 +11,7 @@ from penstock.http.status import headers_of, status_of
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
 _CODE_OF_STATUS = {
     400: "invalid_request",
+    401: "invalid_api_key",
     404: "not_found",
     405: "method_not_allowed",
     413: "too_large",

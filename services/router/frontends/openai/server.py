@@ -15,6 +15,7 @@ from services.router.config import RouterConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
+from services.router.frontends.openai.errors import error_body
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ async def serving(
         host=config.host,
         port=config.http_port or 0,
         max_body_bytes=settings.max_body_mb * 2**20,
+        make_error_body=error_body,
     )
     try:
         await server.start()
