@@ -4,11 +4,11 @@ Imports nothing but pydantic, so that a mistyped key is reported before torch is
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
 
 
 class OptimizerConfig(Config):
@@ -178,3 +178,31 @@ class DataConfig(Config):
                 f"path {self.path!r} is no file; give a .parquet file, or nothing for the built-in data set"
             )
         return self
+
+
+class TrainerRecipe(Protocol):
+    """The sections of a recipe that the trainer reads."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model that is trained."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run and its folder."""
+
+    @property
+    def data(self) -> DataConfig:
+        """The prompts."""
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How the policy is sampled."""
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The trainer itself."""
+
+    @property
+    def bus(self) -> BusConfig:
+        """NATS."""

@@ -14,8 +14,8 @@ from penstock.errors import DataError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group
 from penstock.records.codec import encode
+from services.trainer.admission.gate import Gate
 from services.trainer.flow.collector import Collector
-from services.trainer.flow.gate import Gate
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
 from tests.train_groups import make_group
 

@@ -31,7 +31,7 @@ from services.reward.server import running
 from services.reward.verdict import Status
 from services.router.config import RouterConfig
 from services.router.server import routing
-from services.trainer.report.progress import Progress, TrainerServicer
+from services.trainer.telemetry.progress import Progress, TrainerServicer
 from tests.certificates import security_of
 from tests.reward_service import EASY, item_of
 from tests.simulated_engine import SimulatedEngine

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.flow.gate import Gate
-from services.trainer.flow.selection import select_batch
+from services.trainer.admission.batch_selection import select_batch
+from services.trainer.admission.gate import Gate
 
 
 def due(gate: Gate, version: int, finished: dict[int, int]) -> list[int]:

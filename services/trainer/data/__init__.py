@@ -1,1 +1,1 @@
-"""Data sets the trainer can feed: each yields rows in the schema of geo3k."""
+"""Data sets: rows of several layouts, read into the examples that prompts are made of."""

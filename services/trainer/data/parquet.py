@@ -1,11 +1,11 @@
-"""Parquet files of problems with pictures, in the layouts that Geometry3K is published in.
+"""Parquet files of problems with images, in the layouts in which Geometry3K is published.
 
     hiyouga/geometry3k          images list<struct<bytes, path>>, problem, answer
     chenhegu/geo3k_imgurl       images list<string> (base64 data URIs), problem, answer
     CAIR-HKISI/geo3k            images list<binary>, problem, answer as \\boxed{x}
     verl, prepared              prompt list<struct<role, content>>, images, reward_model.ground_truth
 
-Nothing is decoded when the file is opened; each read returns one row, or says which row is wrong and why.
+Opening a file decodes nothing. Each read returns one row, or an error that names the row and says what is wrong.
 """
 
 import base64
@@ -16,20 +16,20 @@ from typing import Any
 
 from penstock.errors import DataError
 from services.trainer.config import DataConfig
-from services.trainer.data.problem import Problem
+from services.trainer.data.example import Row
 
 _PROMPT_COLUMN = "prompt"
 _REWARD_COLUMN = "reward_model"
 
 
-class ParquetProblems:
-    """The problems of one file, by row."""
+class ParquetRows:
+    """The rows of one file."""
 
     def __init__(self, config: DataConfig) -> None:
         """Open the file and check its columns.
 
         Raises:
-            DataError: it is no Parquet file, has no rows, or lacks a column.
+            DataError: the file is not Parquet, has no rows, or lacks a column.
         """
         import pyarrow
         import pyarrow.parquet
@@ -57,14 +57,14 @@ class ParquetProblems:
         """Return the number of rows."""
         return len(self._table)
 
-    def __getitem__(self, row: int) -> Problem:
+    def __getitem__(self, row: int) -> Row:
         """Read one row.
 
         Raises:
-            DataError: the row is not what its column promises.
+            DataError: a cell has the wrong type.
         """
         cells = self._table.slice(row, 1).to_pylist()[0]
-        return Problem(
+        return Row(
             turns=self._turns(cells[self._text_column], row),
             images=self._images(cells.get(self._config.images_column), row),
             golds=self._golds(cells[self._gold_column], row),
@@ -125,7 +125,7 @@ class ParquetProblems:
                 try:
                     return base64.b64decode(encoded, validate=True)
                 except binascii.Error as error:
-                    raise self._wrong(row, f"an image is text that is no base64: {error}") from None
+                    raise self._wrong(row, f"an image is text that is not base64: {error}") from None
         raise self._wrong(
             row, f"an image is {_kind(cell)}; want bytes, a struct of bytes and path, or a base64 data URI"
         )
@@ -140,7 +140,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _unboxed(text: str) -> str:
-    r"""`\boxed{x}` -> `x`, where the box is around all of it."""
+    r"""`\boxed{x}` -> `x`, if the box surrounds the whole text."""
     if not (text.startswith(r"\boxed{") and text.endswith("}")):
         return text
     inner = text[len(r"\boxed{") : -1]

@@ -1,1 +1,1 @@
-"""What flows through the trainer: admission, collection, and the choice of each batch."""
+"""Prompts to the bus and groups from it."""

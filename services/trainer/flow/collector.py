@@ -15,7 +15,7 @@ from penstock.bus.consumer import Consumer, Delivery
 from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
 from penstock.records import Group, Prompt, parse_message_id
 from penstock.records.codec import decode
-from services.trainer.flow.gate import Gate
+from services.trainer.admission.gate import Gate
 from services.trainer.policy.batch import GroupReader, TrainGroup
 
 log = structlog.get_logger()

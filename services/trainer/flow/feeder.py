@@ -14,9 +14,9 @@ from penstock.bus.connection import Bus
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Prompt
 from penstock.records.codec import encode
-from services.trainer.data.rows import Dataset
+from services.trainer.admission.gate import Admission, Gate
+from services.trainer.data.dataset import Dataset
 from services.trainer.flow.collector import Collector
-from services.trainer.flow.gate import Admission, Gate
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.trainer.replay.recording import StepInputs
 from services.trainer.replay.replay import ReplayedStep
-from services.trainer.report.metrics_log import as_logged
+from services.trainer.telemetry.metrics_log import as_logged
 
 Value = float | str | None
 """A metric, or a digest; None where there is none."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from services.trainer.flow.selection import Selection, select_batch
+from services.trainer.admission.batch_selection import Selection, select_batch
 
 Standing = Literal["outstanding", "early", "done"]
 

@@ -18,23 +18,23 @@ from nats.js.kv import KeyValue
 from penstock.bus.connection import Bus
 from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
+from services.trainer.admission.gate import Gate
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
-from services.trainer.flow.gate import Gate
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.push.publisher import PushReport, WeightPublisher
 from services.trainer.replay.recorder import StepRecorder
-from services.trainer.report.episode_samples import write_group
-from services.trainer.report.metrics_log import MetricsLog
-from services.trainer.report.progress import Progress
+from services.trainer.telemetry.episode_samples import write_group
+from services.trainer.telemetry.metrics_log import MetricsLog
+from services.trainer.telemetry.progress import Progress
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainingRun:
+class TrainingLoop:
     """A run from its current step to its last."""
 
     config: TrainerConfig

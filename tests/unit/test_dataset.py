@@ -12,7 +12,7 @@ from PIL import Image
 from penstock.errors import DataError
 from penstock.records import ImagePart, TextPart
 from services.trainer.config import DataConfig
-from services.trainer.data.rows import open_dataset, row_at
+from services.trainer.data.dataset import open_dataset, row_at
 
 
 def png(color: str = "red", mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
@@ -109,8 +109,11 @@ def test_text_only_rows_need_no_images(tmp_path: Path) -> None:
         ),
         ({"problem": ["x"], "answer": [""]}, r"row 0: column 'answer' holds empty text"),
         ({"problem": ["x"], "answer": [None]}, r"row 0: column 'answer' holds nothing"),
-        ({"problem": ["x"], "answer": ["1"], "images": [[b"no picture"]]}, r"row 0: .* 0 <image> for 1 images"),
-        ({"problem": ["<image>"], "answer": ["1"]}, r"row 0: .* 1 <image> for 0 images"),
+        (
+            {"problem": ["x"], "answer": ["1"], "images": [[b"no picture"]]},
+            r"row 0: .* 0 <image>, but there are 1 images",
+        ),
+        ({"problem": ["<image>"], "answer": ["1"]}, r"row 0: .* 1 <image>, but there are 0 images"),
         (
             {"problem": ["<image>"], "answer": ["1"], "images": [[b"no picture"]]},
             r"row 0: image 0 \(10 bytes\) cannot",
@@ -119,7 +122,7 @@ def test_text_only_rows_need_no_images(tmp_path: Path) -> None:
             {"problem": ["<image>"], "answer": ["1"], "images": [[png(size=(90, 90))[:-40]]]},
             r"row 0: image 0 .* cannot",
         ),
-        ({"problem": ["<image>"], "answer": ["1"], "images": [["%%"]]}, r"row 0: an image is text that is no base64"),
+        ({"problem": ["<image>"], "answer": ["1"], "images": [["%%"]]}, r"row 0: an image is text that is not base64"),
         ({"problem": [[1, 2]], "answer": ["1"]}, r"row 0: column 'problem' holds list"),
     ],
 )

@@ -1,6 +1,6 @@
 """Which policy version a trainer starts with: no number ever stands for two sets of weights."""
 
-from services.trainer.main import first_version
+from services.trainer.versions import first_version
 
 
 def test_fresh_run_publishes_the_next_version() -> None:

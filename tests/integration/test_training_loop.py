@@ -11,9 +11,9 @@ import torch
 
 from penstock.bus.connection import Bus
 from services.trainer.config import TrainerConfig
-from services.trainer.main import first_version
-from services.trainer.report.progress import Progress
-from services.trainer.training_run import TrainingRun
+from services.trainer.loop import TrainingLoop
+from services.trainer.telemetry.progress import Progress
+from services.trainer.versions import first_version
 
 
 class PowerCutError(Exception):
@@ -27,7 +27,7 @@ async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bu
     async def die(_: Any) -> None:
         raise PowerCutError
 
-    run = TrainingRun(
+    run = TrainingLoop(
         config=TrainerConfig(),
         folder=tmp_path,
         base_model=tmp_path,

@@ -1,0 +1,169 @@
+"""Builds the parts of a run, each from its own section of the recipe, as the newest checkpoint says."""
+
+import asyncio
+import os
+import time
+import uuid
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+import torch
+
+from penstock.bus import leases
+from penstock.bus.connection import Bus
+from penstock.bus.consumer import Consumer, consuming
+from penstock.weights import nccl
+from services.trainer.admission.gate import Gate
+from services.trainer.config import PushConfig, TrainerRecipe
+from services.trainer.data.dataset import open_dataset
+from services.trainer.flow.collector import Collector
+from services.trainer.flow.feeder import Feeder
+from services.trainer.loop import TrainingLoop
+from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.policy.opening import open_policy
+from services.trainer.policy.optimizer import PolicyOptimizer
+from services.trainer.push.publisher import WeightPublisher
+from services.trainer.push.snapshots import Snapshots
+from services.trainer.replay.recorder import StepRecorder
+from services.trainer.replay.settings import StepSettings
+from services.trainer.telemetry.metrics_log import MetricsLog
+from services.trainer.telemetry.progress import Progress
+from services.trainer.versions import first_version, newest_version_held, version_at
+
+log = structlog.get_logger()
+
+_GROUP_ACK_WAIT_S = 60.0
+"""A group lost on its way from the bus is delivered again after this time. Heartbeats keep those in hand."""
+_MAX_GROUPS_IN_HAND = 100_000
+
+
+async def assemble(
+    recipe: TrainerRecipe,
+    folder: Path,
+    bus: Bus,
+    stack: AsyncExitStack,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+) -> TrainingLoop:
+    """Build the training loop; what must be closed is pushed on `stack`.
+
+    Raises:
+        UserError: the model, the data or NATS are not as the run needs them.
+    """
+    config = recipe.trainer
+    bounds = {"max_staleness": config.max_staleness, "groups_per_step": config.groups_per_step}
+    gate = Gate(**bounds) if checkpoint is None else Gate.from_state(checkpoint.state["gate"], **bounds)
+    dataset = await asyncio.to_thread(open_dataset, recipe.data, seed=recipe.run.seed)
+    optimizer, reader = await asyncio.to_thread(
+        open_policy,
+        recipe.model.path,
+        None if checkpoint is None else checkpoint.path,
+        seed=recipe.run.seed,
+        temperature=recipe.sampling.temperature,
+        config=config,
+    )
+    step = 0 if checkpoint is None else checkpoint.step
+    progress.step = progress.checkpoint_step = step
+
+    policy_bucket = await bus.bucket("policy")
+    consumer = await _open_groups(bus, stack, fresh_run=checkpoint is None)
+    collector = Collector(
+        consumer=consumer,
+        gate=gate,
+        reader=reader,
+        run_id=progress.run_id,
+        max_failures_in_a_row=config.max_failures_in_a_row,
+    )
+    ttl_s = recipe.bus.lease_ttl_s
+    replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
+    version = first_version(
+        checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
+        published=await version_at(policy_bucket, "current", recipe.bus.url),
+        reserved=await version_at(policy_bucket, "reserved", recipe.bus.url),
+        newest_held=newest_version_held(replicas),
+    )
+    publisher = _publisher(config.push, folder, replicas, optimizer.device)
+    stack.push_async_callback(publisher.close)
+    log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
+    return TrainingLoop(
+        config=config,
+        folder=folder,
+        base_model=recipe.model.path,
+        bus=bus,
+        policy_bucket=policy_bucket,
+        progress=progress,
+        optimizer=optimizer,
+        publisher=publisher,
+        gate=gate,
+        feeder=Feeder(
+            dataset=dataset,
+            gate=gate,
+            collector=collector,
+            bus=bus,
+            run_id=progress.run_id,
+            incarnation=uuid.uuid4().hex[:8],
+            samples_per_group=config.samples_per_group,
+            profile=recipe.data.profile,
+            environment=recipe.data.environment,
+        ),
+        collector=collector,
+        checkpoints=store,
+        metrics=MetricsLog(folder, last_step=step),
+        recorder=_recorder(recipe, folder, optimizer, progress.run_id) if config.record_groups else None,
+        version=version,
+        step=step,
+        saved_version=None if checkpoint is None else int(checkpoint.state["version"]),
+    )
+
+
+def new_run_id(name: str) -> str:
+    """Return an id that no earlier run of that name has had, so that what those left on the bus is not used."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _recorder(recipe: TrainerRecipe, folder: Path, optimizer: PolicyOptimizer, run_id: str) -> StepRecorder:
+    settings = StepSettings.of(
+        model_path=recipe.model.path,
+        seed=recipe.run.seed,
+        temperature=recipe.sampling.temperature,
+        trainer=recipe.trainer,
+    )
+    return StepRecorder(folder, settings, optimizer, run_id=run_id)
+
+
+def _publisher(config: PushConfig, folder: Path, replicas: leases.Watch, device: torch.device) -> WeightPublisher:
+    has_gpu = device.type == "cuda"
+    if has_gpu:
+        os.environ.update(nccl.environment())  # read when the first process group forms
+    return WeightPublisher(
+        config=config,
+        replicas=replicas,
+        backend="nccl" if has_gpu else "gloo",
+        snapshots=Snapshots(_snapshot_dir(config, folder)),
+    )
+
+
+def _snapshot_dir(config: PushConfig, folder: Path) -> Path | None:
+    if config.transport != "disk" and not config.snapshots:
+        return None
+    return Path(config.snapshot_dir).absolute() if config.snapshot_dir else folder.absolute() / "snapshots"
+
+
+async def _open_groups(bus: Bus, stack: AsyncExitStack, *, fresh_run: bool) -> Consumer:
+    """Open the consumer of finished groups; a new run begins with empty queues."""
+    if fresh_run:
+        for stream in (bus.prompts, bus.groups):
+            if num_messages := await bus.purge(stream):
+                log.warning("stream.purged", stream=stream.name, num_messages=num_messages)
+    return await stack.enter_async_context(
+        consuming(
+            bus,
+            bus.groups,
+            "trainer",
+            ack_wait_s=_GROUP_ACK_WAIT_S,
+            max_ack_pending=_MAX_GROUPS_IN_HAND,
+            fresh=True,
+        )
+    )

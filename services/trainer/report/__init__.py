@@ -1,1 +1,0 @@
-"""What a run tells people: metrics, curves, sample episodes, and its state over gRPC."""
