@@ -36,8 +36,8 @@ _MAX_REASON_BYTES = 2000
 class Delivery:
     """One message in hand: ack it, put it back, or bury it."""
 
-    def __init__(self, message: Msg, bus: Bus, stream: Stream, in_hand: "set[Delivery]") -> None:
-        """Wrap a JetStream message; `in_hand` are the deliveries that heartbeats are sent for."""
+    def __init__(self, message: Msg, bus: Bus, stream: Stream, in_hand: "dict[int, Delivery]") -> None:
+        """Wrap a JetStream message; `in_hand` are the deliveries that heartbeats are sent for, by sequence number."""
         self._message = message
         self._bus = bus
         self._stream = stream
@@ -45,7 +45,13 @@ class Delivery:
         self.payload: bytes = message.data
         self.message_id: str = (message.headers or {}).get("Nats-Msg-Id", "")
         self.num_delivered: int = message.metadata.num_delivered
-        in_hand.add(self)
+        self._sequence = message.metadata.sequence.stream
+        in_hand[self._sequence] = self
+
+    def renew(self, message: Msg) -> None:
+        """Go on with another delivery of the same message, which came because heartbeats were late."""
+        self._message = message
+        self.num_delivered = message.metadata.num_delivered
 
     def forget_payload(self) -> None:
         """Free the bytes of a message that is kept in hand only to be acked later."""
@@ -62,11 +68,10 @@ class Delivery:
     async def bury(self, reason: str) -> None:
         """Move it to the dead letters, with its reason, its queue and its id beside it."""
         log.error("message.buried", message_id=self.message_id, reason=reason, num_delivered=self.num_delivered)
-        sequence = self._message.metadata.sequence.stream
         await self._bus.publish(
             self._bus.dead,
             self.payload,
-            message_id=f"dead/{self._stream.name}/{sequence}",
+            message_id=f"dead/{self._stream.name}/{self._sequence}",
             headers={
                 "Penstock-Reason": _header(reason),
                 "Penstock-Subject": self._stream.subject,
@@ -81,7 +86,7 @@ class Delivery:
 
     async def _settle(self, pending: Awaitable[object]) -> None:
         """Send the outcome; if it is lost, the message is delivered again, which every receiver bears."""
-        self._in_hand.discard(self)
+        self._in_hand.pop(self._sequence, None)
         try:
             await pending
         except BUS_ERRORS as error:
@@ -102,7 +107,7 @@ class Consumer:
         self._stream = stream
         self._durable = durable
         self._pull = pull
-        self._in_hand: set[Delivery] = set()
+        self._in_hand: dict[int, Delivery] = {}
         self._presence = bus.presence(
             f"consumer {durable} of stream {stream.name}",
             lambda: bus.jetstream.consumer_info(stream.name, durable),
@@ -131,7 +136,14 @@ class Consumer:
             if status not in NO_MESSAGES or time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
                 self._looked_at = time.monotonic()
                 await self._presence.check()
-        return [Delivery(message, self._bus, self._stream, self._in_hand) for message in messages]
+        return [delivery for message in messages if (delivery := self._take(message)) is not None]
+
+    def _take(self, message: Msg) -> Delivery | None:
+        """Wrap a message; None if an earlier delivery of it is in hand, which goes on with this one."""
+        if (known := self._in_hand.get(message.metadata.sequence.stream)) is not None:
+            known.renew(message)
+            return None
+        return Delivery(message, self._bus, self._stream, self._in_hand)
 
     async def has_delivered_all(self) -> bool:
         """Whether all that is stored is in this process's hands; for a consumer that no other process uses.
@@ -146,8 +158,8 @@ class Consumer:
 
     async def beat(self) -> None:
         """Send a heartbeat for every message in hand."""
-        for number, delivery in enumerate(list(self._in_hand), start=1):
-            if delivery in self._in_hand:
+        for number, (sequence, delivery) in enumerate(list(self._in_hand.items()), start=1):
+            if sequence in self._in_hand:
                 with suppress(*BUS_ERRORS):  # the connection is being made again; the next round comes soon
                     await delivery.heartbeat()
             if number % _HEARTBEATS_AT_ONCE == 0:

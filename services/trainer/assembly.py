@@ -12,12 +12,14 @@ import torch
 
 from penstock.bus import leases
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Consumer, consuming
+from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
-from services.trainer.config import PushConfig, TrainerRecipe
+from services.trainer.admission.ledger import GroupLedger
+from services.trainer.config import PushConfig, TrainerConfig, TrainerRecipe
 from services.trainer.data.dataset import open_dataset
-from services.trainer.flow.collector import Collector
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from services.trainer.loop import TrainingLoop
 from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
@@ -53,8 +55,7 @@ async def assemble(
         UserError: the model, the data or NATS are not as the run needs them.
     """
     config = recipe.trainer
-    bounds = {"max_staleness": config.max_staleness, "groups_per_step": config.groups_per_step}
-    gate = Gate(**bounds) if checkpoint is None else Gate.from_state(checkpoint.state["gate"], **bounds)
+    ledger = _open_ledger(config, checkpoint)
     dataset = await asyncio.to_thread(open_dataset, recipe.data, seed=recipe.run.seed)
     optimizer, reader = await asyncio.to_thread(
         open_policy,
@@ -71,10 +72,20 @@ async def assemble(
     consumer = await _open_groups(bus, stack, fresh_run=checkpoint is None)
     collector = Collector(
         consumer=consumer,
-        gate=gate,
+        ledger=ledger,
         reader=reader,
         run_id=progress.run_id,
         max_failures_in_a_row=config.max_failures_in_a_row,
+    )
+    feeder = Feeder(
+        dataset=dataset,
+        ledger=ledger,
+        bus=bus,
+        run_id=progress.run_id,
+        trainer_epoch=uuid.uuid4().hex[:8],
+        samples_per_group=config.samples_per_group,
+        profile=recipe.data.profile,
+        environment=recipe.data.environment,
     )
     ttl_s = recipe.bus.lease_ttl_s
     replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
@@ -96,19 +107,10 @@ async def assemble(
         progress=progress,
         optimizer=optimizer,
         publisher=publisher,
-        gate=gate,
-        feeder=Feeder(
-            dataset=dataset,
-            gate=gate,
-            collector=collector,
-            bus=bus,
-            run_id=progress.run_id,
-            incarnation=uuid.uuid4().hex[:8],
-            samples_per_group=config.samples_per_group,
-            profile=recipe.data.profile,
-            environment=recipe.data.environment,
-        ),
+        ledger=ledger,
+        feeder=feeder,
         collector=collector,
+        batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector),
         checkpoints=store,
         metrics=MetricsLog(folder, last_step=step),
         recorder=_recorder(recipe, folder, optimizer, progress.run_id) if config.record_groups else None,
@@ -121,6 +123,11 @@ async def assemble(
 def new_run_id(name: str) -> str:
     """Return an id that no earlier run of that name has had, so that what those left on the bus is not used."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:
+    gate = Gate(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
+    return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
 
 
 def _recorder(recipe: TrainerRecipe, folder: Path, optimizer: PolicyOptimizer, run_id: str) -> StepRecorder:

@@ -1,7 +1,7 @@
-"""The training loop: batch, optimizer step, push, next admission; and what a checkpoint must hold to go on from it.
+"""The training loop: collect a batch, take an optimizer step, publish the weights, admit the next groups.
 
 Invariants: one optimizer step per published version; groups are admitted only at a version that has been announced; a
-checkpoint's weights, gate and step are of one moment, and messages are acked only after it is on disk.
+checkpoint's weights, ledger and step are of one moment, and messages are acknowledged only after it is on disk.
 """
 
 import asyncio
@@ -16,10 +16,12 @@ import structlog
 from nats.js.kv import KeyValue
 
 from penstock.bus.connection import Bus
+from penstock.bus.consumer import Delivery
 from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
-from services.trainer.admission.gate import Gate
+from services.trainer.admission.ledger import GroupLedger
 from services.trainer.config import TrainerConfig
+from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from services.trainer.policy.checkpoint import CheckpointStore
@@ -29,8 +31,11 @@ from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.step_metrics import describe_batch, describe_groups, describe_push
 
 log = structlog.get_logger()
+
+_ACKS_AT_A_TIME = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +52,10 @@ class TrainingLoop:
     progress: Progress
     optimizer: PolicyOptimizer
     publisher: WeightPublisher
-    gate: Gate
+    ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
     collector: Collector
+    batches: BatchSource
     checkpoints: CheckpointStore
     metrics: MetricsLog
     recorder: StepRecorder | None
@@ -59,34 +65,37 @@ class TrainingLoop:
     step: int
     """Optimizer steps taken."""
     saved_version: int | None
-    """The policy version in the newest checkpoint; None where there is none, in a run that has just begun."""
+    """The policy version in the newest checkpoint; None in a new run."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Train until the last step or until `stop`, with a checkpoint at the end in both cases."""
+        """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
         await self._publish(self.version)
         if self.saved_version is not None:
             await self.collector.wait_until_caught_up()
-            await self.feeder.readmit()
-        await self._admit()
+            await self.feeder.publish_again()
         while self.step < self.config.num_steps:
             started = time.monotonic()
             self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
-            batch = await unless_stopped(self.collector.next_batch(self.version, self._admit), stop)
+            batch = await unless_stopped(self.batches.next(self.version, num_steps_left=self._num_steps_left), stop)
             if batch is None:
                 break
             collected = time.monotonic()
-            row = await self._train(batch)
+            metrics = await self._train(batch)
             trained = time.monotonic()
             report = await self._publish(self.version + 1)
             await self._admit()
+            step_s = time.monotonic() - started
             self.metrics.write(
-                row
-                | self._describe(batch, report)
+                metrics
+                | describe_batch([finished.played for finished in batch])
+                | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)
+                | describe_groups(self.ledger.counts, num_duplicate=self.collector.num_duplicate)
                 | {
+                    "max_staleness": self.config.max_staleness,
                     "wait_s": collected - started,
                     "train_s": trained - collected,
-                    "step_s": time.monotonic() - started,
-                    "output_tokens_per_s": row["num_tokens"] / (time.monotonic() - started),
+                    "step_s": step_s,
+                    "output_tokens_per_s": metrics["num_tokens"] / step_s,
                 }
             )
             if self.step % self.config.checkpoint_every == 0:
@@ -97,24 +106,24 @@ class TrainingLoop:
 
     async def _train(self, batch: Sequence[Finished]) -> dict[str, Any]:
         self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
-        groups = [finished.ready for finished in batch]
         if self.recorder is not None:
             played = [finished.played for finished in batch]
             await asyncio.to_thread(self.recorder.record, self.step + 1, self.version, played)
-        row: dict[str, Any] = await asyncio.to_thread(self.optimizer.step, groups, self.version)
+        groups = [finished.ready for finished in batch]
+        metrics: dict[str, Any] = await asyncio.to_thread(self.optimizer.step, groups, self.version)
         if self.recorder is not None:
-            row["weights_digest"] = await asyncio.to_thread(self.optimizer.weights_digest)
-        self.gate.trained(group.index for group in groups)
+            metrics["weights_digest"] = await asyncio.to_thread(self.optimizer.weights_digest)
+        self.ledger.finish_training()
         self.step += 1
         if self.step % self.config.samples_every == 0 or self.step == 1:
             await asyncio.to_thread(write_group, batch[0].played, self.folder / "samples" / f"step-{self.step:06d}")
-        return {"step": self.step, "num_steps": self.config.num_steps, "policy_version": self.version, **row}
+        return {"step": self.step, "num_steps": self.config.num_steps, "policy_version": self.version, **metrics}
 
     async def _publish(self, version: int) -> PushReport:
-        """Push the weights of now as `version`, then announce it: from then on groups may be admitted at it."""
+        """Push the current weights as `version`, then announce it: from then on groups may be admitted at it."""
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
         weights = await asyncio.to_thread(lambda: self.publisher.take(version, self.optimizer.named_weights()))
-        # Taken before any replica holds it: whoever dies in between, the number never stands for other weights.
+        # Reserved before any replica holds it: if the trainer dies now, the number never stands for other weights.
         await self.bus.put(self.policy_bucket, "reserved", json.dumps({"version": version}).encode())
         report = await self.publisher.publish(weights)
         self.version = version
@@ -124,65 +133,39 @@ class TrainingLoop:
             "run_id": self.progress.run_id,
             "step": self.step,
         }
-        if folder := self.publisher.snapshots.folder_of(version):
-            announcement["snapshot"] = str(folder)
         for key in (f"version.{version}", "current"):
             await self.bus.put(self.policy_bucket, key, json.dumps(announcement).encode())
         self.progress.step, self.progress.policy_version = self.step, version
         return report
 
-    async def _admit(self) -> None:
-        await self.feeder.admit(self.version, num_steps_left=self.config.num_steps - self.step)
-        self._count()
+    @property
+    def _num_steps_left(self) -> int:
+        return self.config.num_steps - self.step
 
-    def _count(self) -> None:
-        self.progress.num_outstanding_groups = len(self.gate.outstanding)
-        self.progress.num_trained_groups = self.gate.num_trained
-        self.progress.num_stale_groups = self.gate.num_rejected
-        self.progress.num_failed_groups = self.gate.num_dropped
+    async def _admit(self) -> None:
+        await self.feeder.admit(self.version, num_steps_left=self._num_steps_left)
+        self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
 
     async def _checkpoint(self) -> None:
-        # State and messages are taken without an await between them: they are of the same moment.
+        ledger = self.ledger.checkpoint()
         state = {
             "run_id": self.progress.run_id,
             "step": self.step,
             "version": self.version,
             "base_model": str(self.base_model),
-            "gate": self.gate.state(),
+            "ledger": ledger.state,
         }
-        unsettled = self.collector.take_unsettled()
         started = time.monotonic()
         await asyncio.to_thread(
             self.checkpoints.save, self.step, state, lambda folder: self.optimizer.save(folder, self.base_model)
         )
-        for first in range(0, len(unsettled), 64):
-            await asyncio.gather(*(delivery.ack() for delivery in unsettled[first : first + 64]))
+        settled = self.ledger.settle(ledger)
+        for first in range(0, len(settled), _ACKS_AT_A_TIME):
+            await asyncio.gather(*(delivery.ack() for delivery in settled[first : first + _ACKS_AT_A_TIME]))
         self.progress.checkpoint_step, self.saved_version = self.step, self.version
         log.info(
             "checkpoint.saved",
             step=self.step,
-            num_groups_settled=len(unsettled),
+            num_messages_acked=len(settled),
             elapsed_s=round(time.monotonic() - started, 3),
         )
-
-    def _describe(self, batch: Sequence[Finished], report: PushReport) -> dict[str, Any]:
-        samples = [sample for finished in batch for sample in finished.played.samples]
-        unjudged = [s.verdict.status for s in samples if s.verdict.status in ("TIMEOUT", "OUT_OF_MEMORY")]
-        return {
-            "groups": [finished.ready.index for finished in batch],
-            "max_staleness": self.config.max_staleness,
-            "num_unjudged_samples": len(unjudged),
-            "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
-            "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
-            "push_s": report.push_s,
-            "push_pause_s": report.pause_s,
-            "push_bytes": report.num_bytes,
-            "push_failed_replicas": report.num_failed,
-            "num_replicas": self.publisher.num_live_replicas,
-            "push_replicas": report.num_replicas,
-            "num_trained_groups": self.gate.num_trained,
-            "num_stale_groups": self.gate.num_rejected,
-            "num_failed_groups": self.gate.num_dropped,
-            "num_stale_tokens": self.collector.num_rejected_tokens,
-            "num_duplicate_groups": self.collector.num_duplicate,
-        }

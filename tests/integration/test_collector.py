@@ -1,69 +1,100 @@
-"""The collector against a real bus: what becomes of groups, and of their messages."""
+"""Feeder, collector and batch source on a real bus: what becomes of groups, and of their messages."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import consuming
+from penstock.bus.consumer import Delivery, consuming
 from penstock.errors import DataError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group
 from penstock.records.codec import encode
+from penstock.runtime.process import end_task
 from services.trainer.admission.gate import Gate
-from services.trainer.flow.collector import Collector
+from services.trainer.admission.ledger import GroupLedger, GroupStatus
+from services.trainer.config import DataConfig
+from services.trainer.data.dataset import open_dataset
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.feeder import Feeder
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
 from tests.train_groups import make_group
+from tests.waiting import until
 
 RUN = "run"
 """The run id of `make_group`."""
 
-
-OpenCollector = Callable[[], Awaitable[Collector]]
-CollectorOf = Callable[[Bus, Gate, Path], OpenCollector]
+NUM_STEPS_LEFT = 100
 
 
-@pytest.fixture
-async def collector_of() -> AsyncIterator[CollectorOf]:
-    """What opens a collector as the trainer does at its start: everything unacked is delivered again."""
-    async with AsyncExitStack() as stack:
+@dataclass
+class Flow:
+    """The parts of a trainer between the bus and the batch."""
 
-        def of(bus: Bus, gate: Gate, model_path: Path) -> OpenCollector:
-            async def open_one() -> Collector:
-                consumer = await stack.enter_async_context(
-                    consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=1000, fresh=True)
-                )
-                tokens = ModelTokens(
-                    vocab_size=256,
-                    image_id=image_token_id(model_path),
-                    forbidden_ids=frozenset(forbidden_token_ids(model_path)),
-                )
-                return Collector(
-                    consumer=consumer,
-                    gate=gate,
-                    reader=GroupReader(tokens, None),
-                    run_id=RUN,
-                    max_failures_in_a_row=2,
-                )
+    bus: Bus
+    ledger: GroupLedger[Finished, Delivery]
+    collector: Collector
+    feeder: Feeder
+    batches: BatchSource
 
-            return open_one
+    async def next_batch(self, version: int) -> list[Finished]:
+        """The next batch, within the time of a test."""
+        async with asyncio.timeout(30):
+            return await self.batches.next(version, num_steps_left=NUM_STEPS_LEFT)
 
-        yield of
+    async def settle(self) -> int:
+        """What a checkpoint does; returns the number of messages that it acknowledged."""
+        receipts = self.ledger.settle(self.ledger.checkpoint())
+        for receipt in receipts:
+            await receipt.ack()
+        return len(receipts)
 
 
 @asynccontextmanager
-async def running(collector: Collector) -> AsyncIterator[None]:
-    """The collector at work."""
-    task = asyncio.create_task(collector.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+async def open_flow(
+    bus: Bus, model_path: Path, *, max_staleness: int = 0, groups_per_step: int = 1, run_id: str = RUN
+) -> AsyncIterator[Flow]:
+    """Open what a trainer has at its start; everything unacknowledged is delivered again."""
+    tokens = ModelTokens(
+        vocab_size=256, image_id=image_token_id(model_path), forbidden_ids=frozenset(forbidden_token_ids(model_path))
+    )
+    ledger: GroupLedger[Finished, Delivery] = GroupLedger(
+        Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
+    )
+    feeder = Feeder(
+        dataset=open_dataset(DataConfig(size=10)),
+        ledger=ledger,
+        bus=bus,
+        run_id=run_id,
+        trainer_epoch="a",
+        samples_per_group=4,
+        profile="geo3k",
+        environment="single_turn",
+    )
+    async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=1000, fresh=True) as consumer:
+        collector = Collector(
+            consumer=consumer, ledger=ledger, reader=GroupReader(tokens, None), run_id=run_id, max_failures_in_a_row=2
+        )
+        yield Flow(bus, ledger, collector, feeder, BatchSource(ledger=ledger, feeder=feeder, collector=collector))
+
+
+@asynccontextmanager
+async def running(bus: Bus, model_path: Path, **settings: Any) -> AsyncIterator[Flow]:
+    """The same, with the collector at work."""
+    async with open_flow(bus, model_path, **settings) as flow:
+        task = asyncio.create_task(flow.collector.run())
+        try:
+            yield flow
+        finally:
+            await end_task(task)
 
 
 async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
@@ -71,267 +102,194 @@ async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
     await bus.publish(bus.groups, encode(group), message_id=group.prompt.message_id + copy)
 
 
+async def publish_failed(bus: Bus, group: Group, *, reason: str = "the image is broken") -> None:
+    """Store what a worker reports when it could not play the group."""
+    await publish(bus, Group(prompt=group.prompt, samples=(), worker_id="w", error=reason))
+
+
 async def num_stored(bus: Bus) -> int:
-    """Messages that are still on the bus."""
+    """Groups that are still on the bus."""
     return int((await bus.jetstream.stream_info(bus.groups.name)).state.messages)
 
 
-def admit_all(gate: Gate, version: int) -> Callable[[], Awaitable[int]]:
-    """What the feeder does, without publishing."""
-
-    async def admit() -> int:
-        count = gate.num_admissible()
-        for _ in range(count):
-            gate.admit(version)
-        return count
-
-    return admit
+async def num_prompts(bus: Bus) -> int:
+    """Prompts on the bus."""
+    return int((await bus.jetstream.stream_info(bus.prompts.name)).state.messages)
 
 
-async def test_trained_groups_leave_the_bus_only_when_settled(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_trained_groups_leave_the_bus_only_when_settled(bus: Bus, tiny_model_path: Path) -> None:
     """A message is acked with the checkpoint; a group that is held but not trained stays on the bus."""
-    gate = Gate(max_staleness=1, groups_per_step=2)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
     for index in range(3):
         await publish(bus, make_group(tiny_model_path, index=index, version=1))
-    async with running(collector), asyncio.timeout(20):
-        batch = await collector.next_batch(1, admit_all(gate, 1))
+    async with running(bus, tiny_model_path, max_staleness=1, groups_per_step=2) as flow:
+        batch = await flow.next_batch(1)
         assert [finished.ready.index for finished in batch] == [0, 1]
-        gate.trained([0, 1])
-        while not collector.holds(2, 0):
-            await asyncio.sleep(0.05)
-        settled = collector.take_unsettled()
+        flow.ledger.finish_training()
+        await until(lambda: flow.ledger.status(2) is GroupStatus.HELD)
         assert await num_stored(bus) == 3
-        for delivery in settled:
-            await delivery.ack()
+        assert await flow.settle() == 2
     assert await num_stored(bus) == 1, "only the untrained group is still there"
 
 
-async def test_restart_brings_back_what_was_not_settled(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_restart_brings_back_what_was_not_settled(bus: Bus, tiny_model_path: Path) -> None:
     """A trainer that dies before its checkpoint gets the same groups again."""
-    gate = Gate(max_staleness=0, groups_per_step=2)
-    await admit_all(gate, 1)()
-    open_collector = collector_of(bus, gate, tiny_model_path)
     for index in range(2):
         await publish(bus, make_group(tiny_model_path, index=index, version=1))
     for _ in range(2):
-        collector = await open_collector()
-        async with running(collector), asyncio.timeout(20):
-            batch = await collector.next_batch(1, admit_all(gate, 1))
+        async with running(bus, tiny_model_path, groups_per_step=2) as flow:
+            batch = await flow.next_batch(1)
         assert [finished.ready.index for finished in batch] == [0, 1]
 
 
-async def test_duplicates_are_trained_once(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
+async def test_groups_in_hand_are_not_played_again_after_a_restart(bus: Bus, tiny_model_path: Path) -> None:
+    """Only what neither the bus holds nor the state knows as finished is published again, in place of the old queue."""
+    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(20):
+        await flow.feeder.admit(1, num_steps_left=NUM_STEPS_LEFT)
+        await flow.collector.wait_until_caught_up()
+        flow.feeder.trainer_epoch = "b"
+        await flow.feeder.publish_again()
+    assert await num_prompts(bus) == 2
+
+
+async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> None:
     """A second copy, of a group that is held or was trained, is counted and dropped."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
     group = make_group(tiny_model_path, index=0, version=1)
     await publish(bus, group)
     await publish(bus, group, copy="/again")
-    async with running(collector), asyncio.timeout(20):
-        await collector.next_batch(1, admit_all(gate, 1))
-        gate.trained([0])
+    async with running(bus, tiny_model_path) as flow:
+        await flow.next_batch(1)
+        flow.ledger.finish_training()
         await publish(bus, group, copy="/and-again")
-        while collector.num_duplicate < 2:
-            await asyncio.sleep(0.05)
-    assert len(collector.take_unsettled()) == 3, "none of them is kept"
+        await until(lambda: flow.collector.num_duplicate == 2)
+        await until(lambda: flow.ledger.num_receipts == 3)
+    assert await flow.settle() == 3, "none of them is kept"
 
 
-async def test_stale_group_is_rejected_and_another_attempt_trained(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_stale_group_is_rejected_and_another_attempt_trained(bus: Bus, tiny_model_path: Path) -> None:
     """A group over the bound is never trained; its prompt is admitted again, and that attempt is."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
-    async with running(collector), asyncio.timeout(20):
-        waiting = asyncio.create_task(collector.next_batch(2, admit_all(gate, 2)))
-        while 0 not in gate.outstanding or gate.outstanding[0].attempt != 1:
-            await asyncio.sleep(0.05)
+    async with running(bus, tiny_model_path) as flow:
+        waiting = asyncio.create_task(flow.next_batch(2))
+        await until(lambda: [each.attempt for each in flow.ledger.unplayed()] == [1])
         assert not waiting.done()
         await publish(bus, make_group(tiny_model_path, index=0, attempt=1, version=2))
         (finished,) = await waiting
     assert (finished.ready.index, finished.ready.attempt) == (0, 1)
-    assert gate.num_rejected == 1
-    assert collector.num_rejected_tokens > 0
+    counts = flow.ledger.counts
+    assert (counts.rejected, counts.redrawn) == (1, 1)
+    assert counts.rejected_tokens == counts.redrawn_tokens == 3 + 4 + 5 + 6
 
 
-async def test_failed_group_makes_room_for_the_next(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
+async def test_failed_group_makes_room_for_the_next(bus: Bus, tiny_model_path: Path) -> None:
     """A group that could not be played is dropped, and a new one admitted in its place: nothing waits for ever."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
-    played = make_group(tiny_model_path, index=0, version=1)
-    await publish(bus, Group(prompt=played.prompt, samples=(), worker_id="w", error="the image is broken"))
+    await publish_failed(bus, make_group(tiny_model_path, index=0, version=1))
     await publish(bus, make_group(tiny_model_path, index=1, version=1))
-    async with running(collector), asyncio.timeout(20):
-        (finished,) = await collector.next_batch(1, admit_all(gate, 1))
+    async with running(bus, tiny_model_path) as flow:
+        (finished,) = await flow.next_batch(1)
     assert finished.ready.index == 1
-    assert gate.num_dropped == 1
+    assert flow.ledger.counts.failed == 1
 
 
-async def test_nothing_but_failures_ends_the_run_with_the_reason(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
-    """Failure after failure is a fault of data or set-up, and a person is told which."""
-    gate = Gate(max_staleness=0, groups_per_step=4)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
+async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_model_path: Path) -> None:
+    """Failure after failure is a fault of data or set-up, and the error names the last."""
     for index in range(3):
-        prompt = make_group(tiny_model_path, index=index, version=1).prompt
-        await publish(bus, Group(prompt=prompt, samples=(), worker_id="w", error="no such profile: geo4k"))
-    with pytest.raises(DataError, match=r"3 groups in a row could not be played.*geo4k"):
-        async with asyncio.timeout(20):
-            await collector.run()
+        await publish_failed(bus, make_group(tiny_model_path, index=index, version=1), reason="unknown profile: geo4k")
+    async with open_flow(bus, tiny_model_path, groups_per_step=4) as flow, asyncio.timeout(20):
+        with pytest.raises(DataError, match=r"3 groups in a row failed.*max_failures_in_a_row = 2.*geo4k"):
+            await flow.collector.run()
 
 
-async def test_other_runs_leftovers_are_removed(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
+async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
     """A group of another run on the same bus is not trained and not kept."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
-    collector.run_id = "this-run"
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
-    async with running(collector), asyncio.timeout(20):
+    async with running(bus, tiny_model_path, run_id="this-run") as flow, asyncio.timeout(20):
         while await num_stored(bus):
             await asyncio.sleep(0.05)
-    assert collector.num_foreign == 1
-    assert not collector.holds(0, 0)
+    assert flow.collector.num_foreign == 1
+    assert flow.ledger.wants(0, 0)
 
 
-async def test_group_that_is_being_read_is_not_settled(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_group_that_is_being_read_is_not_settled(bus: Bus, tiny_model_path: Path) -> None:
     """A checkpoint taken while a group is expanded in another thread must leave its message on the bus."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
     is_reading, may_end = threading.Event(), threading.Event()
-    read = collector.reader.read
+    async with running(bus, tiny_model_path) as flow:
+        read = flow.collector.reader.read
 
-    def read_slowly(group: Group) -> TrainGroup:
-        is_reading.set()
-        may_end.wait(10)
-        return read(group)
+        def read_slowly(group: Group) -> TrainGroup:
+            is_reading.set()
+            may_end.wait(10)
+            return read(group)
 
-    collector.reader.read = read_slowly  # type: ignore[method-assign]
-    await publish(bus, make_group(tiny_model_path, index=0, version=1))
-    async with running(collector), asyncio.timeout(20):
+        flow.collector.reader.read = read_slowly  # type: ignore[method-assign]
+        await publish(bus, make_group(tiny_model_path, index=0, version=1))
         await asyncio.to_thread(is_reading.wait)
-        assert collector.take_unsettled() == []
+        assert await flow.settle() == 0
         may_end.set()
-        await collector.next_batch(1, admit_all(gate, 1))
-        gate.trained([0])
-        assert len(collector.take_unsettled()) == 1
+        await flow.next_batch(1)
+        flow.ledger.finish_training()
+        assert await flow.settle() == 1
 
 
-async def test_group_of_lost_weights_is_rejected(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
-    """Tokens of a version that was never published are of weights that nobody has any more."""
-    gate = Gate(max_staleness=5, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
-    await publish(bus, make_group(tiny_model_path, index=0, version=3))
-    async with running(collector), asyncio.timeout(20):
-        waiting = asyncio.create_task(collector.next_batch(2, admit_all(gate, 2)))
-        while gate.num_rejected == 0:
-            await asyncio.sleep(0.05)
-        waiting.cancel()
-
-
-async def test_undecodable_group_is_not_waited_for(collector_of: CollectorOf, bus: Bus, tiny_model_path: Path) -> None:
-    """Bytes that are no group are buried, and the group that their id names counts as failed."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
+async def test_undecodable_group_is_not_waited_for(bus: Bus, tiny_model_path: Path) -> None:
+    """Bytes that are not a group are buried, and the group that their id names counts as failed."""
     await bus.publish(bus.groups, b"\xc1 garbage", message_id=f"{RUN}/0/0/a")
     await publish(bus, make_group(tiny_model_path, index=1, version=1))
-    async with running(collector), asyncio.timeout(20):
-        (finished,) = await collector.next_batch(1, admit_all(gate, 1))
+    async with running(bus, tiny_model_path) as flow:
+        (finished,) = await flow.next_batch(1)
     assert finished.ready.index == 1
-    assert gate.num_dropped == 1
+    assert flow.ledger.counts.failed == 1
     assert (await bus.jetstream.stream_info(bus.dead.name)).state.messages == 1
 
 
-async def test_stale_group_that_arrives_while_others_are_admitted(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_stale_group_that_arrives_while_others_are_admitted(bus: Bus, tiny_model_path: Path) -> None:
     """Publishing a prompt takes time, in which groups arrive: they are checked before the choice, not chosen from."""
-    gate = Gate(max_staleness=0, groups_per_step=2)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
+    async with running(bus, tiny_model_path, groups_per_step=2) as flow:
 
-    async def admit() -> None:
-        await admit_all(gate, 5)()
-        if gate.num_rejected == 1:
-            await publish(bus, make_group(tiny_model_path, index=1, version=1))
-            while gate.outstanding[1].attempt == 0 and not collector.holds(1, 0):
-                await asyncio.sleep(0.02)
+        async def admit_slowly(version: int, *, num_steps_left: int) -> None:
+            await flow.feeder.admit(version, num_steps_left=num_steps_left)
+            if flow.ledger.counts.rejected == 1 and flow.ledger.wants(1, 0):
+                await publish(bus, make_group(tiny_model_path, index=1, version=1))
+                await until(lambda: flow.ledger.status(1) is GroupStatus.HELD)
 
-    async with running(collector), asyncio.timeout(30):
-        waiting = asyncio.create_task(collector.next_batch(5, admit))
-        while gate.num_rejected < 2:
-            assert not waiting.done(), waiting.exception()
-            await asyncio.sleep(0.05)
+        flow.batches.feeder = SimpleNamespace(admit=admit_slowly)  # type: ignore[assignment]
+        waiting = asyncio.create_task(flow.next_batch(5))
+        await until(lambda: flow.ledger.counts.rejected == 2)
         for index in range(2):
             await publish(bus, make_group(tiny_model_path, index=index, attempt=1, version=5))
         assert [finished.ready.attempt for finished in await waiting] == [1, 1]
 
 
-async def test_early_stale_group_takes_the_place_of_a_failed_one(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_early_stale_group_takes_the_place_of_a_failed_one(bus: Bus, tiny_model_path: Path) -> None:
     """After a restart: a group that the gate had not reached yet is stale when it does; it is rejected, not chosen."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 5)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
-    failed = make_group(tiny_model_path, index=0, version=5).prompt
     await publish(bus, make_group(tiny_model_path, index=1, version=1))
-    await publish(bus, Group(prompt=failed, samples=(), worker_id="w", error="the image is broken"))
-    async with running(collector), asyncio.timeout(30):
-        waiting = asyncio.create_task(collector.next_batch(5, admit_all(gate, 5)))
-        while gate.num_rejected < 1:
-            assert not waiting.done(), waiting.exception()
-            await asyncio.sleep(0.05)
+    await publish_failed(bus, make_group(tiny_model_path, index=0, version=5))
+    async with running(bus, tiny_model_path) as flow:
+        waiting = asyncio.create_task(flow.next_batch(5))
+        await until(lambda: flow.ledger.counts.rejected == 1)
         await publish(bus, make_group(tiny_model_path, index=1, attempt=1, version=5))
         (finished,) = await waiting
     assert (finished.ready.index, finished.ready.attempt) == (1, 1)
 
 
-async def test_copy_that_arrives_during_training_is_a_duplicate(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
+async def test_copy_that_arrives_during_training_is_a_duplicate(bus: Bus, tiny_model_path: Path) -> None:
     """It is neither held for ever nor trained again, and its message is settled with the group's."""
-    gate = Gate(max_staleness=0, groups_per_step=1)
-    await admit_all(gate, 1)()
-    collector = await collector_of(bus, gate, tiny_model_path)()
     group = make_group(tiny_model_path, index=0, version=1)
     await publish(bus, group)
-    async with running(collector), asyncio.timeout(20):
-        await collector.next_batch(1, admit_all(gate, 1))
+    async with running(bus, tiny_model_path) as flow:
+        await flow.next_batch(1)
         await publish(bus, group, copy="/again")
-        while collector.num_duplicate < 1:
-            await asyncio.sleep(0.05)
-        gate.trained([0])
-        assert len(collector.take_unsettled()) == 2
+        await until(lambda: flow.collector.num_duplicate == 1)
+        flow.ledger.finish_training()
+        await until(lambda: flow.ledger.num_receipts == 2)
+        assert await flow.settle() == 2
 
 
-async def test_caught_up_means_that_everything_stored_is_here(
-    collector_of: CollectorOf, bus: Bus, tiny_model_path: Path
-) -> None:
-    """What was on the bus before the start is held when the wait ends."""
-    gate = Gate(max_staleness=0, groups_per_step=3)
-    await admit_all(gate, 1)()
+async def test_caught_up_means_that_everything_stored_is_here(bus: Bus, tiny_model_path: Path) -> None:
+    """What was on the bus before the start is in hand when the wait ends."""
     for index in range(3):
         await publish(bus, make_group(tiny_model_path, index=index, version=1))
-    collector = await collector_of(bus, gate, tiny_model_path)()
-    async with running(collector), asyncio.timeout(20):
-        await collector.wait_until_caught_up()
-        assert all(collector.holds(index, 0) for index in range(3))
+    async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(20):
+        await flow.collector.wait_until_caught_up()
+        assert not any(flow.ledger.wants(index, 0) for index in range(3))

@@ -36,7 +36,8 @@ async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bu
         progress=Progress(run_id="run", num_steps=10),
         optimizer=SimpleNamespace(named_weights=lambda: [("w", torch.ones(3))]),  # type: ignore[arg-type]
         publisher=SimpleNamespace(take=lambda _version, _named: None, publish=die),  # type: ignore[arg-type]
-        gate=None,  # type: ignore[arg-type]
+        ledger=None,  # type: ignore[arg-type]
+        batches=None,  # type: ignore[arg-type]
         feeder=None,  # type: ignore[arg-type]
         collector=None,  # type: ignore[arg-type]
         checkpoints=None,  # type: ignore[arg-type]

@@ -1,12 +1,13 @@
-"""The feeder: dataset rows, through the gate, to the PROMPTS queue.
+"""The feeder: examples of the data set, as far as the ledger admits them, to the PROMPTS queue.
 
-Invariant: every group that the gate counts as outstanding is on the bus, in a worker's hands, or finished. A trainer
-that starts again cannot know which, so it puts all of them back under ids of its own; the collector recognises what
-comes twice.
+Invariant: every group that the ledger counts as admitted is on the bus, with a worker, or in hand. A trainer that
+starts again cannot know which, so it publishes those not in hand again, under message ids of its own epoch; the ledger
+recognises what then arrives twice.
 """
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -14,57 +15,55 @@ from penstock.bus.connection import Bus
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Prompt
 from penstock.records.codec import encode
-from services.trainer.admission.gate import Admission, Gate
+from services.trainer.admission.ledger import Admission, GroupLedger, GroupStatus
 from services.trainer.data.dataset import Dataset
-from services.trainer.flow.collector import Collector
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True, kw_only=True)
 class Feeder:
-    """Admits prompt groups as far as the gate allows."""
+    """Publishes the prompts that the ledger admits."""
 
     dataset: Dataset
-    gate: Gate
-    collector: Collector
+    ledger: GroupLedger[Any, Any]
     bus: Bus
     run_id: str
-    incarnation: str
+    trainer_epoch: str
     """This start of the trainer."""
     samples_per_group: int
     profile: str
     environment: str
 
-    async def admit(self, version: int, *, num_steps_left: int) -> int:
-        """Admit what the gate allows at the published `version` and return how many groups that was."""
-        count = self.gate.num_admissible(num_steps_left)
-        for _ in range(count):
-            admission = self.gate.admit(version)
-            # A trainer that died after its last checkpoint may have had this group played already.
-            if not self.collector.holds(admission.index, admission.attempt):
-                await self._publish(admission)
-        return count
+    async def admit(self, version: int, *, num_steps_left: int) -> None:
+        """Admit what the gate allows at the published `version`.
 
-    async def readmit(self) -> None:
-        """After a restart: put every outstanding group on the bus that is not finished, in place of what is there."""
-        await self.bus.purge(self.bus.prompts)
-        for admission in list(self.gate.outstanding.values()):
-            if not self.collector.holds(admission.index, admission.attempt):
+        Raises:
+            DataError: a row of the data is wrong, or too large to send.
+        """
+        while self.ledger.num_admissible(num_steps_left):
+            admission = self.ledger.admit(version)
+            if self.ledger.status(admission.index) is GroupStatus.ADMITTED:
                 await self._publish(admission)
+
+    async def publish_again(self) -> None:
+        """After a restart: publish every admitted group that is not in hand, in place of what the queue holds."""
+        await self.bus.purge(self.bus.prompts)
+        for admission in self.ledger.unplayed():
+            await self._publish(admission)
 
     async def _publish(self, admission: Admission) -> None:
-        row = await asyncio.to_thread(self.dataset.__getitem__, admission.index)
+        example = await asyncio.to_thread(self.dataset.__getitem__, admission.index)
         prompt = Prompt(
             run_id=self.run_id,
             index=admission.index,
             attempt=admission.attempt,
-            incarnation=self.incarnation,
+            incarnation=self.trainer_epoch,
             admitted_version=admission.version,
             num_samples=self.samples_per_group,
-            messages=row.messages,
-            images=row.images,
-            golds=row.golds,
+            messages=example.messages,
+            images=example.images,
+            golds=example.golds,
             profile=self.profile,
             environment=self.environment,
         )

@@ -1,15 +1,16 @@
-"""Where the run stands, and the gRPC face that tells it."""
+"""Where the run stands, and the gRPC service that reports it."""
 
 from dataclasses import dataclass
 
 import grpc.aio
 
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.admission.ledger import GroupCounts
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Written by the training loop, read by anyone who asks."""
+    """Written by the training loop, read by callers of TrainerService."""
 
     run_id: str
     num_steps: int
@@ -22,28 +23,35 @@ class Progress:
     num_stale_groups: int = 0
     num_failed_groups: int = 0
 
+    def count_groups(self, counts: GroupCounts, *, num_untrained: int) -> None:
+        """Take over the ledger's counts."""
+        self.num_outstanding_groups = num_untrained
+        self.num_trained_groups = counts.trained
+        self.num_stale_groups = counts.rejected
+        self.num_failed_groups = counts.failed
+
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers from `Progress`."""
 
     def __init__(self, progress: Progress) -> None:
-        """Tell of `progress`."""
+        """Report `progress`."""
         self._progress = progress
 
     async def GetRun(  # noqa: N802 - gRPC's name
         self, request: trainer_pb2.GetRunRequest, context: "grpc.aio.ServicerContext[object, object]"
     ) -> trainer_pb2.GetRunResponse:
-        """Tell where the run stands."""
-        now = self._progress
+        """Report where the run stands."""
+        progress = self._progress
         return trainer_pb2.GetRunResponse(
-            run_id=now.run_id,
-            phase=now.phase,
-            step=now.step,
-            num_steps=now.num_steps,
-            policy_version=now.policy_version,
-            num_outstanding_groups=now.num_outstanding_groups,
-            checkpoint_step=now.checkpoint_step,
-            num_trained_groups=now.num_trained_groups,
-            num_stale_groups=now.num_stale_groups,
-            num_failed_groups=now.num_failed_groups,
+            run_id=progress.run_id,
+            phase=progress.phase,
+            step=progress.step,
+            num_steps=progress.num_steps,
+            policy_version=progress.policy_version,
+            num_outstanding_groups=progress.num_outstanding_groups,
+            checkpoint_step=progress.checkpoint_step,
+            num_trained_groups=progress.num_trained_groups,
+            num_stale_groups=progress.num_stale_groups,
+            num_failed_groups=progress.num_failed_groups,
         )

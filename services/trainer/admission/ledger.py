@@ -1,0 +1,361 @@
+"""The ledger: what became of every prompt group, and which messages of the bus that accounts for.
+
+The only owner of group state. The feeder, the collector and the training loop ask it and report to it; nothing else
+changes the status of a group. It is pure: groups and receipts are opaque to it.
+
+    unadmitted -> admitted -> held -> training -> trained -> settled
+                   ^  |        |
+                   |  |        +-> rejected (stale; waits to be admitted again)
+                   |  +-> failed, filtered -> settled              |
+                   +-----------------------------------------------+
+
+Invariants:
+- each index has exactly one status;
+- admitted, held and training groups together never exceed the gate's capacity, unless a restart made it smaller;
+- an index is trained at most once, and never with a stale group;
+- each rejection leads to exactly one further admission;
+- a receipt is released only by a checkpoint whose state accounts for its message.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from services.trainer.admission.batch_selection import Selection, select_batch
+from services.trainer.admission.gate import Gate
+
+GroupT = TypeVar("GroupT")
+ReceiptT = TypeVar("ReceiptT")
+
+
+class GroupStatus(enum.StrEnum):
+    """What became of a group."""
+
+    UNADMITTED = "unadmitted"
+    ADMITTED = "admitted"
+    """On the bus or with a worker."""
+    HELD = "held"
+    """Finished and in hand, waiting for its batch."""
+    TRAINING = "training"
+    """In the batch of the current optimizer step."""
+    REJECTED = "rejected"
+    """It was stale: its prompt waits to be admitted again."""
+    TRAINED = "trained"
+    """Trained, but not yet in a checkpoint."""
+    FILTERED = "filtered"
+    """Left out of training on purpose, but not yet in a checkpoint. Another prompt takes its place."""
+    FAILED = "failed"
+    """It could not be played or read, and that is not yet in a checkpoint. Another prompt takes its place."""
+    SETTLED = "settled"
+    """Trained, filtered or failed, and in a checkpoint."""
+
+
+Dropped = Literal[GroupStatus.FILTERED, GroupStatus.FAILED]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A group that may be played."""
+
+    index: int
+    """Place in the run's order of admission, from 0."""
+    attempt: int
+    """0, and one more each time the group is admitted again."""
+    version: int
+    """Published policy version when it was admitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival(Generic[GroupT]):
+    """A finished group."""
+
+    index: int
+    attempt: int
+    oldest_version: int
+    """The oldest policy version that produced one of its tokens."""
+    newest_version: int
+    """The newest one."""
+    num_tokens: int
+    """The policy's own tokens, over all samples."""
+    was_redelivered: bool = False
+    """Whether a worker had begun to play the prompt before."""
+    group: GroupT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerCheckpoint:
+    """The ledger of one moment; give it to `settle` once it is on disk."""
+
+    state: dict[str, Any]
+    """For `GroupLedger.from_state`, as plain data for JSON."""
+    receipts: frozenset[int]
+    """Numbers of the receipts whose messages the state accounts for."""
+    ended: frozenset[int]
+    """Groups that the state counts as trained, filtered or failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupCounts:
+    """How many groups met each fate, since the run began."""
+
+    trained: int = 0
+    rejected: int = 0
+    """Stale, and therefore admitted again."""
+    rejected_tokens: int = 0
+    """The policy's own tokens in them: shows whether long answers are the ones that are lost."""
+    failed: int = 0
+    filtered: int = 0
+    lost: int = 0
+    """Gone from the bus, and therefore admitted again."""
+    redrawn: int = 0
+    """Sampled more than once: admitted again, or redelivered to another worker."""
+    redrawn_tokens: int = 0
+    """The policy's own tokens in them."""
+
+
+class GroupLedger(Generic[GroupT, ReceiptT]):
+    """What became of every group of a run."""
+
+    def __init__(self, gate: Gate) -> None:
+        """Start with nothing admitted."""
+        self.gate = gate
+        self.counts = GroupCounts()
+        self._next_index = 0
+        self._admissions: dict[int, Admission] = {}  # admitted, held or training
+        self._training: tuple[int, ...] = ()
+        self._rejected: dict[int, int] = {}  # index -> next attempt
+        self._ended: dict[int, GroupStatus] = {}  # not yet in a checkpoint
+        # Arrivals of groups that are not admitted (yet) come from a trainer that died after its last checkpoint.
+        self._arrivals: dict[int, Arrival[GroupT]] = {}
+        self._dropped_early: dict[int, tuple[int, Dropped]] = {}  # index -> attempt and outcome
+        self._receipts: dict[int, tuple[int, ReceiptT]] = {}  # number -> index and receipt
+        self._next_receipt = 0
+
+    # Questions
+
+    def status(self, index: int) -> GroupStatus:
+        """Return the status of a group."""
+        if index in self._admissions:
+            if index in self._training:
+                return GroupStatus.TRAINING
+            return GroupStatus.HELD if index in self._arrivals else GroupStatus.ADMITTED
+        if index in self._rejected:
+            return GroupStatus.REJECTED
+        if index in self._ended:
+            return self._ended[index]
+        return GroupStatus.SETTLED if index < self._next_index else GroupStatus.UNADMITTED
+
+    def wants(self, index: int, attempt: int) -> bool:
+        """Return whether this attempt at a group is of use: not a duplicate, and not an attempt that was given up.
+
+        A later attempt than the admitted one is of use. So is a group that is not admitted yet: a trainer that died
+        after its last checkpoint had admitted it.
+        """
+        if index in self._training:
+            return False
+        if index in self._arrivals and self._arrivals[index].attempt >= attempt:
+            return False
+        if index in self._dropped_early and self._dropped_early[index][0] >= attempt:
+            return False
+        if index in self._admissions:
+            return attempt >= self._admissions[index].attempt
+        if index in self._rejected:
+            return attempt >= self._rejected[index]
+        return index >= self._next_index
+
+    @property
+    def num_untrained(self) -> int:
+        """Groups admitted and not yet trained."""
+        return len(self._admissions)
+
+    def num_admissible(self, num_steps_left: int) -> int:
+        """Return how many groups the gate lets in now; see `Gate.num_admissible`."""
+        return self.gate.num_admissible(self.num_untrained, num_steps_left=num_steps_left)
+
+    def unplayed(self) -> list[Admission]:
+        """Return the groups that are admitted and not in hand, in order of index."""
+        return [
+            self._admissions[index]
+            for index in sorted(self._admissions)
+            if index not in self._arrivals and index not in self._training
+        ]
+
+    # Admission
+
+    def admit(self, version: int) -> Admission:
+        """Admit the next group at the published `version`; rejected groups go first, the lowest index first.
+
+        The group must be played only if its status is then `ADMITTED`: it may have arrived, or failed, already.
+
+        Raises:
+            ValueError: the gate is full.
+        """
+        if self.num_untrained >= self.gate.capacity:
+            raise ValueError(f"the gate is full: {self.gate.capacity} groups are admitted and untrained")
+        if self._rejected:
+            index = min(self._rejected)
+            attempt = self._rejected.pop(index)
+        else:
+            index, attempt = self._next_index, 0
+            self._next_index += 1
+        admission = Admission(index=index, attempt=attempt, version=version)
+        self._admissions[index] = admission
+        if index in self._dropped_early:
+            self._drop(index, self._dropped_early.pop(index)[1])
+        return admission
+
+    def readmit_lost(self, version: int) -> list[Admission]:
+        """Admit every unplayed group again at the published `version`: nothing of them is on the bus any more."""
+        lost = [
+            Admission(index=admission.index, attempt=admission.attempt + 1, version=version)
+            for admission in self.unplayed()
+        ]
+        self._admissions.update((admission.index, admission) for admission in lost)
+        self.counts.lost += len(lost)
+        return lost
+
+    # Arrival
+
+    def hold(self, arrival: Arrival[GroupT]) -> bool:
+        """Take a finished group in hand; return False, and leave it, if it is not wanted."""
+        if not self.wants(arrival.index, arrival.attempt):
+            return False
+        self._arrivals[arrival.index] = arrival
+        self._dropped_early.pop(arrival.index, None)
+        if arrival.attempt > 0 or arrival.was_redelivered:
+            self.counts.redrawn += 1
+            self.counts.redrawn_tokens += arrival.num_tokens
+        return True
+
+    def drop(self, index: int, attempt: int, outcome: Dropped) -> bool:
+        """Record that a group will not be trained; return False, and change nothing, if it is not wanted.
+
+        An earlier attempt that is in hand is kept: it can still be trained.
+        """
+        if not self.wants(index, attempt) or index in self._arrivals:
+            return False
+        if index in self._admissions:
+            self._drop(index, outcome)
+        else:
+            self._dropped_early[index] = (attempt, outcome)
+        return True
+
+    def keep_receipt(self, index: int, receipt: ReceiptT) -> None:
+        """Keep what acknowledges a message about a group, until `settle` releases it.
+
+        Report what became of the group first: a checkpoint taken in between would account for the message too early.
+        """
+        self._receipts[self._next_receipt] = (index, receipt)
+        self._next_receipt += 1
+
+    @property
+    def num_receipts(self) -> int:
+        """Messages in hand."""
+        return len(self._receipts)
+
+    # Training
+
+    def reject_stale(self, version: int) -> list[Arrival[GroupT]]:
+        """Reject the groups in hand that may not be trained at the published `version`, and return them."""
+        stale = [
+            arrival
+            for index, arrival in self._arrivals.items()
+            if self.status(index) is GroupStatus.HELD
+            and self.gate.is_stale(
+                oldest_version=arrival.oldest_version, newest_version=arrival.newest_version, version=version
+            )
+        ]
+        for arrival in stale:
+            del self._arrivals[arrival.index]
+            admission = self._admissions.pop(arrival.index)
+            self._rejected[arrival.index] = max(arrival.attempt, admission.attempt) + 1
+            self.counts.rejected += 1
+            self.counts.rejected_tokens += arrival.num_tokens
+        return stale
+
+    def select(self, version: int) -> Selection:
+        """Choose the batch that trains the published `version`, or say which groups it waits for.
+
+        Raises:
+            ValueError: a group in hand is stale; call `reject_stale` first.
+        """
+        return select_batch(
+            {index: arrival.oldest_version for index, arrival in self._arrivals.items() if index in self._admissions},
+            {index: admission.version for index, admission in self._admissions.items()},
+            version=version,
+            max_staleness=self.gate.max_staleness,
+            groups_per_step=self.gate.groups_per_step,
+        )
+
+    def start_training(self, indices: Sequence[int]) -> list[GroupT]:
+        """Hand out the groups of a batch, in the order given.
+
+        Raises:
+            ValueError: a batch is being trained, or one of the groups is not held.
+        """
+        if self._training:
+            raise ValueError(f"groups {self._training} are being trained")
+        if wrong := [index for index in indices if self.status(index) is not GroupStatus.HELD]:
+            raise ValueError(f"groups {wrong} are not held")
+        self._training = tuple(indices)
+        return [self._arrivals.pop(index).group for index in indices]
+
+    def finish_training(self) -> None:
+        """Record that the batch was trained; each of its groups frees its place in the gate."""
+        for index in self._training:
+            del self._admissions[index]
+            self._ended[index] = GroupStatus.TRAINED
+        self.counts.trained += len(self._training)
+        self._training = ()
+
+    # Checkpoints
+
+    def checkpoint(self) -> LedgerCheckpoint:
+        """Return what a checkpoint of this moment must hold.
+
+        A group that is in hand but not trained is in no checkpoint, so its messages stay on the bus.
+
+        Raises:
+            ValueError: a batch is being trained.
+        """
+        if self._training:
+            raise ValueError(f"groups {self._training} are being trained")
+        only_here = self._arrivals.keys() | self._dropped_early.keys()
+        return LedgerCheckpoint(
+            state={
+                "next_index": self._next_index,
+                "admitted": [[a.index, a.attempt, a.version] for a in self._admissions.values()],
+                "rejected": sorted([index, attempt] for index, attempt in self._rejected.items()),
+                "counts": {name: getattr(self.counts, name) for name in GroupCounts.__slots__},
+            },
+            receipts=frozenset(number for number, (index, _) in self._receipts.items() if index not in only_here),
+            ended=frozenset(self._ended),
+        )
+
+    def settle(self, checkpoint: LedgerCheckpoint) -> list[ReceiptT]:
+        """Record that a checkpoint is on disk, and return the receipts of the messages to acknowledge."""
+        for index in checkpoint.ended:
+            del self._ended[index]
+        return [self._receipts.pop(number)[1] for number in sorted(checkpoint.receipts)]
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], gate: Gate) -> Self:
+        """Restore a checkpoint's state. The bound may differ: a smaller one admits nothing until enough is trained."""
+        ledger = cls(gate)
+        ledger.counts = GroupCounts(**state["counts"])
+        ledger._next_index = state["next_index"]
+        ledger._admissions = {
+            index: Admission(index=index, attempt=attempt, version=version)
+            for index, attempt, version in state["admitted"]
+        }
+        ledger._rejected = dict(state["rejected"])
+        return ledger
+
+    def _drop(self, index: int, outcome: Dropped) -> None:
+        del self._admissions[index]
+        self._ended[index] = outcome
+        if outcome is GroupStatus.FAILED:
+            self.counts.failed += 1
+        else:
+            self.counts.filtered += 1

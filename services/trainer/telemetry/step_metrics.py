@@ -1,0 +1,46 @@
+"""The metrics of a step that do not come from the optimizer: its batch, its push, and the groups of the run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.records import Group
+from services.trainer.admission.ledger import GroupCounts
+from services.trainer.push.publisher import PushReport
+
+
+def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
+    """Describe the batch as it was played."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        "groups": [group.prompt.index for group in groups],
+        "num_unjudged_samples": sum(not sample.verdict.is_judged for sample in samples),
+        "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
+        "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
+    }
+
+
+def describe_push(report: PushReport, *, num_live_replicas: int) -> dict[str, Any]:
+    """Describe the push of the step's weights."""
+    return {
+        "push_s": report.push_s,
+        "push_pause_s": report.pause_s,
+        "push_bytes": report.num_bytes,
+        "push_failed_replicas": report.num_failed,
+        "push_replicas": report.num_replicas,
+        "num_replicas": num_live_replicas,
+    }
+
+
+def describe_groups(counts: GroupCounts, *, num_duplicate: int) -> dict[str, int]:
+    """Describe what became of groups since the run began; duplicates are counted since the trainer started."""
+    return {
+        "num_trained_groups": counts.trained,
+        "num_stale_groups": counts.rejected,
+        "num_stale_tokens": counts.rejected_tokens,
+        "num_failed_groups": counts.failed,
+        "num_filtered_groups": counts.filtered,
+        "num_lost_groups": counts.lost,
+        "num_redrawn_groups": counts.redrawn,
+        "num_redrawn_tokens": counts.redrawn_tokens,
+        "num_duplicate_groups": num_duplicate,
+    }

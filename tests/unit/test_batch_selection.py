@@ -1,0 +1,148 @@
+"""The gate and the batch selection: no group goes stale by waiting, whatever finishes when."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.admission.batch_selection import select_batch
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.ledger import Arrival, GroupLedger
+
+NUM_STEPS_LEFT = 10**6
+
+
+def admit_all(ledger: GroupLedger[int, int], version: int) -> None:
+    """Fill the gate."""
+    while ledger.num_admissible(NUM_STEPS_LEFT):
+        ledger.admit(version)
+
+
+def finish(ledger: GroupLedger[int, int], index: int, version: int) -> None:
+    """A group arrives, all of whose tokens are of one version."""
+    (admission,) = [each for each in ledger.unplayed() if each.index == index]
+    assert ledger.hold(
+        Arrival(
+            index=index,
+            attempt=admission.attempt,
+            oldest_version=version,
+            newest_version=version,
+            num_tokens=1,
+            group=version,
+        )
+    )
+
+
+def test_the_gate_admits_no_more_than_the_run_can_still_train() -> None:
+    """Up to the bound; near the end, only what the steps left can train."""
+    gate = Gate(max_staleness=3, groups_per_step=2)
+    assert gate.num_admissible(1, num_steps_left=100) == 7
+    assert gate.num_admissible(1, num_steps_left=2) == 3
+    assert gate.num_admissible(1, num_steps_left=0) == 0
+
+
+def test_the_gate_bounds_the_age_of_the_oldest_token() -> None:
+    """And refuses tokens of a version that was never published."""
+    gate = Gate(max_staleness=1, groups_per_step=2)
+    assert not gate.is_stale(oldest_version=4, newest_version=5, version=5)
+    assert gate.is_stale(oldest_version=3, newest_version=5, version=5)
+    assert gate.is_stale(oldest_version=5, newest_version=6, version=5)
+
+
+def test_zero_staleness_takes_exactly_the_admitted_groups_in_order() -> None:
+    """However they finish, the batch is the B admitted groups, by index."""
+    outstanding = {3: 7, 1: 7, 2: 7}
+    waiting = select_batch({3: 7, 1: 7}, outstanding, version=7, max_staleness=0, groups_per_step=3)
+    assert (waiting.indices, waiting.waiting_for) == ((), (2,))
+    ready = select_batch({3: 7, 2: 7, 1: 7}, outstanding, version=7, max_staleness=0, groups_per_step=3)
+    assert (ready.indices, ready.waiting_for) == ((1, 2, 3), ())
+
+
+def test_waits_for_a_due_group_even_when_enough_others_are_finished() -> None:
+    """Group 0 is due; a batch without it would make it stale."""
+    selection = select_batch({1: 4, 2: 4}, {0: 3, 1: 4, 2: 4, 3: 4}, version=4, max_staleness=1, groups_per_step=2)
+    assert selection.waiting_for == (0,)
+
+
+def test_looks_further_ahead_than_one_step() -> None:
+    """Training 3 now would leave 1 and 2 due for the one place of the next step (the module's example)."""
+    selection = select_batch({3: 1}, {1: 0, 2: 0, 3: 1}, version=1, max_staleness=2, groups_per_step=1)
+    assert selection.waiting_for == (1, 2)
+
+
+def test_fresh_tokens_move_a_deadline() -> None:
+    """A group admitted long ago but played by a newer version is not urgent."""
+    selection = select_batch({0: 4, 1: 3}, {0: 3, 1: 3}, version=4, max_staleness=1, groups_per_step=1)
+    assert selection.indices == (1,)
+
+
+def test_refuses_what_is_stale_or_unknown() -> None:
+    """Both are errors of the caller, not something to train."""
+    with pytest.raises(ValueError, match=r"\[0\] are stale at version 5"):
+        select_batch({0: 3}, {0: 3}, version=5, max_staleness=1, groups_per_step=1)
+    with pytest.raises(ValueError, match=r"\[9\] are not outstanding"):
+        select_batch({9: 3}, {0: 3}, version=3, max_staleness=1, groups_per_step=1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    max_staleness=st.integers(0, 4),
+    groups_per_step=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    is_refilled_late=st.booleans(),
+)
+def test_no_group_ever_goes_stale_by_waiting(
+    max_staleness: int, groups_per_step: int, seed: int, is_refilled_late: bool
+) -> None:
+    """Any order of finishing: at most a batch is due, nothing in hand is rejected, and every wait can end."""
+    rng = random.Random(seed)
+    ledger: GroupLedger[int, int] = GroupLedger(Gate(max_staleness=max_staleness, groups_per_step=groups_per_step))
+    version, trained = 1, []
+    for _ in range(12):
+        while True:
+            while ledger.num_admissible(NUM_STEPS_LEFT) and not (is_refilled_late and rng.random() < 0.3):
+                ledger.admit(version)
+            due = [each for each in ledger.unplayed() if each.version <= version - max_staleness]
+            assert len(due) <= groups_per_step
+            assert ledger.reject_stale(version) == []
+            selection = ledger.select(version)
+            if selection.indices:
+                break
+            unplayed = ledger.unplayed()
+            assert set(selection.waiting_for) <= {each.index for each in unplayed}
+            if unplayed:
+                each = rng.choice(unplayed)  # anything may finish next, urgent or not
+                finish(ledger, each.index, rng.randint(each.version, version))
+        versions = ledger.start_training(selection.indices)
+        assert len(versions) == groups_per_step
+        assert all(version - oldest <= max_staleness for oldest in versions)
+        ledger.finish_training()
+        trained += selection.indices
+        version += 1
+    assert len(set(trained)) == len(trained) == 12 * groups_per_step
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), jump=st.integers(1, 6))
+def test_a_jump_of_the_version_delays_groups_but_loses_none(seed: int, jump: int) -> None:
+    """As after a crash: stale groups are rejected and played again, and every index is trained once."""
+    rng = random.Random(seed)
+    ledger: GroupLedger[int, int] = GroupLedger(Gate(max_staleness=1, groups_per_step=2))
+    version, trained = 1, []
+    for step in range(10):
+        if step == 4:
+            version += jump
+        while True:
+            ledger.reject_stale(version)
+            admit_all(ledger, version)
+            if (selection := ledger.select(version)).indices:
+                break
+            each = rng.choice(ledger.unplayed())
+            finish(ledger, each.index, rng.randint(each.version, version))
+        ledger.start_training(selection.indices)
+        ledger.finish_training()
+        trained += selection.indices
+        version += 1
+    assert len(set(trained)) == len(trained) == 20
+    assert set(trained) <= set(range(24))
