@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """TrainerService tells about the run. It takes no work: prompts and groups travel over NATS.
+    """TrainerService reports on the run. It takes no work: prompts and groups travel over NATS.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """TrainerService tells about the run. It takes no work: prompts and groups travel over NATS.
+    """TrainerService reports on the run. It takes no work: prompts and groups travel over NATS.
     """
 
     def GetRun(self, request, context):
-        """GetRun tells where the run stands.
+        """GetRun reports where the run stands.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """TrainerService tells about the run. It takes no work: prompts and groups travel over NATS.
+    """TrainerService reports on the run. It takes no work: prompts and groups travel over NATS.
     """
 
     @staticmethod

@@ -5,7 +5,6 @@ it has ended.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,6 +15,8 @@ from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.bus.replica_lease import read_replica
 from penstock.clients.pd_pair import PDPeer
+from penstock.errors import CorruptMessageError
+from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, read_published_version
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2
 from services.router.balancing import MISMATCHES, ReplicaStatus, pair_up, sizes
@@ -134,14 +135,15 @@ class Pool:
         self.close_if_unused(member)
 
     def _read_policy(self) -> None:
-        value = self._policy.values.get("current")
+        value = self._policy.values.get(CURRENT_KEY)
         if value is None:
             return
         try:
-            current = json.loads(value)
-            self.published_version, self.min_version = int(current["version"]), int(current["min_version"])
-        except (ValueError, KeyError, TypeError) as error:
-            log.error("policy.unreadable", value=value[:200], error=repr(error))
+            current = read_published_version(value)
+        except CorruptMessageError as error:
+            log.error("policy.unreadable", error=str(error))
+            return
+        self.published_version, self.min_version = current.policy_version, current.min_policy_version
 
     async def _follow_replicas(self) -> None:
         while True:
@@ -176,10 +178,10 @@ async def open_pool(config: RouterConfig, bus: Bus) -> AsyncIterator[Pool]:
     that moment for ever.
     """
     ttl_s = bus.config.lease_ttl_s
-    replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket("policy")
+    replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket(POLICY_BUCKET)
     async with (
         watched(replicas, ttl_s=ttl_s) as replica_watch,
-        watched(policy, keys="current") as policy_watch,  # beside it the bucket keeps every version's origin
+        watched(policy, keys=CURRENT_KEY) as policy_watch,  # beside it the bucket keeps every version's origin
     ):
         pool = Pool(config, replica_watch, policy_watch)
         pool._read_policy()

@@ -13,6 +13,7 @@ import torch
 from penstock.bus import leases
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
+from penstock.bus.lock import Lock
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
@@ -31,7 +32,7 @@ from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
-from services.trainer.versions import first_version, newest_version_held, version_at
+from services.trainer.versions import PolicyVersions, first_version, newest_version_held
 
 log = structlog.get_logger()
 
@@ -48,6 +49,8 @@ async def assemble(
     store: CheckpointStore,
     checkpoint: Checkpoint | None,
     progress: Progress,
+    lock: Lock,
+    versions: PolicyVersions,
 ) -> TrainingLoop:
     """Build the training loop; what must be closed is pushed on `stack`.
 
@@ -68,7 +71,6 @@ async def assemble(
     step = 0 if checkpoint is None else checkpoint.step
     progress.step = progress.checkpoint_step = step
 
-    policy_bucket = await bus.bucket("policy")
     consumer = await _open_groups(bus, stack, fresh_run=checkpoint is None)
     collector = Collector(
         consumer=consumer,
@@ -91,9 +93,10 @@ async def assemble(
     replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
     version = first_version(
         checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
-        published=await version_at(policy_bucket, "current", recipe.bus.url),
-        reserved=await version_at(policy_bucket, "reserved", recipe.bus.url),
+        published=0 if versions.published is None else versions.published.policy_version,
+        claimed=versions.newest_claimed,
         newest_held=newest_version_held(replicas),
+        max_staleness=config.max_staleness,
     )
     publisher = _publisher(config.push, folder, replicas, optimizer.device)
     stack.push_async_callback(publisher.close)
@@ -102,8 +105,8 @@ async def assemble(
         config=config,
         folder=folder,
         base_model=recipe.model.path,
-        bus=bus,
-        policy_bucket=policy_bucket,
+        lock=lock,
+        versions=versions,
         progress=progress,
         optimizer=optimizer,
         publisher=publisher,

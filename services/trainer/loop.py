@@ -5,7 +5,6 @@ checkpoint's weights, ledger and step are of one moment, and messages are acknow
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from nats.js.kv import KeyValue
 
-from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery
+from penstock.bus.lock import Lock
 from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
+from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
@@ -32,6 +31,7 @@ from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import describe_batch, describe_groups, describe_push
+from services.trainer.versions import PolicyVersions
 
 log = structlog.get_logger()
 
@@ -46,9 +46,9 @@ class TrainingLoop:
     folder: Path
     base_model: Path
     """Folder that the weights were loaded from first, for tokenizer and processor of a checkpoint."""
-    bus: Bus
-    policy_bucket: KeyValue
-    """KV bucket in which versions are announced."""
+    lock: Lock
+    """Only its holder may publish and acknowledge."""
+    versions: PolicyVersions
     progress: Progress
     optimizer: PolicyOptimizer
     publisher: WeightPublisher
@@ -123,20 +123,25 @@ class TrainingLoop:
         """Push the current weights as `version`, then announce it: from then on groups may be admitted at it."""
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
         weights = await asyncio.to_thread(lambda: self.publisher.take(version, self.optimizer.named_weights()))
-        # Reserved before any replica holds it: if the trainer dies now, the number never stands for other weights.
-        await self.bus.put(self.policy_bucket, "reserved", json.dumps({"version": version}).encode())
+        await self.lock.confirm()
+        await self.versions.claim(self._describe_version(version))
         report = await self.publisher.publish(weights)
+        await self.lock.confirm()
+        await self.versions.announce(self._describe_version(version))
         self.version = version
-        announcement = {
-            "version": version,
-            "min_version": max(0, version - self.config.max_staleness),
-            "run_id": self.progress.run_id,
-            "step": self.step,
-        }
-        for key in (f"version.{version}", "current"):
-            await self.bus.put(self.policy_bucket, key, json.dumps(announcement).encode())
         self.progress.step, self.progress.policy_version = self.step, version
         return report
+
+    def _describe_version(self, version: int) -> PublishedVersion:
+        return PublishedVersion(
+            policy_version=version,
+            min_policy_version=max(0, version - self.config.max_staleness),
+            run_id=self.progress.run_id,
+            step=self.step,
+            trainer_epoch=self.feeder.trainer_epoch,
+            checkpoint_step=self.progress.checkpoint_step,
+            checkpoint_folder=str(self.checkpoints.folder.absolute()),
+        )
 
     @property
     def _num_steps_left(self) -> int:
@@ -159,10 +164,12 @@ class TrainingLoop:
         await asyncio.to_thread(
             self.checkpoints.save, self.step, state, lambda folder: self.optimizer.save(folder, self.base_model)
         )
+        await self.lock.confirm()
         settled = self.ledger.settle(ledger)
         for first in range(0, len(settled), _ACKS_AT_A_TIME):
             await asyncio.gather(*(delivery.ack() for delivery in settled[first : first + _ACKS_AT_A_TIME]))
         self.progress.checkpoint_step, self.saved_version = self.step, self.version
+        await self.versions.announce(self._describe_version(self.version))
         log.info(
             "checkpoint.saved",
             step=self.step,

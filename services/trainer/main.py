@@ -17,6 +17,7 @@ from services.trainer.loop import TrainingLoop
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.telemetry.curves import draw_curves
 from services.trainer.telemetry.progress import Progress, TrainerServicer
+from services.trainer.versions import open_versions
 
 log = structlog.get_logger()
 
@@ -31,13 +32,17 @@ async def serve(recipe: TrainerRecipe, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))
         await bus.ensure_streams()
-        await stack.enter_async_context(locked(bus, "trainer", ttl_s=recipe.bus.lease_ttl_s))
+        lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=recipe.bus.lease_ttl_s))
         store = CheckpointStore(folder / "checkpoints", keep=recipe.trainer.keep_checkpoints)
         checkpoint = await asyncio.to_thread(store.latest)
+        versions = await open_versions(bus)
+        if checkpoint is None:
+            versions.require_checkpoint(store.folder)
         run_id = new_run_id(recipe.run.name) if checkpoint is None else str(checkpoint.state["run_id"])
         progress = Progress(run_id=run_id, num_steps=recipe.trainer.num_steps)
         await _serve_progress(recipe, progress, stack)
-        loop = await unless_stopped(assemble(recipe, folder, bus, stack, store, checkpoint, progress), stop)
+        assembling = assemble(recipe, folder, bus, stack, store, checkpoint, progress, lock, versions)
+        loop = await unless_stopped(assembling, stop)
         if loop is None:
             return
         await _run_beside_its_tasks(loop, stop)

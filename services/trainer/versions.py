@@ -1,43 +1,126 @@
-"""Policy version numbers: which one a trainer starts with, so that none ever stands for two sets of weights."""
+"""Policy version numbers: claimed before a push begins, announced when it is over.
 
-import json
+Invariant: no number ever stands for two sets of weights, over restarts and whatever trainers do at the same time.
+"""
+
+from pathlib import Path
 
 import nats.js.errors
 from nats.js.kv import KeyValue
 
 from penstock.bus import leases
+from penstock.bus.connection import Bus
 from penstock.bus.failures import setting_up
+from penstock.bus.register import Register, open_register
 from penstock.bus.replica_lease import read_replica
+from penstock.errors import CorruptMessageError, SetupError
+from penstock.records.published_version import (
+    CURRENT_KEY,
+    POLICY_BUCKET,
+    read_published_version,
+    write_published_version,
+)
+from penstock.v1.trainer_pb2 import PublishedVersion
+
+_CLAIMED_KEY = "claimed"
+_NUM_KEPT_VERSIONS = 1000
+"""The origins of this many versions are kept, for people who look into a run."""
 
 
-def first_version(*, checkpoint: int | None, published: int, reserved: int, newest_held: int) -> int:
+class PolicyVersions:
+    """The versions of a run, in the bucket `policy`.
+
+    claimed        the newest version that a push was begun for; replaced only by compare-and-set
+    current        the version announced last
+    version.<n>    the same for each of the last 1000 versions; n counts modulo 1000
+    """
+
+    def __init__(self, bus: Bus, bucket: KeyValue, claimed: Register, published: PublishedVersion | None) -> None:
+        """Use `open_versions`."""
+        self._bus = bus
+        self._bucket = bucket
+        self._claimed = claimed
+        self.published = published
+        """The version announced last; None if there is none."""
+
+    @property
+    def newest_claimed(self) -> int:
+        """The newest version that this process knows to be claimed; 0 if there is none."""
+        return read_published_version(self._claimed.value).policy_version if self._claimed.value else 0
+
+    async def claim(self, version: PublishedVersion) -> None:
+        """Claim a version number, before any replica holds its weights. `trainer_epoch` must be of this process.
+
+        Raises:
+            SupersededError: another trainer has claimed a version since this one read the bucket.
+            SetupError: the server no longer has the bucket.
+        """
+        await self._claimed.write(write_published_version(version))
+
+    async def announce(self, version: PublishedVersion) -> None:
+        """Announce a claimed version to all processes of the run.
+
+        Raises:
+            SetupError: the server no longer has the bucket.
+        """
+        value = write_published_version(version)
+        for key in (f"version.{version.policy_version % _NUM_KEPT_VERSIONS}", CURRENT_KEY):
+            await self._bus.put(self._bucket, key, value)
+        self.published = version
+
+    def require_checkpoint(self, folder: Path) -> None:
+        """Refuse to begin a new run, which empties the queues, where a run has saved checkpoints in `folder`.
+
+        Raises:
+            SetupError: NATS says that there should be a checkpoint.
+        """
+        if self.published is None or self.published.checkpoint_step == 0:
+            return
+        if self.published.checkpoint_folder == str(folder.absolute()):
+            raise SetupError(
+                f"{folder.absolute()} holds no checkpoint, but run {self.published.run_id!r} saved one of step "
+                f"{self.published.checkpoint_step} there; restore or mount the folder and start again, or give "
+                "another run.name to begin a new run"
+            )
+
+
+async def open_versions(bus: Bus) -> PolicyVersions:
+    """Read the bucket `policy`.
+
+    Raises:
+        SetupError: the server does not answer, or the bucket holds something else.
+    """
+    bucket = await bus.bucket(POLICY_BUCKET)
+    claimed = await open_register(bus, bucket, _CLAIMED_KEY)
+    try:
+        with setting_up("bucket policy", bus.config.url, passing=nats.js.errors.KeyNotFoundError):
+            entry = await bucket.get(CURRENT_KEY)
+        published = read_published_version(entry.value or b"")
+    except nats.js.errors.KeyNotFoundError:
+        published = None
+    except CorruptMessageError as error:
+        raise SetupError(f"bucket policy on NATS at {bus.config.url}: {error}; choose another run.name") from None
+    return PolicyVersions(bus, bucket, claimed, published)
+
+
+def first_version(*, checkpoint: int | None, published: int, claimed: int, newest_held: int, max_staleness: int) -> int:
     """Return the version under which a trainer publishes the weights it starts with.
 
     After an orderly stop the checkpoint holds the weights published last. They keep their number, and groups sampled
-    from them stay as fresh as they were.
+    from them stay as fresh as they were. After anything else the number is so far ahead that everything sampled
+    before counts as stale: it may be of weights that were lost with the steps after the checkpoint.
 
     Args:
         checkpoint: Version of the weights in the checkpoint; None for a new run.
         published: The version announced last.
-        reserved: The last version for which a push began.
+        claimed: The last version for which a push began.
         newest_held: The newest version that a living replica holds, because NATS may have lost the other two.
+        max_staleness: The staleness bound.
     """
-    last = max(published, reserved, newest_held, checkpoint or 0)
-    return last if checkpoint == published == last else last + 1
-
-
-async def version_at(bucket: KeyValue, key: str, url: str) -> int:
-    """Return the version stored under a key of the bucket `policy`; 0 if there is none.
-
-    Raises:
-        SetupError: the server does not answer.
-    """
-    try:
-        with setting_up("bucket policy", url, passing=nats.js.errors.KeyNotFoundError):
-            entry = await bucket.get(key)
-    except nats.js.errors.KeyNotFoundError:
-        return 0
-    return int(json.loads(entry.value or b"{}")["version"])
+    last = max(published, claimed, newest_held, checkpoint or 0)
+    if last == 0:
+        return 1
+    return last if checkpoint == published == last else last + 1 + max_staleness
 
 
 def newest_version_held(replicas: leases.Watch) -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import time
 import types
@@ -14,8 +13,9 @@ import pytest
 from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, SetupError, UnavailableError
+from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.rpc.channel import connect as connect_channel
-from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
+from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, trainer_pb2
 from services.router.config import RouterConfig
 from services.router.server import routing, serve
 from tests.engine_processes import engine_process
@@ -29,8 +29,8 @@ OPEN = router_pb2.BREAKER_STATE_OPEN
 
 
 async def publish(bus: Bus, version: int, min_version: int) -> None:
-    value = {"version": version, "min_version": min_version, "run_id": "r", "step": version}
-    await (await bus.bucket("policy")).put("current", json.dumps(value).encode())
+    value = trainer_pb2.PublishedVersion(policy_version=version, min_policy_version=min_version)
+    await (await bus.bucket(POLICY_BUCKET)).put(CURRENT_KEY, write_published_version(value))
 
 
 async def test_a_call_passes_through_unchanged(bus: Bus) -> None:

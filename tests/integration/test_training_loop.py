@@ -1,55 +1,142 @@
-"""The training loop's promises to those who come after a crash."""
+"""The training loop's promises to those who come after a crash, and to a trainer that has taken over."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nats.js.errors
 import pytest
 import torch
 
 from penstock.bus.connection import Bus
+from penstock.bus.lock import claim
+from penstock.errors import SetupError, SupersededError
+from penstock.v1.trainer_pb2 import PublishedVersion
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.ledger import GroupLedger, GroupStatus
 from services.trainer.config import TrainerConfig
 from services.trainer.loop import TrainingLoop
+from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.telemetry.progress import Progress
-from services.trainer.versions import first_version
+from services.trainer.versions import first_version, open_versions
 
 
 class PowerCutError(Exception):
     """The trainer dies."""
 
 
-async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bus, tmp_path: Path) -> None:
-    """A replica may have got the weights although nobody announced them: their number is taken."""
-    bucket = await bus.bucket("policy")
+class Pushes:
+    """A publisher without replicas, which keeps the versions that it was given."""
 
-    async def die(_: Any) -> None:
-        raise PowerCutError
+    def __init__(self, *, dies: bool = False) -> None:
+        """Die in the first push if told so."""
+        self.versions: list[int] = []
+        self._dies = dies
 
-    run = TrainingLoop(
+    def take(self, version: int, _named_weights: object) -> int:
+        """The weights are their version."""
+        return version
+
+    async def publish(self, version: int) -> None:
+        """Keep the version."""
+        if self._dies:
+            raise PowerCutError
+        self.versions.append(version)
+
+
+class Receipt:
+    """A message in hand."""
+
+    def __init__(self) -> None:
+        """Not acknowledged yet."""
+        self.is_acked = False
+
+    async def ack(self) -> None:
+        """Note it."""
+        self.is_acked = True
+
+
+async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> TrainingLoop:
+    """A loop at step 7 that holds the trainer's lock, with no model behind it."""
+    lock = await claim(bus, "trainer", ttl_s=0.2)
+    backend: Any = SimpleNamespace(
+        named_weights=lambda: [("w", torch.ones(3))], save=lambda path, _: (path / "model").mkdir()
+    )
+    return TrainingLoop(
         config=TrainerConfig(),
-        folder=tmp_path,
-        base_model=tmp_path,
-        bus=bus,
-        policy_bucket=bucket,
+        folder=folder,
+        base_model=folder,
+        lock=lock,
+        versions=await open_versions(bus),
         progress=Progress(run_id="run", num_steps=10),
-        optimizer=SimpleNamespace(named_weights=lambda: [("w", torch.ones(3))]),  # type: ignore[arg-type]
-        publisher=SimpleNamespace(take=lambda _version, _named: None, publish=die),  # type: ignore[arg-type]
-        ledger=None,  # type: ignore[arg-type]
-        batches=None,  # type: ignore[arg-type]
-        feeder=None,  # type: ignore[arg-type]
+        optimizer=backend,
+        publisher=pushes,  # type: ignore[arg-type]
+        ledger=GroupLedger(Gate(max_staleness=0, groups_per_step=1)),
+        feeder=SimpleNamespace(trainer_epoch=epoch),  # type: ignore[arg-type]
         collector=None,  # type: ignore[arg-type]
-        checkpoints=None,  # type: ignore[arg-type]
+        batches=None,  # type: ignore[arg-type]
+        checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
         metrics=None,  # type: ignore[arg-type]
         recorder=None,
         version=7,
         step=7,
         saved_version=7,
     )
+
+
+async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bus, tmp_path: Path) -> None:
+    """A replica may have got the weights although nobody announced them: their number is taken."""
+    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes(dies=True))
     with pytest.raises(PowerCutError):
-        await run._publish(8)
-    reserved = json.loads((await bucket.get("reserved")).value or b"{}")["version"]
-    with pytest.raises(nats.js.errors.KeyNotFoundError):
-        await bucket.get("current")
-    assert first_version(checkpoint=7, published=7, reserved=reserved, newest_held=0) == 9
+        await loop._publish(8)
+    versions = await open_versions(bus)
+    assert versions.published is None
+    first = first_version(checkpoint=7, published=7, claimed=versions.newest_claimed, newest_held=0, max_staleness=0)
+    assert first == 9
+
+
+async def test_two_trainers_never_publish_the_same_number(bus: Bus, tmp_path: Path) -> None:
+    """Even if both believe that they hold the lock: the one that claims second has read an old claim."""
+    first, second = await open_versions(bus), await open_versions(bus)
+    await first.claim(PublishedVersion(policy_version=8, trainer_epoch="a"))
+    with pytest.raises(SupersededError):
+        await second.claim(PublishedVersion(policy_version=8, trainer_epoch="b"))
+    await first.claim(PublishedVersion(policy_version=9, trainer_epoch="a"))
+
+
+async def test_trainer_that_was_replaced_neither_publishes_nor_acknowledges(bus: Bus, tmp_path: Path) -> None:
+    """It was silent for longer than the lock lasts, and another took over: it ends, and the groups are that one's."""
+    pushes, receipt = Pushes(), Receipt()
+    silent = await open_loop(bus, tmp_path, epoch="a", pushes=pushes)
+    silent.ledger.admit(7)
+    silent.ledger.drop(0, 0, GroupStatus.FAILED)
+    silent.ledger.keep_receipt(0, receipt)  # type: ignore[arg-type]
+    successor = await open_loop(bus, tmp_path, epoch="b", pushes=pushes)
+    await successor._publish(8)
+    with pytest.raises(SupersededError, match="another process has taken over as trainer"):
+        await silent._publish(8)
+    with pytest.raises(SupersededError, match="another process has taken over as trainer"):
+        await silent._checkpoint()
+    assert pushes.versions == [8], "only the successor's weights went out"
+    assert not receipt.is_acked
+
+
+async def test_the_origin_of_a_version_is_kept_for_a_bounded_time(bus: Bus) -> None:
+    """One key for each of the last thousand versions, however long the run."""
+    versions = await open_versions(bus)
+    for number in (1, 2, 1000, 1001):
+        await versions.announce(PublishedVersion(policy_version=number, step=number))
+    bucket = await bus.bucket("policy")
+    assert sorted(await bucket.keys()) == ["current", "version.0", "version.1", "version.2"]
+    assert (await open_versions(bus)).published == PublishedVersion(policy_version=1001, step=1001)
+
+
+async def test_a_missing_checkpoint_folder_does_not_begin_a_new_run(bus: Bus, tmp_path: Path) -> None:
+    """The bus still holds the groups of the run: a volume that is not mounted must not purge them."""
+    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
+    await loop._publish(8)
+    (await open_versions(bus)).require_checkpoint(tmp_path / "checkpoints")  # nothing was saved yet
+    await loop._checkpoint()
+    versions = await open_versions(bus)
+    with pytest.raises(SetupError, match=r"checkpoints holds no checkpoint, but run 'run' saved one of step 7 there"):
+        versions.require_checkpoint(tmp_path / "checkpoints")
+    versions.require_checkpoint(tmp_path / "of-another-run")

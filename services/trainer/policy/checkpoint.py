@@ -52,7 +52,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         """Use `folder`, which is made when first needed; keep the newest `keep` checkpoints."""
-        self._folder = folder
+        self.folder = folder
         self._keep = keep
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Checkpoint:
@@ -63,11 +63,11 @@ class CheckpointStore:
             state: Plain data for JSON.
             write: Writes the other files into the folder that it is given.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for partial in self._folder.glob(".*.partial"):  # of a trainer that was killed
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for partial in self.folder.glob(".*.partial"):  # of a trainer that was killed
             shutil.rmtree(partial)
-        final = self._folder / f"step-{step:06d}"
-        partial = self._folder / f".{final.name}.partial"
+        final = self.folder / f"step-{step:06d}"
+        partial = self.folder / f".{final.name}.partial"
         partial.mkdir()
         write(partial)
         (partial / "state.json").write_text(json.dumps(state))
@@ -78,7 +78,7 @@ class CheckpointStore:
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        _flush(self._folder)
+        _flush(self.folder)
         self._point_at(final.name)
         self._delete_others(step)
         return Checkpoint(step=step, path=final, state=state)
@@ -92,7 +92,7 @@ class CheckpointStore:
         paths = self._paths()
         if not paths:
             return None
-        pointer = self._folder / "latest"
+        pointer = self.folder / "latest"
         newest = pointer.read_text().strip() if pointer.is_file() else ""
         ordered = sorted(paths, key=lambda path: (path.name != newest, -_step(path)))
         problems = []
@@ -105,7 +105,7 @@ class CheckpointStore:
                 continue
             return checkpoint
         raise SetupError(
-            f"no checkpoint in {self._folder} is complete ({'; '.join(problems)}); restore one from a backup, or "
+            f"no checkpoint in {self.folder} is complete ({'; '.join(problems)}); restore one from a backup, or "
             "delete the folder to start the run anew"
         )
 
@@ -121,14 +121,14 @@ class CheckpointStore:
         return None
 
     def _paths(self) -> list[Path]:
-        return [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+        return [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
     def _point_at(self, name: str) -> None:
-        temporary = self._folder / ".latest.tmp"
+        temporary = self.folder / ".latest.tmp"
         temporary.write_text(name + "\n")
         _flush(temporary)
-        os.replace(temporary, self._folder / "latest")
-        _flush(self._folder)
+        os.replace(temporary, self.folder / "latest")
+        _flush(self.folder)
 
     def _delete_others(self, step: int) -> None:
         """Delete what is older than the newest `keep`, and later steps, which belong to a history that was given up."""
