@@ -8,7 +8,8 @@
     │   ├── AccessError            a server let this process not in: its token is missing or wrong
     │   └── SupersededError        another process has taken over what this one held
     ├── InvalidRequestError    this request or message can never succeed
-    │   └── CorruptMessageError    bytes that do not decode to the expected record
+    │   ├── CorruptMessageError    bytes that do not decode to the expected record
+    │   └── PromptTooLongError     the prompt leaves no room for a token in any replica's context
     ├── PoisonError            it broke everyone who handled it; never try it again
     ├── NotReadyError          the state does not allow it (yet)
     ├── UnavailableError       nobody can do it now; try again
@@ -54,6 +55,10 @@ class InvalidRequestError(PenstockError):
 
 class CorruptMessageError(InvalidRequestError):
     """Bytes that cannot be decoded to the record they should hold."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt, with its images expanded, leaves no room for a single token in the context."""
 
 
 class PoisonError(PenstockError):

@@ -80,6 +80,16 @@ class ResumableTurn:
         elif not is_first:
             chunk.ClearField("usage")
 
+    def cut(self, reason: generate_pb2.FinishReason.ValueType) -> None:
+        """End the turn for `reason` with the tokens delivered so far.
+
+        Raises:
+            NotReadyError: no token was delivered, or the turn has ended.
+        """
+        if self.is_finished or self.num_tokens == 0:
+            raise NotReadyError(f"request {self._request.request_id!r} cannot be cut: it has ended, or has no token")
+        self._response.finish_reason = reason
+
     def response(self) -> generate_pb2.GenerateResponse:
         """The whole turn. Its usage counts the prompt of the first leg; its replica is the one that ended it.
 

@@ -62,7 +62,10 @@ class Sample(Record, frozen=True):
     """Prompt tokens that the engine's prefix cache held, over all turns."""
     num_last_turn_tokens: int
     """Tokens of its own that the policy produced in the last turn."""
-    finish_reason: Literal["stop", "length", "environment"]
+    finish_reason: Literal["stop", "length", "deadline", "environment", "error"]
+    """stop: the policy finished. length: its last turn was cut, or the context is full. deadline: time ran out.
+    environment: the environment ended it early, or the turns were used up. error: the environment failed, or the sample
+    broke the replicas that played it; the verdict is FAILED."""
     verdict: Verdict
     text: str
     """The policy's own text, for people and for the verdict."""

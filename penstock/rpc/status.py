@@ -7,6 +7,7 @@ from penstock import errors
 _CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.AccessError, grpc.StatusCode.UNAVAILABLE),  # another server's refusal: not the caller's to mend
     (errors.UserError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.PromptTooLongError, grpc.StatusCode.OUT_OF_RANGE),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.PoisonError, grpc.StatusCode.ABORTED),
     (errors.NotReadyError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -18,7 +19,7 @@ _CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
 
 _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
-    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: errors.PromptTooLongError,
     grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequestError,
     grpc.StatusCode.ABORTED: errors.PoisonError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.NotReadyError,

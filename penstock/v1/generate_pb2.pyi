@@ -32,6 +32,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """A stop token was produced; it is the last output id."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens or the context length was reached."""
+    FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 3
+    """The caller's time was over and it closed the stream; set by such callers (the worker), never by an engine."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -42,6 +44,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop token was produced; it is the last output id."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the context length was reached."""
+FINISH_REASON_DEADLINE: FinishReason.ValueType  # 3
+"""The caller's time was over and it closed the stream; set by such callers (the worker), never by an engine."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -56,7 +60,7 @@ class SamplingParams(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Softmax temperature, greater than 0; 0 means greedy. Returned logprobs are those of the tempered distribution."""
+    """Softmax temperature, at least 0; 0 means greedy. Returned logprobs are those of the tempered distribution."""
     top_p: _builtins.float
     """Nucleus mass in (0, 1]; 1 switches it off."""
     top_k: _builtins.int

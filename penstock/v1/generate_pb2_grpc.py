@@ -56,7 +56,8 @@ class GenerateServiceServicer:
     def Generate(self, request, context):
         """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
         engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-        counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
+        counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
+        ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
         again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -64,9 +65,9 @@ class GenerateServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
-        one after the other are those of the response that Generate would give. A stream that fails half-way has told of
-        what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
+        """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
+        chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
+        that another replica can continue, with these tokens as part of the prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

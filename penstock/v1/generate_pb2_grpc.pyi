@@ -38,13 +38,14 @@ class GenerateServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
     """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
     engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-    counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
+    counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
+    ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
     again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]
-    """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
-    one after the other are those of the response that Generate would give. A stream that fails half-way has told of
-    what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
+    """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
+    chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
+    that another replica can continue, with these tokens as part of the prompt.
     """
 
 @_typing.type_check_only
@@ -57,13 +58,14 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
     engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-    counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
+    counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
+    ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
     again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]  # type: ignore[assignment]
-    """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
-    one after the other are those of the response that Generate would give. A stream that fails half-way has told of
-    what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
+    """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
+    chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
+    that another replica can continue, with these tokens as part of the prompt.
     """
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -79,7 +81,8 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generate_pb2.GenerateResponse, _abc.Awaitable[_generate_pb2.GenerateResponse]]:
         """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
         engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-        counts that differ, an unreadable image, a prompt that is too long). UNAVAILABLE: no replica can take it now; try
+        counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
+        ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
         again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version.
         """
 
@@ -89,9 +92,9 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateChunk], _abc.AsyncIterator[_generate_pb2.GenerateChunk]]:
-        """GenerateStream plays one turn and tells of its tokens as they come; errors are those of Generate. The chunks' tokens
-        one after the other are those of the response that Generate would give. A stream that fails half-way has told of
-        what it had, so that the rest can be played elsewhere, with the tokens so far as part of the prompt.
+        """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
+        chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
+        that another replica can continue, with these tokens as part of the prompt.
         """
 
 def add_GenerateServiceServicer_to_server(servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -14,7 +14,7 @@ import time
 
 import structlog
 
-from penstock.errors import InvalidRequestError, OverloadedError, PenstockError, UnavailableError
+from penstock.errors import OverloadedError, PenstockError, PromptTooLongError, UnavailableError
 from penstock.v1 import generate_pb2
 from services.router.balancing import (
     PASSING,
@@ -94,7 +94,7 @@ class SlotPool:
         """A call that has been with a replica may wait for another as large; a new one has none to wait for."""
         if self.is_too_long(query) and not query.excluded:
             most = largest(self._pool.candidates.values())
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {most} tokens, the "
                 "response included; shorten it, or start a replica with a larger rollout.context_length"
             )

@@ -22,14 +22,14 @@ async def test_prompts_go_where_they_fit(bus: Bus) -> None:
 
 
 async def test_what_fits_nowhere_is_refused_at_once_and_clearly(bus: Bus) -> None:
-    """INVALID_ARGUMENT with both numbers; one replica that does not say how much it takes is asked."""
+    """OUT_OF_RANGE with both numbers; one replica that does not say how much it takes is asked."""
     async with pool(bus, 2, wait_for_replica_s=30.0) as (caller, engines):
         for engine, most in zip(engines, (10, 20), strict=True):
             await engine.update(max_tokens=most)
         await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await caller.generate(input_ids=[1] * 20, timeout_s=5.0)
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.code() == grpc.StatusCode.OUT_OF_RANGE
         assert "20 ids is too long: the largest replica takes 20 tokens" in (caught.value.details() or "")
         assert not any(engine.num_calls for engine in engines)
         await engines[0].update(max_tokens=0)

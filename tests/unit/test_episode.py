@@ -2,15 +2,21 @@
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config import SamplingConfig
-from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, UnavailableError
+from penstock.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    PenstockError,
+    PoisonError,
+    PromptTooLongError,
+    UnavailableError,
+)
 from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, Message, Prompt, TextPart, Verdict, VersionSpan
 from penstock.v1 import common_pb2, generate_pb2
@@ -32,35 +38,39 @@ def renderer(tiny_model_path: Path) -> Renderer:
 
 @dataclasses.dataclass
 class ScriptedPolicy:
-    """Says `turns` one after another; each is what it says and the version that says it."""
+    """Says `turns` one after another: text and the version that says it, or an error. With `hang` no turn ends."""
 
     renderer: Renderer
-    turns: Sequence[tuple[str, int]]
+    turns: Sequence[tuple[str, int] | Exception]
     finish: generate_pb2.FinishReason.ValueType = STOP
+    hang: bool = False
     requests: list[generate_pb2.GenerateRequest] = dataclasses.field(default_factory=list)
-    limits: list[tuple[float, float | None]] = dataclasses.field(default_factory=list)
 
     def ids(self, text: str) -> list[int]:
         """Ids of what it says."""
         return list(self.renderer._tokenizer(text, add_special_tokens=False).input_ids)
 
-    async def generate(
-        self, request: generate_pb2.GenerateRequest, *, timeout_s: float, retry_until: float | None = None
-    ) -> generate_pb2.GenerateResponse:
-        """The next turn."""
-        text, version = self.turns[len(self.requests)]
+    async def stream(
+        self, request: generate_pb2.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
+        """The next turn, in one chunk."""
+        turn = self.turns[len(self.requests)]
         self.requests.append(request)
-        self.limits.append((timeout_s, retry_until))
+        if isinstance(turn, Exception):
+            raise turn
+        text, version = turn
         ids = self.ids(text)
-        return generate_pb2.GenerateResponse(
+        yield generate_pb2.GenerateChunk(
             output_ids=ids,
             logprobs=[-0.25 * len(self.requests)] * len(ids),
             version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=version)],
-            finish_reason=self.finish,
+            finish_reason=generate_pb2.FINISH_REASON_UNSPECIFIED if self.hang else self.finish,
             usage=generate_pb2.Usage(
                 num_prompt_tokens=len(request.input_ids) + 8 * len(request.images), num_output_tokens=len(ids)
             ),
         )
+        if self.hang:
+            await asyncio.Event().wait()
 
 
 class TwoTurns:
@@ -158,16 +168,10 @@ def make_player(
     )
 
 
-def soon() -> float:
-    """A deadline that no test reaches."""
-    return time.monotonic() + 60
-
-
 async def test_a_single_turn_carries_the_engines_tokens_untouched(renderer: Renderer) -> None:
     """One request with the prompt's ids, images and bounds; one sample with the answer's ids, logprobs and version."""
     policy = ScriptedPolicy(renderer, [("\\boxed{3}" + END, 5)])
-    deadline = soon()
-    episode = await make_player(renderer, policy).play(make_prompt(), 1, deadline=deadline)
+    episode = await make_player(renderer, policy).play(make_prompt(), 1)
     sample = episode.to_sample(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
     [request] = policy.requests
     assert request.session_id == "run/3/1/a/1"
@@ -175,7 +179,6 @@ async def test_a_single_turn_carries_the_engines_tokens_untouched(renderer: Rend
     assert [image.data for image in request.images] == [PICTURE]
     assert request.min_policy_version == 4
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_new_tokens) == (0.5, 0, 32)
-    assert policy.limits == [(300.0, deadline)]
     own = policy.ids("\\boxed{3}" + END)
     assert sample.token_ids.tolist() == [*request.input_ids, *own]
     assert sample.loss_mask.tolist() == [False] * len(request.input_ids) + [True] * len(own)
@@ -188,7 +191,7 @@ async def test_a_single_turn_carries_the_engines_tokens_untouched(renderer: Rend
 async def test_the_second_turn_continues_the_first_token_for_token(renderer: Renderer) -> None:
     """Observation ids have mask 0 and no logprobs; the reward sees only what the policy said."""
     policy = ScriptedPolicy(renderer, [("\\boxed{2}" + END, 4), ("\\boxed{3}" + END, 5)])
-    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0)
     sample = episode.to_sample(Verdict(score=1.0, status="OK", extracted="3", method="EXACT"))
     first, second = policy.requests
     said, said_next = policy.ids("\\boxed{2}" + END), policy.ids("\\boxed{3}" + END)
@@ -222,7 +225,7 @@ async def test_ids_are_never_made_from_text(renderer: Renderer) -> None:
     assert renderer.decode(odd_ids) == "Find"
     assert odd_ids != policy.ids("Find" + END)
     policy.ids = lambda text: odd_ids  # type: ignore[method-assign]
-    await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0)
     start = len(policy.requests[0].input_ids)
     assert list(policy.requests[1].input_ids[start : start + len(odd_ids)]) == odd_ids
 
@@ -230,7 +233,7 @@ async def test_ids_are_never_made_from_text(renderer: Renderer) -> None:
 async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
     """The environment is not asked about half a sentence."""
     policy = ScriptedPolicy(renderer, [("\\boxed{", 4)], finish=LENGTH)
-    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0)
     assert (episode.finish_reason, episode.text) == ("length", "\\boxed{")
     assert TwoTurns.last.heard == []
 
@@ -238,7 +241,7 @@ async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
 async def test_the_last_turn_allowed_ends_the_episode(renderer: Renderer) -> None:
     """An observation that no turn will answer is not part of the sample."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await make_player(renderer, policy, max_turns=1).play(make_prompt("TwoTurns"), 0, deadline=soon())
+    episode = await make_player(renderer, policy, max_turns=1).play(make_prompt("TwoTurns"), 0)
     assert episode.finish_reason == "environment"
     assert episode.trajectory.token_ids == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
     assert episode.images == ()
@@ -247,7 +250,7 @@ async def test_the_last_turn_allowed_ends_the_episode(renderer: Renderer) -> Non
 async def test_an_environment_may_cut_the_episode_short(renderer: Renderer) -> None:
     """That is told apart from an end that the policy reached."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await make_player(renderer, policy).play(make_prompt("Truncating"), 0, deadline=soon())
+    episode = await make_player(renderer, policy).play(make_prompt("Truncating"), 0)
     assert episode.finish_reason == "environment"
 
 
@@ -257,7 +260,7 @@ async def test_a_full_context_ends_the_episode_before_the_observation(renderer: 
     async def play(context_length: int | None) -> tuple[str, list[generate_pb2.GenerateRequest]]:
         policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
         player = make_player(renderer, policy, context_length=context_length)
-        episode = await player.play(make_prompt("TwoTurns"), 0, deadline=soon())
+        episode = await player.play(make_prompt("TwoTurns"), 0)
         return episode.finish_reason, policy.requests
 
     _, unlimited = await play(None)
@@ -274,29 +277,57 @@ async def test_a_sampled_placeholder_is_refused(renderer: Renderer) -> None:
     policy = ScriptedPolicy(renderer, [("<|image_pad|>" + END, 4)])
     player = make_player(renderer, policy, forbidden_ids=policy.ids("<|image_pad|>"))
     with pytest.raises(PenstockError, match="may never be sampled"):
-        await player.play(make_prompt(), 0, deadline=soon())
+        await player.play(make_prompt(), 0)
 
 
-async def test_an_environment_that_hangs_runs_into_the_deadline_and_is_closed(renderer: Renderer) -> None:
-    """Every await on the outside world has one."""
+async def test_a_turn_that_takes_too_long_ends_its_sample_with_the_tokens_that_came(renderer: Renderer) -> None:
+    """A slow sample is never drawn again; its reason is not taken for a full context."""
+    policy = ScriptedPolicy(renderer, [("\\boxed{", 4)], hang=True)
+    episode = await make_player(renderer, policy, turn_timeout_s=0.1).play(make_prompt("TwoTurns"), 0)
+    assert (episode.finish_reason, episode.text, episode.error) == ("deadline", "\\boxed{", "")
+    assert TwoTurns.last.heard == []
+
+
+async def test_an_environment_that_hangs_ends_the_sample_at_the_episodes_deadline(renderer: Renderer) -> None:
+    """Every await on the outside world has one; the policy's turn counts."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    with pytest.raises(DeadlineError, match=r"environment's step took longer than worker\.episode_timeout_s"):
-        await make_player(renderer, policy).play(make_prompt("Stuck"), 0, deadline=time.monotonic() + 0.3)
+    episode = await make_player(renderer, policy, episode_timeout_s=0.3).play(make_prompt("Stuck"), 0)
+    assert (episode.finish_reason, episode.text, episode.error) == ("deadline", "one", "")
     assert TwoTurns.last.num_closed == 1
 
 
-async def test_an_environment_that_fails_is_closed(renderer: Renderer) -> None:
-    """Its own error goes on to the caller."""
+async def test_an_environment_that_fails_ends_its_own_sample_unjudged(renderer: Renderer) -> None:
+    """What it raises may depend on what the policy said, so nothing is drawn again for it."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    with pytest.raises(RuntimeError, match="the tool crashed"):
-        await make_player(renderer, policy).play(make_prompt("Broken"), 0, deadline=soon())
+    episode = await make_player(renderer, policy).play(make_prompt("Broken"), 0)
+    assert (episode.finish_reason, episode.text) == ("error", "one")
+    assert episode.error == "environment 'Broken': RuntimeError: the tool crashed"
     assert TwoTurns.last.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (PromptTooLongError("13 tokens of room"), "length"),
+        (PoisonError("given up after 3 replicas failed"), "error"),
+        (InvalidRequestError("images[1] cannot be decoded"), "error"),
+        (DeadlineError("no token came"), "deadline"),
+    ],
+)
+async def test_a_later_turn_that_fails_ends_the_sample_with_the_turns_before(
+    renderer: Renderer, error: PenstockError, ending: str
+) -> None:
+    """Tokens are never thrown away, so long episodes are not selected against."""
+    policy = ScriptedPolicy(renderer, [("one" + END, 4), error])
+    episode = await make_player(renderer, policy).play(make_prompt("TwoTurns"), 0)
+    assert (episode.finish_reason, episode.text) == (ending, "one")
+    assert episode.error == (str(error) if ending == "error" else "")
 
 
 async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
     """Cancelling waits for nothing else."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    task = asyncio.create_task(make_player(renderer, policy).play(make_prompt("Stuck"), 0, deadline=soon()))
+    task = asyncio.create_task(make_player(renderer, policy).play(make_prompt("Stuck"), 0))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -307,22 +338,19 @@ async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) ->
 async def test_an_environment_must_show_the_prompts_images_first(renderer: Renderer) -> None:
     """The trainer pairs placeholders with images by their order."""
     with pytest.raises(PenstockError, match="show the prompt's images first"):
-        await make_player(renderer, ScriptedPolicy(renderer, [])).play(make_prompt("OwnPictures"), 0, deadline=soon())
+        await make_player(renderer, ScriptedPolicy(renderer, [])).play(make_prompt("OwnPictures"), 0)
 
 
 async def test_an_unknown_environment_makes_the_prompt_invalid(renderer: Renderer) -> None:
     """The message lists those that are known."""
     with pytest.raises(InvalidRequestError, match=r"'chess' is unknown; known: .*single_turn"):
-        await make_player(renderer, ScriptedPolicy(renderer, [])).play(make_prompt("chess"), 0, deadline=soon())
+        await make_player(renderer, ScriptedPolicy(renderer, [])).play(make_prompt("chess"), 0)
 
 
 async def test_the_generators_failure_is_the_episodes(renderer: Renderer) -> None:
-    """Nothing is made of a turn that failed."""
+    """A sample without a token fails its group."""
 
-    class Failing(ScriptedPolicy):
-        async def generate(self, *_: Any, **__: Any) -> generate_pb2.GenerateResponse:
-            raise UnavailableError("no replica")
-
+    policy = ScriptedPolicy(renderer, [UnavailableError("no replica")])
     with pytest.raises(UnavailableError, match="no replica"):
-        await make_player(renderer, Failing(renderer, [])).play(make_prompt("TwoTurns"), 0, deadline=soon())
+        await make_player(renderer, policy, wait_timeout_s=0.01).play(make_prompt("TwoTurns"), 0)
     assert TwoTurns.last.num_closed == 1

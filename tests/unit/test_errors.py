@@ -24,6 +24,7 @@ def test_every_error_is_in_the_tree_and_has_a_code(kind: type[errors.PenstockErr
     "kind",
     [
         errors.InvalidRequestError,
+        errors.PromptTooLongError,
         errors.PoisonError,
         errors.NotReadyError,
         errors.UnavailableError,

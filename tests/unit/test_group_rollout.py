@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.errors import InvalidRequestError, PenstockError, UnavailableError
+from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
 from penstock.records import Message, Prompt, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.config import WorkerConfig
-from services.rollout.worker.episode import Episode, EpisodePlayer
+from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
 from services.rollout.worker.group_rollout import GroupRollout, summarize
 from services.rollout.worker.trajectory import STOP, Trajectory
 
@@ -32,12 +32,14 @@ PROMPT = Prompt(
 
 @dataclasses.dataclass
 class ScriptedEpisodes:
-    """Plays by `script`: sample number to error, or "wait"; otherwise the sample's text is its number."""
+    """Plays by `script`: sample number to error, or "wait"; otherwise the sample's text is its number. "broken": its
+    environment failed."""
 
     script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
     num_cancelled: int = 0
 
-    async def play(self, prompt: Prompt, sample: int, *, deadline: float) -> Episode:
+    async def play(self, prompt: Prompt, sample: int) -> Episode:
+        broken = False
         match self.script.get(sample):
             case "wait":
                 try:
@@ -45,6 +47,8 @@ class ScriptedEpisodes:
                 except asyncio.CancelledError:
                     self.num_cancelled += 1
                     raise
+            case "broken":
+                broken = True
             case Exception() as error:
                 raise error
         trajectory = Trajectory(min_version=0, forbidden_ids=())
@@ -57,7 +61,9 @@ class ScriptedEpisodes:
                 finish_reason=STOP,
             )
         )
-        return Episode(trajectory=trajectory, images=(), text=f"said {sample}", finish_reason="stop")
+        ending: Ending = "error" if broken else "stop"
+        error = "the tool crashed" if broken else ""
+        return Episode(trajectory=trajectory, images=(), text=f"said {sample}", finish_reason=ending, error=error)
 
 
 @dataclasses.dataclass
@@ -113,7 +119,7 @@ async def test_a_judged_response_keeps_its_status(status: str) -> None:
     assert summarize(group.samples)["num_unjudged"] == 0
 
 
-@pytest.mark.parametrize("status", ["TIMEOUT", "OUT_OF_MEMORY"])
+@pytest.mark.parametrize("status", ["TIMEOUT", "OUT_OF_MEMORY", "FAILED"])
 async def test_an_unjudged_response_scores_zero_under_its_own_status_and_is_counted(status: str) -> None:
     """Whatever score such a verdict carries, it is no right answer; and it is no silent zero either."""
     verifier = with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"), score=1.0)
@@ -134,6 +140,24 @@ async def test_a_verdict_without_status_fails_the_group() -> None:
     """An unset field is never taken for a zero."""
     with pytest.raises(PenstockError, match="status UNSPECIFIED"):
         await make_player(with_status(reward_pb2.VERDICT_STATUS_UNSPECIFIED)).play(PROMPT)
+
+
+async def test_a_sample_that_its_environment_failed_is_unjudged_and_the_others_count() -> None:
+    """The verifier does not see it; its status is one definition's with those that ran into a verifier's limits."""
+    verifier = with_status(reward_pb2.VERDICT_STATUS_OK, score=1.0)
+    group = await make_player(verifier, ScriptedEpisodes({1: "broken"})).play(PROMPT)
+    assert [sample.verdict.score for sample in group.samples] == [1.0, 0.0, 1.0]
+    assert [sample.verdict.is_judged for sample in group.samples] == [True, False, True]
+    assert [item.item_id for item in verifier.items] == ["run/0/0/a/0", "run/0/0/a/2"]
+    summary = summarize(group.samples)
+    assert (summary["num_unjudged"], summary["endings"]) == (1, {"error": 1, "stop": 2})
+
+
+async def test_a_group_that_breaks_every_replica_fails_for_good() -> None:
+    """Of several failures at once, that one decides: another delivery would break more replicas."""
+    episodes = ScriptedEpisodes({0: UnavailableError("no replica"), 2: PoisonError("3 replicas failed")})
+    with pytest.raises(PoisonError, match="3 replicas failed"):
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT)
 
 
 async def test_one_failed_sample_cancels_the_others() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, PromptTooLongError
 from penstock.model import tokens
 from penstock.model.folder import read_json
 from penstock.model.images import decode_image
@@ -60,6 +60,7 @@ class PromptChecker:
 
         Raises:
             InvalidRequestError: naming the field, its value and the remedy.
+            PromptTooLongError: the prompt leaves no room for a token.
         """
         sampling = request.sampling
         bootstrap = check_bootstrap(request, disaggregated=self._disaggregated)
@@ -72,7 +73,7 @@ class PromptChecker:
             assert self._grid is not None
             num_tokens += self._grid.num_tokens(image.width, image.height, field=f"images[{index}]") - 1
         if num_tokens >= self.max_tokens:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"input_ids: the prompt has {num_tokens} tokens with its images expanded; prompt and response together "
                 f"may have {self.max_tokens}; shorten it, or raise rollout.context_length or rollout.max_total_tokens"
             )

@@ -1,51 +1,52 @@
 """Plays one sample: turn by turn, from the environment's first messages to its end.
 
-Invariant: token in, token out. The ids of a turn's request are exactly the ids of the turns before and what the
-environment added; the policy's own ids are never made from text.
+Invariants: token in, token out: the ids of a turn's request are exactly the ids of the turns before and those of the
+environment's answers, and the policy's own ids are never made from text. A sample that has tokens is never thrown away:
+whatever ends it early is its finish reason. Only a sample without any token fails its group.
 """
 
 import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import structlog
 
 from penstock.config import SamplingConfig
-from penstock.errors import DeadlineError, PenstockError
+from penstock.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    PenstockError,
+    PoisonError,
+    PromptTooLongError,
+    UnavailableError,
+)
 from penstock.model.chat_template import Renderer
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Environment, Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.trajectory import LENGTH, Trajectory
+from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
+from services.rollout.worker.turn import CHUNK_TOKENS, Generator, Turn, TurnPlayer
 
 log = structlog.get_logger()
 
-Ending: TypeAlias = Literal["stop", "length", "environment"]
+Ending: TypeAlias = Literal["stop", "length", "deadline", "environment", "error"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _MIN_ROOM_TOKENS = 16
-"""A turn is played only where the context has room for so many tokens; engines keep a few of them to themselves."""
-
-
-class Generator(Protocol):
-    """What plays a turn: `penstock.clients.GenerateClient`."""
-
-    async def generate(
-        self, request: generate_pb2.GenerateRequest, *, timeout_s: float, retry_until: float | None = None
-    ) -> generate_pb2.GenerateResponse:
-        """Play one turn."""
-        ...
+"""A turn is played only if the context has room for this many tokens; engines reserve a few of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A sample that has been played and not yet judged."""
+    """A sample that was played and has no verdict yet."""
 
     trajectory: Trajectory
     images: tuple[bytes, ...]
@@ -53,8 +54,10 @@ class Episode:
     text: str
     """The policy's own text, turn after turn."""
     finish_reason: Ending
-    """stop: the policy finished. length: its last turn was cut, or the context is full. environment: the environment
-    cut it short, or the turns were used up."""
+    """stop: the policy finished. length: its last turn was cut, or the context is full. deadline: time ran out.
+    environment: the environment ended it early, or the turns were used up. error: see `error`."""
+    error: str = ""
+    """Why the sample cannot be judged: its environment failed, or it broke the replicas that played it."""
 
     def to_sample(self, verdict: Verdict) -> Sample:
         """The finished sample."""
@@ -88,12 +91,19 @@ class EpisodePlayer:
         environments: EnvironmentRegistry,
         forbidden_ids: Collection[int] = (),
         context_length: int | None = None,
+        count_image_tokens: Callable[[bytes], int] | None = None,
     ) -> None:
         """Play with these parts.
 
         Args:
+            config: Turns and timeouts.
+            sampling: How tokens are drawn.
+            renderer: The model's chat template.
+            generator: A router or an engine.
+            environments: Where prompts find their environment.
             forbidden_ids: A turn that holds one of them is refused.
             context_length: The most tokens of a sequence, images expanded; None for no limit.
+            count_image_tokens: Tokens of an encoded image, as engines expand it; None for a model without images.
         """
         self._config = config
         self._sampling = generate_pb2.SamplingParams(
@@ -103,76 +113,165 @@ class EpisodePlayer:
             max_new_tokens=sampling.max_new_tokens,
         )
         self._renderer = renderer
-        self._generator = generator
+        self._turns = TurnPlayer(generator, wait_timeout_s=config.wait_timeout_s)
         self._environments = environments
         self._forbidden_ids = frozenset(forbidden_ids)
         self._context_length = context_length
+        self._count_image_tokens = count_image_tokens
 
-    async def play(self, prompt: Prompt, sample: int, *, deadline: float) -> Episode:
-        """Play the `sample`-th sample of `prompt` until `deadline` of `time.monotonic()`.
+    async def play(self, prompt: Prompt, number: int) -> Episode:
+        """Play sample `number` of `prompt`.
 
         Raises:
             InvalidRequestError: the prompt can never be played: a fault of the data, or no such environment.
-            DeadlineError: it took too long.
-            PenstockError: the engine or the environment broke its contract, or nobody answers.
+            PoisonError: its first turn broke every replica that tried it.
+            DeadlineError: the environment's reset took too long, or no first token came.
+            PenstockError: the engine or the environment broke its contract, or no server answers.
         """
-        session_id = f"{prompt.message_id}/{sample}"
         trajectory = Trajectory(min_version=prompt.admitted_version, forbidden_ids=self._forbidden_ids)
         async with _opened(self._environments.find(prompt.environment)()) as environment:
-            async with _until(deadline, "the environment's reset"):
+            clock = _Clock(self._config.episode_timeout_s)
+            async with clock.limit("the environment's reset"):
                 first = await environment.reset(prompt)
             images = _check_prompt_images(first, prompt)
             trajectory.add_observation(self._renderer.render_prompt(first.messages, num_images=len(images)))
-            texts: list[str] = []
-            while True:
-                response = await self._generate(session_id, prompt, trajectory, images, deadline)
-                trajectory.add_turn(response)
-                texts.append(self._renderer.decode(response.output_ids))
-                ending = await self._go_on(environment, trajectory, images, texts[-1], deadline)
-                if ending is not None:
-                    added = tuple(images[len(prompt.images) :])
-                    return Episode(trajectory=trajectory, images=added, text="\n".join(texts), finish_reason=ending)
+            episode = _Episode(prompt, f"{prompt.message_id}/{number}", environment, trajectory, images, clock)
+            ending: Ending | None = None
+            while ending is None:
+                ending = await self._play_turn(episode) or await self._ask_environment(episode)
+            if episode.error:
+                log.warning("sample.failed", sample=episode.session_id, error=episode.error)
+            return Episode(
+                trajectory=trajectory,
+                images=tuple(images[len(prompt.images) :]),
+                text="\n".join(episode.texts),
+                finish_reason=ending,
+                error=episode.error,
+            )
 
-    async def _go_on(
-        self, environment: Environment, trajectory: Trajectory, images: list[bytes], text: str, deadline: float
-    ) -> Ending | None:
-        """Tell the environment what the policy said and append its answer; or return how the episode ended."""
-        if trajectory.last_finish == LENGTH:
-            return "length"
-        async with _until(deadline, "the environment's step"):
-            result = await environment.step(text)
-        observation = result.observation
-        if observation is None:
-            return "environment" if result.truncated else "stop"
-        if trajectory.num_turns >= self._config.max_turns:
-            return "environment"
-        ids = self._renderer.render_continuation(
-            trajectory.token_ids[-1], observation.messages, num_images=len(observation.images)
+    async def _play_turn(self, episode: "_Episode") -> Ending | None:
+        """Append a turn of the policy; return how it ended the episode, or None if it did not."""
+        trajectory = episode.trajectory
+        budget_s = min(self._config.turn_timeout_s, episode.clock.remaining_s)
+        if trajectory.num_turns and budget_s <= 0:
+            return "deadline"
+        request = generate_pb2.GenerateRequest(
+            request_id=f"{episode.session_id}/{trajectory.num_turns}/{uuid.uuid4().hex[:8]}",
+            session_id=episode.session_id,
+            input_ids=trajectory.token_ids,
+            images=[common_pb2.Image(data=image) for image in episode.images],
+            sampling=self._sampling,
+            min_policy_version=episode.prompt.admitted_version,
+            chunk_tokens=CHUNK_TOKENS,
         )
-        # Images of the observation count as one token each here; the engine refuses what is too long all the same.
+        started = time.monotonic()
+        try:
+            turn = await self._turns.play(request, budget_s=budget_s)
+        except PenstockError as error:
+            if trajectory.num_turns == 0:
+                raise
+            return _end_by(error, episode)
+        episode.clock.stop_for(time.monotonic() - started - turn.generated_s)
+        return self._add_turn(episode, turn)
+
+    def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
+        trajectory = episode.trajectory
+        trajectory.add_turn(turn.response)
+        episode.texts.append(self._renderer.decode(turn.response.output_ids))
+        if turn.failure:
+            episode.error = turn.failure
+            return "error"
+        if trajectory.last_finish == DEADLINE:
+            return "deadline"
+        return "length" if trajectory.last_finish == LENGTH else None
+
+    async def _ask_environment(self, episode: "_Episode") -> Ending | None:
+        """Pass the policy's turn to the environment and append its answer; or return how the episode ended."""
+        trajectory = episode.trajectory
+        try:
+            async with episode.clock.limit("the environment's step"):
+                result = await episode.environment.step(episode.texts[-1])
+            observation = result.observation
+            if observation is None:
+                return "environment" if result.truncated else "stop"
+            if trajectory.num_turns >= self._config.max_turns:
+                return "environment"
+            ids = self._renderer.render_continuation(
+                trajectory.token_ids[-1], observation.messages, num_images=len(observation.images)
+            )
+            num_tokens = len(ids) + self._num_added_tokens(observation.images)
+        except DeadlineError:
+            return "deadline"
+        except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
+            # What they raise may depend on what the policy said; playing the group again would select against that.
+            episode.error = f"environment {episode.prompt.environment!r}: {type(error).__name__}: {error}"
+            return "error"
         limit = self._context_length
-        if limit is not None and trajectory.num_context_tokens + len(ids) + _MIN_ROOM_TOKENS > limit:
+        if limit is not None and trajectory.num_context_tokens + num_tokens + _MIN_ROOM_TOKENS > limit:
             return "length"
         trajectory.add_observation(ids)
-        images.extend(observation.images)
+        episode.images.extend(observation.images)
         return None
 
-    async def _generate(
-        self, session_id: str, prompt: Prompt, trajectory: Trajectory, images: list[bytes], deadline: float
-    ) -> generate_pb2.GenerateResponse:
-        if time.monotonic() >= deadline:
-            raise DeadlineError(
-                f"the episode took longer than worker.episode_timeout_s, at turn {trajectory.num_turns}"
-            )
-        request = generate_pb2.GenerateRequest(
-            request_id=f"{session_id}/{trajectory.num_turns}/{uuid.uuid4().hex[:8]}",
-            session_id=session_id,
-            input_ids=trajectory.token_ids,
-            images=[common_pb2.Image(data=image) for image in images],
-            sampling=self._sampling,
-            min_policy_version=prompt.admitted_version,
-        )
-        return await self._generator.generate(request, timeout_s=self._config.generate_timeout_s, retry_until=deadline)
+    def _num_added_tokens(self, images: Sequence[bytes]) -> int:
+        """Tokens that the engine adds to the images' placeholders."""
+        if self._count_image_tokens is None:
+            return 0
+        return sum(self._count_image_tokens(image) - 1 for image in images)
+
+
+@dataclasses.dataclass(slots=True)
+class _Episode:
+    """An episode in play."""
+
+    prompt: Prompt
+    session_id: str
+    environment: Environment
+    trajectory: Trajectory
+    images: list[bytes]
+    clock: "_Clock"
+    texts: list[str] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+
+class _Clock:
+    """The time that an episode has; it stands still while a turn waits for a replica."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._ends_at = time.monotonic() + limit_s
+
+    @property
+    def remaining_s(self) -> float:
+        return self._ends_at - time.monotonic()
+
+    def stop_for(self, seconds: float) -> None:
+        """Do not count these seconds, which have passed."""
+        self._ends_at += seconds
+
+    @asynccontextmanager
+    async def limit(self, what: str) -> AsyncIterator[None]:
+        """Raises: DeadlineError: `what` took longer than the episode has."""
+        limit = asyncio.timeout(self.remaining_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"{what} took longer than worker.episode_timeout_s allows") from None
+
+
+def _end_by(error: PenstockError, episode: _Episode) -> Ending:
+    """How an episode that has tokens ends if its next turn fails with `error`."""
+    match error:
+        case PromptTooLongError():
+            return "length"
+        case PoisonError() | InvalidRequestError():  # the latter blames what the environment added
+            episode.error = str(error)
+            return "error"
+        case DeadlineError() | UnavailableError() | OverloadedError() | NotReadyError():
+            return "deadline"
+    raise error
 
 
 def _check_prompt_images(first: Observation, prompt: Prompt) -> list[bytes]:
@@ -193,17 +292,5 @@ async def _opened(environment: Environment) -> AsyncIterator[Environment]:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await environment.close()
-        except TimeoutError:
-            log.warning("environment.close_abandoned", environment=type(environment).__name__)
-
-
-@asynccontextmanager
-async def _until(deadline: float, what: str) -> AsyncIterator[None]:
-    limit = asyncio.timeout(deadline - time.monotonic())
-    try:
-        async with limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineError(f"{what} took longer than worker.episode_timeout_s allows") from None
+        except Exception as error:  # noqa: BLE001 - a boundary, as above; the sample is complete
+            log.warning("environment.close_failed", environment=type(environment).__name__, error=repr(error))

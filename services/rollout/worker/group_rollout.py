@@ -1,4 +1,8 @@
-"""Plays a prompt group: all its samples at once, one verdict for each, and one group in the end or none at all."""
+"""Plays a prompt group: all its samples at once, then one verdict for each.
+
+Invariant: a group holds every sample of its prompt or none. A sample that has tokens never fails its group, however it
+ended; one that its environment or its replicas failed is unjudged.
+"""
 
 import asyncio
 import time
@@ -8,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import InvalidRequestError, PenstockError, PoisonError
 from penstock.records import UNJUDGED, Group, Prompt, Sample, Verdict
 from penstock.v1 import reward_pb2
 from services.rollout.worker.config import WorkerConfig
@@ -18,8 +22,9 @@ log = structlog.get_logger()
 
 _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
-SCORED = frozenset({"OK", "NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"})
-"""Statuses of a response that was judged."""
+_SCORED = frozenset({"OK", "NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"})
+"""Statuses whose score means something."""
+_FAILED = "FAILED"
 
 
 class Verifier(Protocol):
@@ -28,7 +33,7 @@ class Verifier(Protocol):
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Verifier `items`; verdicts come in their order."""
+        """Judge `items`; verdicts come in their order."""
         ...
 
 
@@ -43,16 +48,16 @@ class GroupRollout:
         self._worker_id = worker_id
 
     async def play(self, prompt: Prompt) -> Group:
-        """Play every sample of `prompt`. When one fails for good the others are cancelled.
+        """Play every sample of `prompt`. If one cannot begin, the others are cancelled.
 
         Raises:
             InvalidRequestError: the group can never be played or judged.
-            PenstockError: it failed this time; another try may succeed.
+            PoisonError: it broke every replica that tried it.
+            PenstockError: it failed this time; another delivery may succeed.
         """
         started = time.monotonic()
-        deadline = started + self._config.episode_timeout_s
-        episodes = await self._play_all(prompt, deadline)
-        verdicts = await self._verify(prompt, episodes, deadline)
+        episodes = await self._play_all(prompt)
+        verdicts = await self._verify(prompt, episodes)
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
         log.info(
             "group.played",
@@ -62,20 +67,19 @@ class GroupRollout:
         )
         return Group(prompt=prompt, samples=samples, worker_id=self._worker_id)
 
-    async def _play_all(self, prompt: Prompt, deadline: float) -> list[Episode]:
+    async def _play_all(self, prompt: Prompt) -> list[Episode]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._episodes.play(prompt, number, deadline=deadline))
-                    for number in range(prompt.num_samples)
+                    tasks.create_task(self._episodes.play(prompt, number)) for number in range(prompt.num_samples)
                 ]
         except ExceptionGroup as failures:
-            # What becomes of the group depends on one error: the one that no other try can mend, if there is one.
-            hopeless = [error for error in failures.exceptions if isinstance(error, InvalidRequestError)]
+            # One error decides what becomes of the group: one that no other delivery can mend, if there is any.
+            hopeless = [error for error in failures.exceptions if isinstance(error, InvalidRequestError | PoisonError)]
             raise (hopeless or failures.exceptions)[0] from None
         return [task.result() for task in playing]
 
-    async def _verify(self, prompt: Prompt, episodes: Sequence[Episode], deadline: float) -> list[Verdict]:
+    async def _verify(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Verdict]:
         items = [
             reward_pb2.VerifyItem(
                 item_id=f"{prompt.message_id}/{number}",
@@ -84,10 +88,22 @@ class GroupRollout:
                 profile=prompt.profile,
             )
             for number, episode in enumerate(episodes)
+            if not episode.error
         ]
-        timeout_s = self._config.verify_timeout_s
-        verdicts = await self._verifier.verify_batch(items, timeout_s=timeout_s, retry_until=deadline)
-        return [_to_record(verdict, prompt) for verdict in verdicts]
+        found = iter(await self._call_verifier(items) if items else ())
+        return [
+            Verdict(score=0.0, status=_FAILED, extracted="", method="UNSPECIFIED")
+            if episode.error
+            else _to_record(next(found), prompt)
+            for episode in episodes
+        ]
+
+    async def _call_verifier(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:
+        return await self._verifier.verify_batch(
+            items,
+            timeout_s=self._config.verify_timeout_s,
+            retry_until=time.monotonic() + self._config.wait_timeout_s,
+        )
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, int]]:
@@ -98,7 +114,8 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, in
         "mean_score": round(sum(sample.verdict.score for sample in samples) / len(samples), 4),
         "num_own_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
         "oldest_version": min(sample.oldest_version for sample in samples),
-        "num_unjudged": sum(statuses[status] for status in UNJUDGED),
+        "num_unjudged": sum(not sample.verdict.is_judged for sample in samples),
+        "endings": dict(sorted(Counter(sample.finish_reason for sample in samples).items())),
         "statuses": dict(sorted(statuses.items())),
     }
 
@@ -107,7 +124,7 @@ def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
     """The verdict as it travels to the trainer.
 
     Raises:
-        InvalidRequestError: the gold answer is wrong; no try will ever verifier this group.
+        InvalidRequestError: the gold answer is wrong; no other delivery will judge this group.
         PenstockError: the verdict has no status that is known.
     """
     try:
@@ -119,14 +136,14 @@ def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
             f"gold answers {list(prompt.golds)} of group {prompt.group_id} cannot be read by reward profile "
             f"{prompt.profile!r}; correct the row of the data, or choose another data.profile"
         )
-    if status not in SCORED | UNJUDGED:
+    if status not in _SCORED | UNJUDGED:
         raise PenstockError(
-            f"verdict {verdict.item_id} has status {status}, which is unknown; update worker or service"
+            f"verdict {verdict.item_id} has status {status}, which is unknown; update the worker or the reward service"
         )
     if status in UNJUDGED:
         log.warning("sample.unjudged", sample=verdict.item_id, status=status, elapsed_s=verdict.elapsed_s)
     return Verdict(
-        score=verdict.score if status in SCORED else 0.0,
+        score=verdict.score if status in _SCORED else 0.0,
         status=status,
         extracted=verdict.extracted,
         method=reward_pb2.VerdictMethod.Name(verdict.method).removeprefix(_METHOD_PREFIX),

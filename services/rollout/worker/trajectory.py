@@ -15,7 +15,9 @@ from penstock.records import VersionSpan
 from penstock.v1 import generate_pb2
 
 FinishReasonValue: TypeAlias = generate_pb2.FinishReason.ValueType
-STOP, LENGTH = generate_pb2.FINISH_REASON_STOP, generate_pb2.FINISH_REASON_LENGTH
+STOP = generate_pb2.FINISH_REASON_STOP
+LENGTH = generate_pb2.FINISH_REASON_LENGTH
+DEADLINE = generate_pb2.FINISH_REASON_DEADLINE
 
 
 class Trajectory:
@@ -115,6 +117,6 @@ class Trajectory:
             return f"tokens of policy version {oldest}, but at least {self._min_version} was asked for"
         if not self._forbidden_ids.isdisjoint(ids):
             return f"ids {sorted(self._forbidden_ids.intersection(ids))} may never be sampled"
-        if response.finish_reason not in (STOP, LENGTH):
+        if response.finish_reason not in (STOP, LENGTH, DEADLINE):
             return f"finish reason {response.finish_reason}"
         return None

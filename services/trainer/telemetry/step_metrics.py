@@ -15,6 +15,7 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
         "groups": [group.prompt.index for group in groups],
         "num_unjudged_samples": sum(not sample.verdict.is_judged for sample in samples),
         "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
+        "num_deadline_samples": sum(sample.finish_reason == "deadline" for sample in samples),
         "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
     }
 

@@ -102,7 +102,7 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
 ) -> None:
     """First inside one try, then over several tries of the prompt."""
     port = free_port()
-    recipe = make_recipe(f"127.0.0.1:{port}", episode_timeout_s=1.0)
+    recipe = make_recipe(f"127.0.0.1:{port}", wait_timeout_s=1.0)
     await publish(bus, make_prompt(run_name))
     async with working(recipe):
         await asyncio.sleep(2.5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.errors import InvalidRequestError, UnavailableError
+from penstock.errors import InvalidRequestError, PoisonError, UnavailableError
 from penstock.records import Prompt
 from penstock.records.codec import decode
 from services.recipe import Recipe
@@ -83,22 +83,49 @@ async def test_garbage_on_the_queue_is_buried(
 async def test_a_prompt_that_fails_again_and_again_is_given_up(
     bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
-    """After max_deliveries tries, each cut off by episode_timeout_s, the trainer is told."""
+    """After max_deliveries tries, each cut off by wait_timeout_s, the trainer is told."""
     engine.error = UnavailableError("the engine is broken")
     await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address, max_deliveries=2, episode_timeout_s=0.5)):
+    async with working(make_recipe(engine.replica.address, max_deliveries=2, wait_timeout_s=0.5)):
         [group] = await until_done(bus, 1)
     assert "the engine is broken" in group.error
     assert await count(bus, bus.dead) == 1
 
 
-async def test_an_episode_that_takes_too_long_is_put_back_and_cancelled(
+async def test_a_turn_that_takes_too_long_ends_its_sample_and_nothing_is_drawn_again(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The group holds the tokens that came, after one delivery; the engine stops generating."""
+    engine.hang_after = 2
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address, turn_timeout_s=1.0)):
+        [group] = await until_done(bus, 1)
+        await until(lambda: engine.num_running == 0)
+    assert [sample.finish_reason for sample in group.samples] == ["deadline", "deadline"]
+    assert [int(sample.loss_mask.sum()) for sample in group.samples] == [2, 2]
+    assert (group.error, engine.num_calls) == ("", 2)
+
+
+async def test_a_prompt_that_breaks_every_replica_is_buried_at_once(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """One delivery and one call for each sample: what broke three replicas is not sent to more."""
+    engine.error = PoisonError("given up after 3 replicas failed")
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address)):
+        [group] = await until_done(bus, 1)
+    assert "given up after 3 replicas failed" in group.error
+    assert engine.num_calls <= 2
+    assert await count(bus, bus.dead) == 1
+
+
+async def test_a_prompt_that_finds_no_replica_in_time_is_put_back_and_cancelled(
     bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The engine is not left generating for it; the next try succeeds."""
     engine.delay_s = 60.0
     await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address, episode_timeout_s=1.0)):
+    async with working(make_recipe(engine.replica.address, wait_timeout_s=1.0)):
         await until(lambda: engine.num_calls == 2)
         await until(lambda: engine.num_running == 0)
         engine.delay_s = 0.0

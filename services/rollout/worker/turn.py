@@ -1,0 +1,173 @@
+"""Plays one turn as a stream, so that whatever ends it early leaves the tokens that came.
+
+A turn has two clocks. While no replica works on it (it is in the router's or an engine's queue, or no server answers)
+only `worker.wait_timeout_s` runs. From its first chunk on, the turn's own budget runs; when that is over, the turn ends
+with the tokens that came. The first chunk arrives at most 0.25 s after the first token was made, which is how exact a
+budget is. The router replaces a replica that dies inside a turn; this is not visible here, and the replacement's queue
+counts as playing.
+
+Invariant: a turn that has tokens never fails. Only a turn without any raises.
+"""
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Protocol
+
+import structlog
+
+from penstock.clients.resumable import ResumableTurn
+from penstock.errors import (
+    DeadlineError,
+    NotReadyError,
+    OverloadedError,
+    PenstockError,
+    PoisonError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from penstock.v1 import generate_pb2
+
+log = structlog.get_logger()
+
+CHUNK_TOKENS = 64
+"""Tokens of a chunk. A turn that is cut loses the tokens of an incomplete chunk: fewer than these, and none older than
+0.25 s."""
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+_SERVER_SLACK_S = 5.0
+"""Servers get a deadline this much later than ours: ours ends the stream, theirs cleans up after a lost caller."""
+
+
+class Generator(Protocol):
+    """What streams a turn: `penstock.clients.GenerateClient`."""
+
+    def stream(
+        self, request: generate_pb2.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
+        """Yield the turn's chunks; the last has a finish reason."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A turn that produced at least one token."""
+
+    response: generate_pb2.GenerateResponse
+    """All its tokens. Its finish reason is DEADLINE if time ran out, and LENGTH if no replica had room for more."""
+    waited_s: float
+    """Seconds without a replica at work: queues and retries."""
+    generated_s: float
+    """Seconds from the first chunk to the last."""
+    failure: str = ""
+    """Not empty if the turn broke every replica that continued it: its tokens are sound, but it has no end."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """What the attempts of a turn achieved so far."""
+
+    resumable: ResumableTurn
+    give_up_at: float
+    """Time of `time.monotonic()` at which a turn that waits gives up; moves on with each token that comes."""
+    waited_s: float = 0.0
+    generated_s: float = 0.0
+    failure: str = ""
+
+
+class TurnPlayer:
+    """Plays turns against a router, or a single engine."""
+
+    def __init__(self, generator: Generator, *, wait_timeout_s: float) -> None:
+        """Play with `generator`; a turn may wait `wait_timeout_s` while no replica works on it."""
+        self._generator = generator
+        self._wait_timeout_s = wait_timeout_s
+        self._failing = False
+
+    async def play(self, request: generate_pb2.GenerateRequest, *, budget_s: float) -> Turn:
+        """Play `request`, for at most `budget_s` seconds from its first chunk on.
+
+        Raises:
+            InvalidRequestError: the request can never succeed.
+            PoisonError: it broke every replica that tried it.
+            DeadlineError: no token came within the wait timeout; UnavailableError, OverloadedError and NotReadyError
+                if the servers gave a reason.
+            PenstockError: the server broke its contract.
+        """
+        progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s)
+        resumable, backoff_s = progress.resumable, _FIRST_BACKOFF_S
+        while not resumable.is_finished:
+            num_before = resumable.num_tokens
+            try:
+                await self._attempt(progress, budget_s)
+            except (PoisonError, PromptTooLongError, DeadlineError) as error:
+                if resumable.num_tokens == 0:
+                    raise
+                progress.failure = str(error) if isinstance(error, PoisonError) else ""
+                is_full = isinstance(error, PromptTooLongError)
+                resumable.cut(generate_pb2.FINISH_REASON_LENGTH if is_full else generate_pb2.FINISH_REASON_DEADLINE)
+            except (UnavailableError, OverloadedError, NotReadyError) as error:
+                if resumable.num_tokens > num_before:
+                    backoff_s, progress.give_up_at = _FIRST_BACKOFF_S, time.monotonic() + self._wait_timeout_s
+                pause_s = backoff_s * random.uniform(0.5, 1.0)
+                if time.monotonic() + pause_s < progress.give_up_at:
+                    self._report_failing(error)
+                    await asyncio.sleep(pause_s)
+                    progress.waited_s, backoff_s = progress.waited_s + pause_s, min(_MAX_BACKOFF_S, 2 * backoff_s)
+                elif resumable.num_tokens == 0:
+                    raise
+                else:
+                    resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)
+        self._failing = False
+        return Turn(
+            response=resumable.response(),
+            waited_s=progress.waited_s,
+            generated_s=progress.generated_s,
+            failure=progress.failure,
+        )
+
+    async def _attempt(self, progress: _Progress, budget_s: float) -> None:
+        """Stream what is left of the turn; it is cut when the budget is used up.
+
+        Raises:
+            DeadlineError: no chunk came before `progress.give_up_at`.
+            PenstockError: as the stream does.
+        """
+        started, resumable = time.monotonic(), progress.resumable
+        began: float | None = None
+        ends_at = progress.give_up_at
+        timeout_s = max(0.0, ends_at - started) + budget_s + _SERVER_SLACK_S
+        try:
+            async with aclosing(self._generator.stream(resumable.remaining(), timeout_s=timeout_s)) as chunks:
+                while True:
+                    async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
+                        chunk = await anext(chunks, None)
+                    if chunk is None:
+                        return
+                    if began is None:
+                        began = time.monotonic()
+                        ends_at = began + budget_s - progress.generated_s
+                    resumable.add(chunk)
+        except TimeoutError:
+            if began is None:
+                raise DeadlineError(
+                    f"no token came within worker.wait_timeout_s = {self._wait_timeout_s:g}; add engines, or raise it"
+                ) from None
+            if not resumable.is_finished:
+                resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)
+        except PenstockError:
+            if not resumable.is_finished:  # afterwards only the call's own status was missing
+                raise
+        finally:
+            now = time.monotonic()
+            progress.waited_s += (now if began is None else began) - started
+            progress.generated_s += 0.0 if began is None else now - began
+
+    def _report_failing(self, error: Exception) -> None:
+        """One warning when a server stops answering, not one for each of a thousand turns."""
+        level = log.debug if self._failing else log.warning
+        level("turn.retried", reason=str(error))
+        self._failing = True
