@@ -4,40 +4,83 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 from PIL import Image
 
 from penstock.errors import InvalidRequestError
 
-MAX_PIXELS = 100_000_000
-"""Larger images are refused before they are decoded."""
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+"""The only formats that are opened: Pillow's other readers are never reached, whatever the bytes claim to be."""
+
+MAX_PIXELS: Final = 100_000_000
+"""Most pixels of all images of a request together, checked before any of them is decoded: 300 MB in memory."""
+
+_DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, struct.error, zlib.error)
+"""What Pillow's readers raise for files that are cut short or damaged."""
+
+
+def read_sizes(images: Sequence[bytes], *, field: str = "images") -> list[tuple[int, int]]:
+    """Width and height of each encoded image, read from its header.
+
+    Args:
+        images: The files: PNG, JPEG, WebP or GIF.
+        field: What to call them in an error.
+
+    Raises:
+        InvalidRequestError: one is not such a file, or together they have more than `MAX_PIXELS` pixels.
+    """
+    sizes: list[tuple[int, int]] = []
+    for index, data in enumerate(images):
+        with _reported(data, f"{field}[{index}]"):
+            sizes.append(_open(data).size)
+    _check_pixels(sizes, field)
+    return sizes
 
 
 def decode_image(data: bytes, *, field: str = "image") -> Image.Image:
-    """Decode an image file to RGB; palettes are looked up, transparency is dropped, orientation tags are not followed.
+    """Decode an image file to RGB; palettes are looked up, transparency is dropped, orientation tags are ignored.
 
     Args:
         data: The file: PNG, JPEG, WebP or GIF (first frame).
         field: What to call it in an error.
 
     Raises:
-        InvalidRequestError: the bytes are no image, are cut short, or hold too many pixels.
+        InvalidRequestError: the bytes are not such a file, are cut short, or hold more than `MAX_PIXELS` pixels.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image: Image.Image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MAX_PIXELS:
-            raise InvalidRequestError(
-                f"{field} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are taken"
-            )
+    with _reported(data, field):
+        image: Image.Image = _open(data)
+        _check_pixels([image.size], field)
         if image.mode in ("P", "PA") and "transparency" in image.info:
             image = image.convert("RGBA")
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, struct.error, zlib.error) as error:
+
+
+def _open(data: bytes) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is stricter
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
+def _check_pixels(sizes: Sequence[tuple[int, int]], field: str) -> None:
+    num_pixels = sum(width * height for width, height in sizes)
+    if num_pixels > MAX_PIXELS:
+        shown = ", ".join(f"{width} x {height}" for width, height in sizes[:4]) + (", ..." if len(sizes) > 4 else "")
+        raise InvalidRequestError(
+            f"{field}: {num_pixels} pixels ({shown}); a request may have {MAX_PIXELS} in all; send smaller images"
+        )
+
+
+@contextmanager
+def _reported(data: bytes, field: str) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGED as error:
         reason = str(error).partition(" <_io")[0]  # Pillow names the buffer's address
         raise InvalidRequestError(
             f"{field} ({len(data)} bytes) cannot be decoded: {reason}; send a complete PNG, JPEG, WebP or GIF file"
         ) from None
     except Image.DecompressionBombError as error:
-        raise InvalidRequestError(f"{field}: {error}") from None
+        raise InvalidRequestError(f"{field}: {error}; send smaller images") from None

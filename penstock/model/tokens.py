@@ -1,8 +1,8 @@
 """Token ids that a policy may never produce.
 
-A sampled image placeholder would make the trainer look for an image that is not there, and a row beyond the tokenizer
-has no text. Engine and trainer remove the same ids from the distribution, so both import this; it reads the model's
-folder only and needs neither torch nor transformers.
+A sampled image placeholder would make the trainer look for a missing image, and a row beyond the tokenizer has no text.
+Engine and trainer remove the same ids from the distribution, so both import this module. It reads only the model's
+folder and needs neither torch nor transformers.
 """
 
 import functools
@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.model.families.qwen_vl import VISION_TOKEN_KEYS, VISION_TOKENS
 from penstock.model.folder import read_json
-
-_VISION_TOKENS = (
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
 
 
 @functools.cache
@@ -33,12 +26,8 @@ def forbidden_token_ids(model_path: Path | str) -> tuple[int, ...]:
     folder = Path(model_path)
     config = read_json(folder / "config.json")
     tokens = _tokens(folder)
-    forbidden = {tokens[name] for name in _VISION_TOKENS if name in tokens}
-    forbidden |= {
-        config[key]
-        for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        if isinstance(config.get(key), int)
-    }
+    forbidden = {tokens[name] for name in VISION_TOKENS if name in tokens}
+    forbidden |= {config[key] for key in VISION_TOKEN_KEYS if isinstance(config.get(key), int)}
     forbidden |= _padding_ids(folder, config, tokens)
     if tokens:
         forbidden |= set(range(vocab_size(folder))) - set(tokens.values())

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from penstock.errors import InvalidRequestError
-from penstock.model.images import decode_image
+from penstock.errors import InvalidRequestError, PromptTooLongError
+from penstock.model.families.qwen_vl import ImageGrid
+from penstock.model.images import MAX_PIXELS, decode_image, read_sizes
 from penstock.v1 import common_pb2, generate_pb2
-from services.rollout.engine.prompt import ImageGrid, PromptChecker
+from services.rollout.engine.prompt import PromptChecker
 
 SIDES = [1, 16, 31, 48, 49, 95, 96, 97, 130, 144, 150, 223, 224, 225, 500, 1333, 1600]
 
@@ -87,3 +88,55 @@ def test_bombs_are_refused() -> None:
     """A small file that would unpack to gigabytes is refused before it does."""
     with pytest.raises(InvalidRequestError, match="pixels"):
         decode_image(_file(Image.new("1", (20_000, 20_000))))
+
+
+def test_the_pixels_of_a_request_have_one_budget_and_none_is_decoded_above_it(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each image is within the limit and cheap in tokens; together they are not, which their headers show."""
+    side = 6_000
+    picture = _file(Image.new("1", (side, side)))
+    assert read_sizes([picture, picture]) == [(side, side)] * 2
+    num_images = MAX_PIXELS // side**2 + 1
+    request = generate_pb2.GenerateRequest(
+        input_ids=[363, 366] * num_images,
+        images=[common_pb2.Image(data=picture)] * num_images,
+        sampling=generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=5),
+    )
+    monkeypatch.setattr("services.rollout.engine.prompt.decode_image", lambda *_, **__: pytest.fail("was decoded"))
+    with pytest.raises(InvalidRequestError, match=f"images: {num_images * side**2} pixels"):
+        PromptChecker(tiny_model_path, max_tokens=100_000).check(request)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_decoded(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are counted from the headers; the error has a class of its own."""
+    monkeypatch.setattr("services.rollout.engine.prompt.decode_image", lambda *_, **__: pytest.fail("was decoded"))
+    request = generate_pb2.GenerateRequest(
+        input_ids=[363, 366, 1],
+        images=[common_pb2.Image(data=_file(Image.new("RGB", (96, 96))))],
+        sampling=generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=5),
+    )
+    with pytest.raises(PromptTooLongError, match="has 11 tokens with its images expanded"):
+        PromptChecker(tiny_model_path, max_tokens=11).check(request)
+
+
+@pytest.mark.parametrize("format_name", ["TIFF", "BMP", "PPM", "ICO", "TGA", "EPS", "PCX"])
+def test_only_four_formats_are_opened(format_name: str) -> None:
+    """Pillow's other readers, one of which starts Ghostscript, are never reached."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, format_name)
+    with pytest.raises(InvalidRequestError, match="send a complete PNG, JPEG, WebP or GIF"):
+        decode_image(file.getvalue())
+    with pytest.raises(InvalidRequestError, match=r"images\[0\] .* send a complete PNG, JPEG, WebP or GIF"):
+        read_sizes([file.getvalue()])
+
+
+@pytest.mark.parametrize("format_name", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_the_four_formats_are_read(format_name: str) -> None:
+    """Size from the header, pixels from the file."""
+    file = io.BytesIO()
+    Image.new("RGB", (9, 8)).save(file, format_name)
+    assert read_sizes([file.getvalue()]) == [(9, 8)]
+    assert decode_image(file.getvalue()).size == (9, 8)

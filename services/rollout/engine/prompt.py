@@ -12,13 +12,11 @@ from PIL import Image
 
 from penstock.errors import InvalidRequestError, PromptTooLongError
 from penstock.model import tokens
+from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.folder import read_json
-from penstock.model.images import decode_image
+from penstock.model.images import decode_image, read_sizes
 from penstock.v1 import generate_pb2
 from services.rollout.engine.disaggregation import check_bootstrap
-
-_MAX_ASPECT_RATIO = 200
-"""Of Qwen's image processor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ class PromptChecker:
         self._grid = ImageGrid.of(model_path) if self._image_id is not None else None
 
     def check(self, request: generate_pb2.GenerateRequest) -> Turn:
-        """Decode the images and check everything. Takes as long as the images take to decode.
+        """Check everything, then decode the images. Takes as long as decoding does.
 
         Raises:
             InvalidRequestError: naming the field, its value and the remedy.
@@ -67,11 +65,10 @@ class PromptChecker:
         self._check_sampling(sampling)
         input_ids = list(request.input_ids)
         self._check_ids(input_ids, num_images=len(request.images))
-        images = [decode_image(image.data, field=f"images[{index}]") for index, image in enumerate(request.images)]
         num_tokens = len(input_ids)
-        for index, image in enumerate(images):
-            assert self._grid is not None
-            num_tokens += self._grid.num_tokens(image.width, image.height, field=f"images[{index}]") - 1
+        files = [image.data for image in request.images]
+        if self._grid is not None:
+            num_tokens += self._grid.num_added_tokens(read_sizes(files))
         if num_tokens >= self.max_tokens:
             raise PromptTooLongError(
                 f"input_ids: the prompt has {num_tokens} tokens with its images expanded; prompt and response together "
@@ -79,7 +76,8 @@ class PromptChecker:
             )
         return Turn(
             input_ids=input_ids,
-            images=images,
+            # Last: it takes memory and time, which only a request that is sound in all else gets.
+            images=[decode_image(data, field=f"images[{index}]") for index, data in enumerate(files)],
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -129,47 +127,3 @@ class PromptChecker:
             raise InvalidRequestError(
                 f"input_ids holds the video placeholder (id {self._video_id}); videos are not taken"
             )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ImageGrid:
-    """How Qwen's image processor cuts an image into tokens."""
-
-    factor: int
-    """Pixels along the side of a token: patch size times merge size."""
-    min_pixels: int
-    max_pixels: int
-
-    @classmethod
-    def of(cls, model_path: Path) -> "ImageGrid":
-        """Read from the model's preprocessor_config.json, or processor_config.json where there is none."""
-        config = read_json(model_path / "preprocessor_config.json")
-        config = config or read_json(model_path / "processor_config.json").get("image_processor", {})
-        size = config.get("size", {})
-        return cls(
-            factor=config.get("patch_size", 14) * config.get("merge_size", 2),
-            min_pixels=config.get("min_pixels") or size.get("shortest_edge") or 56 * 56,
-            max_pixels=config.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280,
-        )
-
-    def num_tokens(self, width: int, height: int, *, field: str) -> int:
-        """Tokens of an image (`smart_resize` of transformers' Qwen2-VL image processor).
-
-        Raises:
-            InvalidRequestError: one side is more than 200 times the other.
-        """
-        if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
-            raise InvalidRequestError(
-                f"{field} is {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times the other"
-            )
-        rows = round(height / self.factor)
-        columns = round(width / self.factor)
-        if rows * columns * self.factor**2 > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            rows = max(1, math.floor(height / shrink / self.factor))
-            columns = max(1, math.floor(width / shrink / self.factor))
-        elif rows * columns * self.factor**2 < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            rows = math.ceil(height * grow / self.factor)
-            columns = math.ceil(width * grow / self.factor)
-        return rows * columns

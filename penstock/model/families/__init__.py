@@ -1,0 +1,1 @@
+"""Model families: what a family knows about itself, one file each."""

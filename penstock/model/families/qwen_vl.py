@@ -1,0 +1,102 @@
+"""The Qwen families, with and without vision: special tokens, how images become tokens, and names of parameters.
+
+Everything that depends on the family is here, so that engine, worker and trainer agree on it. Needs neither torch nor
+transformers.
+
+Three spellings of a parameter's name exist. *Own*: transformers' `named_parameters`, as the trainer and every push use
+it. *Published*: the checkpoint's, which older members of the family keep from before transformers 5. *SGLang's*: fused
+projections, and the vision tower at the top.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import InvalidRequestError
+from penstock.model.folder import read_json
+
+VISION_TOKENS: Final = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Tokens that a policy may never sample: each announces or stands for an image or a video."""
+VISION_TOKEN_KEYS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+"""Where config.json names their ids."""
+
+_OWN_TO_PUBLISHED: Final = (("model.visual.", "visual."), ("model.language_model.", "model."))
+_WITH_PUBLISHED_NAMES: Final = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
+)
+"""Model types and architectures whose checkpoints transformers 5 renames."""
+
+MAX_ASPECT_RATIO: Final = 200
+"""Images whose one side is more than this many times the other are refused by the image processor."""
+
+
+def published_name(name: str, model: str) -> str:
+    """The checkpoint's name of the parameter that transformers calls `name`; SGLang's loader takes the same.
+
+    Args:
+        name: The own name.
+        model: The model's type, or its architecture.
+    """
+    if model in _WITH_PUBLISHED_NAMES:
+        for own, published in _OWN_TO_PUBLISHED:
+            if name.startswith(own):
+                return published + name.removeprefix(own)
+    return name
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImageGrid:
+    """How the family's image processor cuts an image into tokens."""
+
+    factor: int
+    """Pixels along the side of a token: patch size times merge size."""
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def of(cls, model_path: Path) -> "ImageGrid":
+        """Read from the model's preprocessor_config.json, or else processor_config.json."""
+        config = read_json(model_path / "preprocessor_config.json")
+        config = config or read_json(model_path / "processor_config.json").get("image_processor", {})
+        size = config.get("size", {})
+        return cls(
+            factor=config.get("patch_size", 14) * config.get("merge_size", 2),
+            min_pixels=config.get("min_pixels") or size.get("shortest_edge") or 56 * 56,
+            max_pixels=config.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280,
+        )
+
+    def num_tokens(self, width: int, height: int, *, field: str) -> int:
+        """Tokens of an image (`smart_resize` of transformers' Qwen2-VL image processor).
+
+        Raises:
+            InvalidRequestError: one side is more than 200 times the other.
+        """
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise InvalidRequestError(
+                f"{field} is {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other"
+            )
+        rows = round(height / self.factor)
+        columns = round(width / self.factor)
+        if rows * columns * self.factor**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows = max(1, math.floor(height / shrink / self.factor))
+            columns = max(1, math.floor(width / shrink / self.factor))
+        elif rows * columns * self.factor**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows = math.ceil(height * grow / self.factor)
+            columns = math.ceil(width * grow / self.factor)
+        return rows * columns
+
+    def num_added_tokens(self, sizes: Sequence[tuple[int, int]], *, field: str = "images") -> int:
+        """Tokens that images of these (width, height) add to a prompt that has one placeholder for each."""
+        return sum(
+            self.num_tokens(width, height, field=f"{field}[{index}]") - 1 for index, (width, height) in enumerate(sizes)
+        )
