@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import io
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from penstock.config import SamplingConfig
 from penstock.errors import (
@@ -18,6 +20,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.model.chat_template import Renderer
+from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import ImagePart, Message, Prompt, TextPart, Verdict, VersionSpan
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
@@ -97,6 +100,18 @@ class TwoTurns:
         self.num_closed += 1
 
 
+class RealPicture(TwoTurns):
+    """Answers the first turn with a picture that can be decoded: 96 x 96 pixels, 9 tokens."""
+
+    async def step(self, text: str) -> StepResult:
+        result = await super().step(text)
+        if result.observation is None:
+            return result
+        file = io.BytesIO()
+        Image.new("RGB", (96, 96)).save(file, "PNG")
+        return StepResult(observation=dataclasses.replace(result.observation, images=(file.getvalue(),)))
+
+
 class Truncating(TwoTurns):
     """Cuts the episode short after the first turn."""
 
@@ -127,7 +142,8 @@ class OwnPictures(TwoTurns):
 
 
 ENVIRONMENTS = {
-    kind.__name__: f"{__name__}:{kind.__name__}" for kind in (TwoTurns, Truncating, Stuck, Broken, OwnPictures)
+    kind.__name__: f"{__name__}:{kind.__name__}"
+    for kind in (TwoTurns, RealPicture, Truncating, Stuck, Broken, OwnPictures)
 }
 
 
@@ -154,6 +170,7 @@ def make_player(
     *,
     forbidden_ids: Sequence[int] = (),
     context_length: int | None = None,
+    grid: ImageGrid | None = None,
     **config: Any,
 ) -> EpisodePlayer:
     """A player of at most four turns."""
@@ -165,6 +182,7 @@ def make_player(
         environments=EnvironmentRegistry(ENVIRONMENTS),
         forbidden_ids=forbidden_ids,
         context_length=context_length,
+        grid=grid,
     )
 
 
@@ -266,6 +284,26 @@ async def test_a_full_context_ends_the_episode_before_the_observation(renderer: 
     _, unlimited = await play(None)
     # The scripted engine expands the prompt's picture by 8 tokens; 16 tokens of room are kept for the answer.
     just_enough = len(unlimited[1].input_ids) + 8 + 16
+    finish_reason, requests = await play(just_enough)
+    assert (finish_reason, len(requests)) == ("stop", 2)
+    finish_reason, requests = await play(just_enough - 1)
+    assert (finish_reason, len(requests)) == ("length", 1)
+
+
+async def test_an_observations_images_count_as_the_tokens_that_the_engine_makes_of_them(
+    renderer: Renderer, tiny_model_path: Path
+) -> None:
+    """Not as one token each: an episode that outgrows the context ends as length, before the engine refuses it."""
+
+    async def play(context_length: int | None) -> tuple[str, list[generate_pb2.GenerateRequest]]:
+        policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
+        grid = ImageGrid.of(tiny_model_path)
+        player = make_player(renderer, policy, context_length=context_length, grid=grid)
+        episode = await player.play(make_prompt("RealPicture"), 0)
+        return episode.finish_reason, policy.requests
+
+    _, unlimited = await play(None)
+    just_enough = len(unlimited[1].input_ids) + 8 + 8 + 16
     finish_reason, requests = await play(just_enough)
     assert (finish_reason, len(requests)) == ("stop", 2)
     finish_reason, requests = await play(just_enough - 1)

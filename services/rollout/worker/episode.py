@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias
 
@@ -27,6 +27,8 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.model.chat_template import Renderer
+from penstock.model.families.qwen_vl import ImageGrid
+from penstock.model.images import read_sizes
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.worker.config import WorkerConfig
@@ -91,7 +93,7 @@ class EpisodePlayer:
         environments: EnvironmentRegistry,
         forbidden_ids: Collection[int] = (),
         context_length: int | None = None,
-        count_image_tokens: Callable[[bytes], int] | None = None,
+        grid: ImageGrid | None = None,
     ) -> None:
         """Play with these parts.
 
@@ -103,7 +105,7 @@ class EpisodePlayer:
             environments: Where prompts find their environment.
             forbidden_ids: A turn that holds one of them is refused.
             context_length: The most tokens of a sequence, images expanded; None for no limit.
-            count_image_tokens: Tokens of an encoded image, as engines expand it; None for a model without images.
+            grid: How the model cuts images into tokens; None for a model without images.
         """
         self._config = config
         self._sampling = generate_pb2.SamplingParams(
@@ -117,7 +119,7 @@ class EpisodePlayer:
         self._environments = environments
         self._forbidden_ids = frozenset(forbidden_ids)
         self._context_length = context_length
-        self._count_image_tokens = count_image_tokens
+        self._grid = grid
 
     async def play(self, prompt: Prompt, number: int) -> Episode:
         """Play sample `number` of `prompt`.
@@ -199,7 +201,9 @@ class EpisodePlayer:
             ids = self._renderer.render_continuation(
                 trajectory.token_ids[-1], observation.messages, num_images=len(observation.images)
             )
-            num_tokens = len(ids) + self._num_added_tokens(observation.images)
+            num_tokens = len(ids)
+            if self._grid is not None:
+                num_tokens += self._grid.num_added_tokens(read_sizes(observation.images))
         except DeadlineError:
             return "deadline"
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
@@ -212,12 +216,6 @@ class EpisodePlayer:
         trajectory.add_observation(ids)
         episode.images.extend(observation.images)
         return None
-
-    def _num_added_tokens(self, images: Sequence[bytes]) -> int:
-        """Tokens that the engine adds to the images' placeholders."""
-        if self._count_image_tokens is None:
-            return 0
-        return sum(self._count_image_tokens(image) - 1 for image in images)
 
 
 @dataclasses.dataclass(slots=True)

@@ -20,7 +20,8 @@ from penstock.clients import GenerateClient, RewardClient
 from penstock.config import BusConfig, ModelConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
-from penstock.model.tokens import context_length, forbidden_token_ids
+from penstock.model.families.qwen_vl import ImageGrid
+from penstock.model.tokens import context_length, forbidden_token_ids, image_token_id
 from penstock.rpc.server import RpcServer
 from penstock.runtime.hide_torch import torch_hidden
 from services.rollout.worker.config import WorkerConfig
@@ -116,6 +117,7 @@ async def serve(recipe: WorkerRecipe, stop: asyncio.Event) -> None:
             environments=environments,
             forbidden_ids=forbidden_token_ids(recipe.model.path),
             context_length=recipe.rollout.context_length or context_length(recipe.model.path),
+            grid=None if image_token_id(recipe.model.path) is None else ImageGrid.of(recipe.model.path),
         )
         handler = PromptHandler(
             bus, GroupRollout(config, episodes=episodes, verifier=verifier, worker_id=worker_id), worker_id=worker_id
