@@ -109,11 +109,25 @@ class SamplingConfig(Config):
     temperature: float = pydantic.Field(default=1.0, gt=0, le=100)
     """Divides the logits. Greedy decoding (0) has no logprobs that a policy gradient could use."""
     top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 samples from everything, which is what the trainer's logprobs assume."""
+    """Nucleus sampling; 1 samples from the whole distribution. Training refuses less: its logprobs assume 1."""
     top_k: int = pydantic.Field(default=-1, ge=-1)
-    """Sample from so many of the likeliest tokens; -1 means all."""
+    """Sample from this many of the likeliest tokens; -1 means all. Training refuses anything else."""
     max_new_tokens: int = pydantic.Field(default=512, ge=1)
     """Most tokens of one turn."""
+
+    def require_trainable(self) -> None:
+        """Refuse a distribution that the trainer cannot reproduce.
+
+        Engines report logprobs before top_p and top_k cut the distribution, as the trainer computes them. With a cut,
+        these are not the probabilities with which tokens were drawn, and every importance ratio would be wrong.
+
+        Raises:
+            ConfigError: top_p or top_k cuts it.
+        """
+        if self.top_p < 1:
+            raise ConfigError(f"sampling.top_p = {self.top_p} cannot be trained on; set 1 (all of the distribution)")
+        if self.top_k > 0:
+            raise ConfigError(f"sampling.top_k = {self.top_k} cannot be trained on; set -1 (all of the distribution)")
 
 
 class LogConfig(Config):

@@ -28,6 +28,7 @@ async def serve(recipe: TrainerRecipe, stop: asyncio.Event) -> None:
     Raises:
         UserError: the model, the data, NATS or the checkpoints are not as the run needs them.
     """
+    recipe.sampling.require_trainable()
     folder = recipe.run.folder or recipe.run.dir / recipe.run.name
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))

@@ -40,6 +40,8 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
     shared = {
         # The image-embedding cache outlives weight updates: embeddings of an older policy would be served.
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        # Inherited as 1, it would return logprobs of the distribution before the temperature.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         GROUP_TIMEOUT_VARIABLE: str(config.prepare_deadline_s),
         "TOKENIZERS_PARALLELISM": "false",
         **disaggregation.environment(config, cuda=cuda),
