@@ -11,6 +11,7 @@
     │   ├── CorruptMessageError    bytes that do not decode to the expected record
     │   └── PromptTooLongError     the prompt leaves no room for a token in any replica's context
     ├── PoisonError            it broke everyone who handled it; never try it again
+    ├── MissingImageError      an image that is named by its hash is not stored; store it and try again
     ├── NotReadyError          the state does not allow it (yet)
     ├── UnavailableError       nobody can do it now; try again
     ├── OverloadedError        a queue is full; try again later
@@ -67,6 +68,10 @@ class PoisonError(PenstockError):
     Never retried: the next handler would break too. It ends its turn, sample or group, which is counted and buried with
     this reason.
     """
+
+
+class MissingImageError(PenstockError):
+    """An image that a request names by its hash is not stored, or no longer. The caller stores it again and retries."""
 
 
 class NotReadyError(PenstockError):

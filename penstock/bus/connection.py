@@ -71,6 +71,7 @@ class Bus:
         self.prompts = Stream(name=f"{run}_PROMPTS", subject=f"{run}.prompts", retention=work)
         self.groups = Stream(name=f"{run}_GROUPS", subject=f"{run}.groups", retention=work)
         self.dead = Stream(name=f"{run}_DEAD", subject=f"{run}.dead", retention=api.RetentionPolicy.LIMITS)
+        self.images = Stream(name=f"{run}_IMAGES", subject=f"{run}.images", retention=api.RetentionPolicy.LIMITS)
         self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
 
     @property
@@ -151,6 +152,21 @@ class Bus:
         ack = await self._stored(message_id, publish, presence)
         return not ack.duplicate
 
+    async def replace(self, stream: Stream, subject: str, payload: bytes) -> None:
+        """Store `payload` under `subject` of `stream`, in place of what a stream of one message per subject had there.
+
+        Raises:
+            InvalidRequestError: the payload is larger than the server takes.
+            SetupError: the server no longer has the stream.
+        """
+        if len(payload) > self.max_payload_bytes(subject):
+            raise InvalidRequestError(
+                f"{subject}: {len(payload)} bytes are more than the NATS server takes (max_payload = "
+                f"{self._client.max_payload}, JetStream at most {_MAX_RECORD_BYTES}); make it smaller"
+            )
+        presence = self.presence(f"stream {stream.name}", lambda: self._js.stream_info(stream.name))
+        await self._stored(subject, lambda: self._js.publish(subject, payload), presence)
+
     async def put(self, bucket: KeyValue, key: str, value: bytes) -> None:
         """Set a value of a bucket, waiting out a server that is away.
 
@@ -200,7 +216,7 @@ class Bus:
 
     async def delete_run(self) -> None:
         """Remove the run's streams; for tests and for starting over."""
-        for stream in (self.prompts, self.groups, self.dead, self.calls):
+        for stream in (self.prompts, self.groups, self.dead, self.calls, self.images):
             try:
                 await self._js.delete_stream(stream.name)
             except nats.js.errors.NotFoundError:

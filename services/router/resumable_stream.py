@@ -26,7 +26,8 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         raise InvalidRequestError(f"sampling.max_new_tokens = {request.sampling.max_new_tokens} must be at least 1")
     if request.HasField("bootstrap"):
         raise InvalidRequestError("bootstrap is for whoever pairs replicas; leave it out of calls to a router")
-    blocks = hash_blocks(request.input_ids, (image.data for image in request.images)) if with_blocks else ()
+    contents = (image.stored.sha256.encode() or image.data for image in request.images)
+    blocks = hash_blocks(request.input_ids, contents) if with_blocks else ()
     return Query(
         session_id=request.session_id,
         request_id=request.request_id,

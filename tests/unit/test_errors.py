@@ -26,6 +26,7 @@ def test_every_error_is_in_the_tree_and_has_a_code(kind: type[errors.PenstockErr
         errors.InvalidRequestError,
         errors.PromptTooLongError,
         errors.PoisonError,
+        errors.MissingImageError,
         errors.NotReadyError,
         errors.UnavailableError,
         errors.OverloadedError,

@@ -10,7 +10,7 @@ from PIL import Image
 from penstock.errors import InvalidRequestError, PromptTooLongError
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.images import MAX_PIXELS, decode_image, read_sizes
-from penstock.v1 import common_pb2, generate_pb2
+from penstock.v1 import generate_pb2
 from services.rollout.engine.prompt import PromptChecker
 
 SIDES = [1, 16, 31, 48, 49, 95, 96, 97, 130, 144, 150, 223, 224, 225, 500, 1333, 1600]
@@ -43,9 +43,9 @@ def test_response_is_cut_to_what_the_context_leaves(tiny_model_path: Path) -> No
     turn = checker.check(
         generate_pb2.GenerateRequest(
             input_ids=[363, 366, 1],
-            images=[common_pb2.Image(data=_file(Image.new("RGB", (96, 96))))],
             sampling=generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=500, stop_token_ids=[7]),
-        )
+        ),
+        [_file(Image.new("RGB", (96, 96)))],
     )
     assert turn.max_new_tokens == 89
     assert turn.stop_token_ids == [7, 354, 356]
@@ -100,12 +100,11 @@ def test_the_pixels_of_a_request_have_one_budget_and_none_is_decoded_above_it(
     num_images = MAX_PIXELS // side**2 + 1
     request = generate_pb2.GenerateRequest(
         input_ids=[363, 366] * num_images,
-        images=[common_pb2.Image(data=picture)] * num_images,
         sampling=generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=5),
     )
     monkeypatch.setattr("services.rollout.engine.prompt.decode_image", lambda *_, **__: pytest.fail("was decoded"))
     with pytest.raises(InvalidRequestError, match=f"images: {num_images * side**2} pixels"):
-        PromptChecker(tiny_model_path, max_tokens=100_000).check(request)
+        PromptChecker(tiny_model_path, max_tokens=100_000).check(request, [picture] * num_images)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_decoded(
@@ -115,11 +114,10 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_decoded(
     monkeypatch.setattr("services.rollout.engine.prompt.decode_image", lambda *_, **__: pytest.fail("was decoded"))
     request = generate_pb2.GenerateRequest(
         input_ids=[363, 366, 1],
-        images=[common_pb2.Image(data=_file(Image.new("RGB", (96, 96))))],
         sampling=generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=5),
     )
     with pytest.raises(PromptTooLongError, match="has 11 tokens with its images expanded"):
-        PromptChecker(tiny_model_path, max_tokens=11).check(request)
+        PromptChecker(tiny_model_path, max_tokens=11).check(request, [_file(Image.new("RGB", (96, 96)))])
 
 
 @pytest.mark.parametrize("format_name", ["TIFF", "BMP", "PPM", "ICO", "TGA", "EPS", "PCX"])

@@ -53,8 +53,12 @@ class PromptChecker:
         self._vision_start_id = config.get("vision_start_token_id")
         self._grid = ImageGrid.of(model_path) if self._image_id is not None else None
 
-    def check(self, request: generate_pb2.GenerateRequest) -> Turn:
+    def check(self, request: generate_pb2.GenerateRequest, files: Sequence[bytes]) -> Turn:
         """Check everything, then decode the images. Takes as long as decoding does.
+
+        Args:
+            request: The request.
+            files: The encoded files of its images, in their order.
 
         Raises:
             InvalidRequestError: naming the field, its value and the remedy.
@@ -64,9 +68,8 @@ class PromptChecker:
         bootstrap = check_bootstrap(request, disaggregated=self._disaggregated)
         self._check_sampling(sampling)
         input_ids = list(request.input_ids)
-        self._check_ids(input_ids, num_images=len(request.images))
+        self._check_ids(input_ids, num_images=len(files))
         num_tokens = len(input_ids)
-        files = [image.data for image in request.images]
         if self._grid is not None:
             num_tokens += self._grid.num_added_tokens(read_sizes(files))
         if num_tokens >= self.max_tokens:

@@ -15,6 +15,7 @@ from typing import Protocol
 import structlog
 
 from penstock.bus.connection import connect
+from penstock.bus.image_store import ImageStore
 from penstock.bus.leases import Lease, held
 from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, ModelConfig, RunConfig
@@ -24,6 +25,7 @@ from penstock.runtime.ports import require_free_port
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.drain import Drain
+from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.servicers import GenerateServicer, ReplicaView, RolloutServicer
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.sglang_weights import SglangWeights
@@ -64,6 +66,7 @@ class EngineServer:
     receiver: WeightReceiver
     view: ReplicaView
     drain: Drain
+    images: ImageSource
     changed: asyncio.Event
     """Set at each change that others should see at once."""
 
@@ -87,6 +90,7 @@ async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
         log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
     async with running(recipe.rollout, recipe.model.path) as server:
         async with connect(recipe.bus, run=recipe.run.name) as bus:
+            server.images.attach(ImageStore(bus))
             bucket = await bus.bucket("replicas", ttl_s=recipe.bus.lease_ttl_s)
             lease_of_server = held(bucket, server.view.replica_id, lambda: _lease(server), ttl_s=recipe.bus.lease_ttl_s)
             async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
@@ -116,6 +120,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     )
     # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.
     view = ReplicaView(config, engine, receiver)
+    images = ImageSource()
     server = RpcServer(host=config.host, port=config.port)
 
     async def begin_drain() -> None:
@@ -126,7 +131,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     drain = Drain(engine, begin_drain)
     server.add(
         generate_pb2_grpc.add_GenerateServiceServicer_to_server,
-        GenerateServicer(config, engine, receiver, view),
+        GenerateServicer(config, engine, receiver, view, images),
         service_name(generate_pb2.DESCRIPTOR, "GenerateService"),
     )
     server.add(
@@ -139,7 +144,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
         port = await server.start()
         view.listens(_advertised(config), port)
         log.info("engine.serving", replica_id=view.replica_id, address=view.address)
-        running_server = EngineServer(engine, receiver, view, drain, changed)
+        running_server = EngineServer(engine, receiver, view, drain, images, changed)
         try:
             yield running_server
         finally:

@@ -17,6 +17,7 @@ from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.generation import Generation
+from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.prompt import Turn
 from services.rollout.engine.sglang_engine import Load, SglangEngine
 from services.rollout.engine.weight_source import announced
@@ -86,10 +87,16 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     """Plays turns."""
 
     def __init__(
-        self, config: RolloutConfig, engine: SglangEngine, receiver: WeightReceiver, view: ReplicaView
+        self,
+        config: RolloutConfig,
+        engine: SglangEngine,
+        receiver: WeightReceiver,
+        view: ReplicaView,
+        images: ImageSource,
     ) -> None:
-        """Generate with `engine`, while `receiver` holds sound weights."""
+        """Generate with `engine`, while `receiver` holds sound weights; `images` finds images named by hash."""
         self._config = config
+        self._images = images
         self._engine = engine
         self._receiver = receiver
         self._view = view
@@ -152,10 +159,11 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
 
     async def _check(self, request: generate_pb2.GenerateRequest) -> Turn:
         if not request.images:
-            return self._engine.checker.check(request)
+            return self._engine.checker.check(request, ())
+        files = await self._images.files(request.images)
         # Decoding takes milliseconds that the event loop does not have.
-        turn = await asyncio.to_thread(self._engine.checker.check, request)
-        self._require_serving()  # again: much may have happened meanwhile
+        turn = await asyncio.to_thread(self._engine.checker.check, request, files)
+        self._require_serving()  # again: the state may have changed
         return turn
 
     def _respond(self, generation: Generation) -> generate_pb2.GenerateResponse:

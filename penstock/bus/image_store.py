@@ -1,0 +1,169 @@
+"""Images beside a run's streams: each is stored once per group, under its content hash, and fetched when needed.
+
+A *scope* is the group on whose behalf an image is stored (`penstock.records.GroupId.scope`). The images of a scope are
+removed together, when the trainer has settled the group; what nobody removes expires after `MAX_AGE_S`.
+
+Invariant: what `get` returns has the hash it was asked for.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import nats.js.errors
+import structlog
+from nats.js import api
+
+from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS, describe, setting_up
+from penstock.errors import InvalidRequestError, MissingImageError, UnavailableError
+
+log = structlog.get_logger()
+
+MAX_AGE_S: Final = 7 * 24 * 3600.0
+"""For groups that are never settled: of an abandoned run, or of a worker that stores after the trainer removed."""
+CACHE_BYTES: Final = 256 * 2**20
+"""Encoded images that a process keeps in memory."""
+
+_SCOPE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_MAX_SCOPE_CHARS = 200
+
+
+def hash_of(data: bytes) -> str:
+    """The name of an image: SHA-256 of its file, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class ImageStore:
+    """The images of a run, with a cache bounded in bytes; any process of the run may write and read them."""
+
+    def __init__(self, bus: Bus, *, cache_bytes: int = CACHE_BYTES) -> None:
+        """Keep them on `bus`, and the last used ones in memory."""
+        self._bus = bus
+        self._cache = _ByteCache(cache_bytes)
+        self._fetching: dict[str, asyncio.Task[bytes]] = {}
+
+    async def ensure(self) -> None:
+        """Create the stream if it does not exist.
+
+        Raises:
+            SetupError: it exists with other settings, or the server does not make it.
+        """
+        stream = self._bus.images
+        with setting_up(f"stream {stream.name}", self._bus.config.url):
+            await self._bus.jetstream.add_stream(
+                api.StreamConfig(
+                    name=stream.name,
+                    subjects=[f"{stream.subject}.>"],
+                    retention=stream.retention,
+                    storage=api.StorageType.FILE,
+                    max_msgs_per_subject=1,
+                    max_age=MAX_AGE_S,
+                    allow_direct=True,
+                )
+            )
+
+    async def put(self, scope: str, data: bytes) -> str:
+        """Store the image for `scope` and return its hash; storing it again does no harm.
+
+        Raises:
+            InvalidRequestError: it is larger than the server takes.
+            SetupError: the server has the stream no more.
+        """
+        sha256 = hash_of(data)
+        await self._bus.replace(self._bus.images, self._subject(scope, sha256), data)
+        self._cache.add(sha256, data)
+        return sha256
+
+    async def get(self, scope: str, sha256: str) -> bytes:
+        """The image, from memory or from the bus; calls for the same image share one fetch.
+
+        Raises:
+            InvalidRequestError: scope or hash cannot be those of an image.
+            MissingImageError: it is not stored for this scope.
+            UnavailableError: the server does not answer.
+        """
+        if (data := self._cache.get(sha256)) is not None:
+            return data
+        subject = self._subject(scope, sha256)
+        task = self._fetching.get(subject)
+        if task is None:
+            task = self._start(subject, lambda: self._fetch(subject, sha256))
+        return await asyncio.shield(task)
+
+    async def remove(self, scope: str) -> None:
+        """Remove all images of `scope`; a failure is logged, for age removes them too."""
+        stream = self._bus.images
+        try:
+            await self._bus.jetstream.purge_stream(stream.name, subject=f"{stream.subject}.{_checked(scope)}.*")
+        except BUS_ERRORS as error:
+            log.warning("images.remove_failed", scope=scope, error=describe(error))
+
+    async def clear(self) -> None:
+        """Remove all images of the run."""
+        await self._bus.purge(self._bus.images)
+
+    def _start(self, subject: str, fetch: Callable[[], Coroutine[Any, Any, bytes]]) -> asyncio.Task[bytes]:
+        task = asyncio.create_task(fetch())
+        self._fetching[subject] = task
+
+        def forget(done: asyncio.Task[bytes]) -> None:
+            del self._fetching[subject]
+            if not done.cancelled():
+                done.exception()  # its callers may all be gone
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _fetch(self, subject: str, sha256: str) -> bytes:
+        try:
+            message = await self._bus.jetstream.get_msg(self._bus.images.name, subject=subject, direct=True)
+        except nats.js.errors.NotFoundError:
+            raise MissingImageError(f"image {sha256} is not stored under {subject}; store it again") from None
+        except BUS_ERRORS as error:
+            raise UnavailableError(f"image {sha256} cannot be fetched from NATS: {describe(error)}") from None
+        data = message.data or b""
+        if hash_of(data) != sha256:
+            raise MissingImageError(f"what is stored under {subject} has another hash; store the image again")
+        self._cache.add(sha256, data)
+        return data
+
+    def _subject(self, scope: str, sha256: str) -> str:
+        if not _HASH.fullmatch(sha256):
+            raise InvalidRequestError(f"sha256 = {sha256[:80]!r} must be 64 hexadecimal digits in lower case")
+        return f"{self._bus.images.subject}.{_checked(scope)}.{sha256}"
+
+
+class _ByteCache:
+    """The last used images, by hash, as long as they fit."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._images: OrderedDict[str, bytes] = OrderedDict()
+
+    def get(self, sha256: str) -> bytes | None:
+        if sha256 not in self._images:
+            return None
+        self._images.move_to_end(sha256)
+        return self._images[sha256]
+
+    def add(self, sha256: str, data: bytes) -> None:
+        if sha256 in self._images or len(data) > self._max_bytes:
+            return
+        self._images[sha256] = data
+        self._num_bytes += len(data)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._images.popitem(last=False)[1])
+
+
+def _checked(scope: str) -> str:
+    if len(scope) > _MAX_SCOPE_CHARS or not _SCOPE.fullmatch(scope):
+        raise InvalidRequestError(
+            f"scope = {scope[:80]!r} must be words of letters, digits, '_' and '-' with dots between them"
+        )
+    return scope

@@ -1,0 +1,42 @@
+"""Where the images of a request come from: the request itself, or the run's bus."""
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock.bus.image_store import ImageStore
+from penstock.errors import InvalidRequestError
+from penstock.v1 import common_pb2
+
+
+class ImageSource:
+    """Gives the encoded files of a request's images."""
+
+    def __init__(self) -> None:
+        """Give only those that requests bring, until a store is attached."""
+        self._store: ImageStore | None = None
+
+    def attach(self, store: ImageStore) -> None:
+        """Fetch stored images from `store` from here on."""
+        self._store = store
+
+    async def files(self, images: Sequence[common_pb2.Image]) -> list[bytes]:
+        """The images' files, in their order.
+
+        Raises:
+            InvalidRequestError: an image has neither bytes nor a sound hash, or this engine has no bus.
+            MissingImageError: an image is not stored.
+            UnavailableError: the bus does not answer.
+        """
+        return list(await asyncio.gather(*(self._file(index, image) for index, image in enumerate(images))))
+
+    async def _file(self, index: int, image: common_pb2.Image) -> bytes:
+        match image.WhichOneof("content"):
+            case "data":
+                return image.data
+            case "stored" if self._store is not None:
+                return await self._store.get(image.stored.scope, image.stored.sha256)
+            case "stored":
+                raise InvalidRequestError(
+                    f"images[{index}] is named by its hash, but this engine runs without a bus; send its bytes"
+                )
+        raise InvalidRequestError(f"images[{index}] has neither data nor stored; set one of them")

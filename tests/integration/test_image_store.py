@@ -1,0 +1,78 @@
+"""Images travel once: stored under their hash, fetched once by whoever needs them, removed with their group."""
+
+import asyncio
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore, hash_of
+from penstock.errors import InvalidRequestError, MissingImageError
+from tests.speaking_engine import count
+
+PICTURE = b"\x89PNG\r\n" + bytes(range(256)) * 4_000
+
+
+@pytest.fixture
+async def store(bus: Bus) -> ImageStore:
+    """A process that stores images."""
+    store = ImageStore(bus)
+    await store.ensure()
+    return store
+
+
+async def test_an_image_is_fetched_by_its_hash_in_another_process(bus: Bus, store: ImageStore) -> None:
+    """A megabyte arrives as it was; storing it again keeps one copy."""
+    sha256 = await store.put("run.0.0.a", PICTURE)
+    assert sha256 == hash_of(PICTURE) == await store.put("run.0.0.a", PICTURE)
+    assert await ImageStore(bus).get("run.0.0.a", sha256) == PICTURE
+    assert await count(bus, bus.images) == 1
+
+
+async def test_calls_for_one_image_share_a_fetch_and_later_ones_need_none(bus: Bus, store: ImageStore) -> None:
+    """Sixteen samples of a group make one request to NATS; once fetched, the image needs no server."""
+    sha256 = await store.put("run.0.0.a", PICTURE)
+    reader = ImageStore(bus)
+    fetched = await asyncio.gather(*(reader.get("run.0.0.a", sha256) for _ in range(16)))
+    assert all(data is fetched[0] for data in fetched)
+    await store.clear()
+    assert await reader.get("run.0.0.a", sha256) is fetched[0]
+
+
+async def test_the_cache_is_bounded_in_bytes(bus: Bus, store: ImageStore) -> None:
+    """The image used longest ago goes first; one that is larger than the cache is fetched each time."""
+    small = [await store.put("run.0.0.a", bytes([number]) * 100) for number in range(3)]
+    large = await store.put("run.0.0.a", PICTURE)
+    reader = ImageStore(bus, cache_bytes=250)
+    for sha256 in (small[0], small[1], small[0], small[2], large):
+        await reader.get("run.0.0.a", sha256)
+    await store.clear()
+    assert [await reader.get("run.0.0.a", sha256) for sha256 in (small[0], small[2])] == [b"\0" * 100, b"\2" * 100]
+    for gone in (small[1], large):
+        with pytest.raises(MissingImageError, match=gone):
+            await reader.get("run.0.0.a", gone)
+
+
+async def test_images_go_with_their_group_and_come_back_when_stored_again(bus: Bus, store: ImageStore) -> None:
+    """The same image of another group stays; a removal is no obstacle to storing anew."""
+    for scope in ("run.0.0.a", "run.1.0.a"):
+        sha256 = await store.put(scope, PICTURE)
+    await store.remove("run.0.0.a")
+    with pytest.raises(MissingImageError, match="store it again"):
+        await ImageStore(bus).get("run.0.0.a", sha256)
+    assert await ImageStore(bus).get("run.1.0.a", sha256) == PICTURE
+    await store.put("run.0.0.a", PICTURE)
+    assert await ImageStore(bus).get("run.0.0.a", sha256) == PICTURE
+
+
+@pytest.mark.parametrize("scope", ["", ".", "a..b", "a.*", "a.>", "a b", "x" * 201, "a.", "\n"])
+async def test_a_scope_cannot_reach_other_subjects(store: ImageStore, scope: str) -> None:
+    """Scopes come with calls from outside."""
+    with pytest.raises(InvalidRequestError, match="scope"):
+        await store.get(scope, "0" * 64)
+
+
+@pytest.mark.parametrize("sha256", ["", "0" * 63, "A" * 64, "*", "0" * 64 + "\n"])
+async def test_a_hash_is_64_hexadecimal_digits(store: ImageStore, sha256: str) -> None:
+    """Anything else is the caller's error."""
+    with pytest.raises(InvalidRequestError, match="sha256"):
+        await store.get("run.0.0.a", sha256)
