@@ -1,11 +1,12 @@
 """How fast weights get to the engines, beside a raw torch.distributed broadcast of the same bytes.
 
-    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--ways disk delta] [--rounds 9] [--no-engine]
+    python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--transports disk delta] [--rounds 9] [--no-engine]
 
 Rounds of both take turns. Raw: plain processes, a process group, whole buckets, into memory that is there already, and
 nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC. Its transport is "auto",
-which is ipc here, where all are on one machine; then "broadcast", over the same gloo as raw; then others. All of it is
-from the call of `publish` to its end; not generating is from the first pause to the last resume. Simulated engines
+which is shared_memory here, since all processes are on one machine; then "broadcast", over the same gloo as raw; then
+others. A whole push is from the call of `publish` to its end, "not generating" from the first pause to the last
+resume. Simulated engines
 (tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model; the real one is
 SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each forms the group: not counted.
 """
@@ -37,9 +38,9 @@ from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
 from penstock.weights.digest import tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest  # noqa: E402
-from services.trainer.config import PushConfig  # noqa: E402
-from services.trainer.push.publisher import PushReport, WeightPublisher  # noqa: E402
-from services.trainer.push.snapshots import Snapshots  # noqa: E402
+from services.trainer.config import WeightSyncConfig  # noqa: E402
+from services.trainer.weight_sync.publisher import PushReport, WeightPublisher  # noqa: E402
+from services.trainer.weight_sync.transports.disk import WeightFileStore  # noqa: E402
 from tests.engine_process import engine_process  # noqa: E402
 from tests.simulated_replica import simulated_replica  # noqa: E402
 
@@ -103,12 +104,12 @@ def change(version: int, tensors: dict[str, torch.Tensor], transport: str) -> No
 
 @contextlib.asynccontextmanager
 async def publishing(
-    bus: Bus, config: PushConfig, num_replicas: int, folder: Path | None, backend: str = "gloo"
+    bus: Bus, config: WeightSyncConfig, num_replicas: int, folder: Path | None, backend: str = "gloo"
 ) -> AsyncIterator[WeightPublisher]:
     """A publisher that sees so many replicas."""
     ttl_s = bus.config.lease_ttl_s
     async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
-        publisher = WeightPublisher(config=config, replicas=watch, backend=backend, snapshots=Snapshots(folder))
+        publisher = WeightPublisher(config=config, replicas=watch, backend=backend, files=WeightFileStore(folder))
         async with asyncio.timeout(120):
             while publisher.num_live_replicas < num_replicas:
                 await watch.changed(0.2)
@@ -164,13 +165,13 @@ async def measure_simulated(url: str, num_receivers: int, arguments: argparse.Na
             await stack.enter_async_context(
                 simulated_replica(bus, replica_id=f"simulated-{index}", shapes=shapes, audits=False)
             )
-        config = PushConfig(transport=transport)
+        config = WeightSyncConfig(transport=transport)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) if transport == "disk" else None
         publisher = await stack.enter_async_context(publishing(bus, config, num_receivers, folder))
         return await measure(f"simulated, {transport}", publisher, tensors, num_receivers, arguments.rounds)
 
 
-async def measure_engine(url: str, arguments: argparse.Namespace, ways: Sequence[str]) -> list[Row]:
+async def measure_engine(url: str, arguments: argparse.Namespace, transports: Sequence[str]) -> list[Row]:
     """With one real SGLang."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
@@ -182,11 +183,11 @@ async def measure_engine(url: str, arguments: argparse.Namespace, ways: Sequence
             ),
             connect(BusConfig(url=url), run=folder.name) as bus,
         ):
-            for way in ways:
+            for transport in transports:
                 first_version = 1 + len(rows) * (1 + arguments.rounds)
-                async with publishing(bus, PushConfig(transport=way), 1, None) as publisher:
+                async with publishing(bus, WeightSyncConfig(transport=transport), 1, None) as publisher:
                     row = await measure(
-                        f"SGLang, {way}", publisher, tensors, 1, arguments.rounds, first_version=first_version
+                        f"SGLang, {transport}", publisher, tensors, 1, arguments.rounds, first_version=first_version
                     )
                 say(table([row]))
                 rows.append(row)
@@ -303,7 +304,9 @@ async def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
     parser.add_argument("--receivers", type=int, nargs="*", default=[1, 2], help="numbers of simulated engines")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ways", nargs="*", default=["disk", "delta"], help="push.transport, beside the first two")
+    parser.add_argument(
+        "--transports", nargs="*", default=["disk", "delta"], help="trainer.weight_sync.transport, beside the first two"
+    )
     parser.add_argument("--no-engine", action="store_true", help="leave out the real SGLang")
     arguments = parser.parse_args()
     log.configure(LogConfig(level="warning"), service="bench")
@@ -321,11 +324,11 @@ async def measure_all(arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         async with local_server(Path(folder)) as url:
             for num_receivers in arguments.receivers:
-                for way in ("auto", "broadcast"):
-                    rows.append(await measure_simulated(url, num_receivers, arguments, way))
+                for transport in ("auto", "broadcast"):
+                    rows.append(await measure_simulated(url, num_receivers, arguments, transport))
                     say(table(rows[-1:]))
-            for way in arguments.ways:
-                rows.append(await measure_simulated(url, 1, arguments, way))
+            for transport in arguments.transports:
+                rows.append(await measure_simulated(url, 1, arguments, transport))
                 say(table(rows[-1:]))
             if not arguments.no_engine:
                 rows += await measure_engine(url, arguments, ("auto", "broadcast"))

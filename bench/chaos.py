@@ -82,7 +82,7 @@ def main() -> int:
         "launch.max_restarts": 10_000,
         "launch.restart_window_s": 5.0,
         "run.seed": arguments.seed,
-        "trainer.push.transport": arguments.transport,
+        "trainer.weight_sync.transport": arguments.transport,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.runs or Path(scratch)
@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--also", nargs="*", default=[], choices=["trainer", "reward"], help="kill these too")
-    parser.add_argument("--transport", default="auto", help="push.transport")
+    parser.add_argument("--transport", default="auto", help="trainer.weight_sync.transport")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, help="where to keep the run folder; default: a folder that is removed")
     return parser.parse_args()

@@ -17,7 +17,7 @@ from penstock.runtime.parent_death import dying_with_parent
 from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.manifest import Manifest, pack
-from services.trainer.push.weight_group import WeightGroup
+from services.trainer.weight_sync.process_group import WeightProcessGroup
 
 START_TIMEOUT_S = 240.0
 _ROOT = Path(__file__).parents[1]
@@ -110,13 +110,13 @@ class Push:
         self.push_id = f"push-{version}-{os.urandom(4).hex()}"
         self.manifest = Manifest.plan(weights.items(), max_bucket_bytes=bucket_bytes)
 
-    async def prepare(self, group: "tuple[WeightGroup, rollout_pb2.WeightGroup] | None" = None) -> None:
+    async def prepare(self, group: "tuple[WeightProcessGroup, rollout_pb2.BroadcastSource] | None" = None) -> None:
         """Form a group, or use `group`."""
         opening = None
         if group is None:
             self.group = await asyncio.to_thread(self._listen)
-            self.message = rollout_pb2.WeightGroup(
-                name=self.group.name,
+            self.message = rollout_pb2.BroadcastSource(
+                group_name=self.group.name,
                 master_host="127.0.0.1",
                 master_port=self.group.port,
                 rank_offset=1,
@@ -129,7 +129,7 @@ class Push:
         request = rollout_pb2.PrepareWeightsRequest(
             push_id=self.push_id,
             policy_version=self.version,
-            group=self.message,
+            broadcast=self.message,
             manifest=self.manifest.to_proto(),
             digest=XXH3,
         )
@@ -139,13 +139,13 @@ class Push:
 
     async def prepare_only(self) -> None:
         """Announce a push whose group nobody will form: for one that must be refused before that."""
-        group = rollout_pb2.WeightGroup(
-            name=self.push_id, master_host="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo"
+        group = rollout_pb2.BroadcastSource(
+            group_name=self.push_id, master_host="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo"
         )
         request = rollout_pb2.PrepareWeightsRequest(
             push_id=self.push_id,
             policy_version=self.version,
-            group=group,
+            broadcast=group,
             manifest=self.manifest.to_proto(),
             digest=XXH3,
         )
@@ -200,8 +200,8 @@ class Push:
         finally:
             await asyncio.to_thread(self.group.close)
 
-    def _listen(self) -> WeightGroup:
-        return WeightGroup.listen(host="127.0.0.1", name=f"group-{self.push_id}", world_size=2, backend="gloo")
+    def _listen(self) -> WeightProcessGroup:
+        return WeightProcessGroup.listen(host="127.0.0.1", name=f"group-{self.push_id}", world_size=2, backend="gloo")
 
     def _broadcast(self) -> None:
         self.group.broadcast((pack(bucket, self.weights) for bucket in self.manifest.buckets), timeout_s=30)

@@ -11,16 +11,16 @@ from penstock.bus.connection import Bus
 from penstock.bus.leases import Watch, watched
 from penstock.v1 import common_pb2
 from penstock.weights.digest import XXH3, tensor_digest
-from penstock.weights.segment import Segments
-from services.trainer.config import PushConfig
-from services.trainer.push.published_weights import PublishedWeights
-from services.trainer.push.publisher import WeightPublisher
-from services.trainer.push.snapshots import Snapshots
+from penstock.weights.shared_memory import SharedMemoryPool
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.simulated_replica import SimulatedReplica, simulated_replica, weights_of
 
 QUICK_S = 3.0
 """A push that waits for no deadline: far less than any of them."""
-CONFIG = PushConfig(
+CONFIG = WeightSyncConfig(
     transport="broadcast",
     bucket_bytes=8192,
     prepare_timeout_s=30.0,
@@ -32,13 +32,13 @@ CONFIG = PushConfig(
 )
 
 
-def snapshot(version: int, *, shared: bool = False) -> PublishedWeights:
+def snapshot(version: int, *, shared: bool = False) -> WeightSnapshot:
     """The weights of a version, taken."""
-    return PublishedWeights.take(
+    return WeightSnapshot.take(
         version,
         weights_of(version).items(),
         max_bucket_bytes=CONFIG.bucket_bytes,
-        segments=Segments() if shared else None,
+        pool=SharedMemoryPool() if shared else None,
     )
 
 
@@ -56,7 +56,7 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
 
 
 @asynccontextmanager
-async def publishing(bus: Bus, *, snapshot_dir: Path | None = None, **settings: Any) -> AsyncIterator[WeightPublisher]:
+async def publishing(bus: Bus, *, files_dir: Path | None = None, **settings: Any) -> AsyncIterator[WeightPublisher]:
     """A publisher whose replicas' leases are as they are now."""
     async with watching(bus) as watch:
         config = CONFIG.model_copy(update=settings)
@@ -64,7 +64,7 @@ async def publishing(bus: Bus, *, snapshot_dir: Path | None = None, **settings: 
             config=config,
             replicas=watch,
             backend="gloo",
-            snapshots=Snapshots(snapshot_dir),
+            files=WeightFileStore(files_dir),
         )
         try:
             yield publisher

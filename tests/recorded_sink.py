@@ -7,9 +7,9 @@ import torch
 from penstock.errors import UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import Manifest
-from services.rollout.engine.sglang_variables import HeldParameter
-from services.rollout.engine.weight_source import Source
-from services.rollout.engine.weights import WeightReceiver
+from services.rollout.engine.sglang_plugin.transports import Transport
+from services.rollout.engine.sglang_plugin.variables import HeldParameter
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_bucket_bytes=8)
 
@@ -19,7 +19,7 @@ class RecordedSink:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.sources: list[Source] = []
+        self.transports: list[Transport] = []
         self.hang_at = ""
         self.fail_at = ""
         self.failures: list[str] = []
@@ -31,8 +31,8 @@ class RecordedSink:
         if call == self.hang_at:
             await asyncio.Event().wait()
 
-    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
-        await self._note(f"join {group.name}")
+    async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
+        await self._note(f"join {source.group_name}")
 
     async def leave_group(self, name: str) -> None:
         await self._note(f"leave {name}")
@@ -46,10 +46,10 @@ class RecordedSink:
     async def begin(self) -> None:
         await self._note("begin")
 
-    async def take(self, manifest: Manifest, source: Source) -> None:
-        self.sources.append(source)
+    async def load(self, manifest: Manifest, transport: Transport) -> None:
+        self.transports.append(transport)
         for spec in manifest.tensors:
-            await self._note(f"take {spec.name}")
+            await self._note(f"load {spec.name}")
 
     async def end(self) -> None:
         await self._note("end")
@@ -72,9 +72,9 @@ class RecordedSink:
         self.failures.append(reason)
 
 
-def group(name: str = "g1") -> rollout_pb2.WeightGroup:
+def group(name: str = "g1") -> rollout_pb2.BroadcastSource:
     """A group of a trainer and one engine."""
-    return rollout_pb2.WeightGroup(name=name, master_host="h", master_port=1, rank_offset=1, world_size=2)
+    return rollout_pb2.BroadcastSource(group_name=name, master_host="h", master_port=1, rank_offset=1, world_size=2)
 
 
 async def receiver(sink: RecordedSink, *, push_deadline_s: float = 30.0) -> WeightReceiver:

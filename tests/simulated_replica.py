@@ -24,10 +24,10 @@ from penstock.config import BusConfig, LogConfig
 from penstock.rpc.server import RpcServer, service_name
 from penstock.telemetry import log
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
-from penstock.weights import segment
+from penstock.weights import shared_memory
 from penstock.weights.digest import tensor_digests
 from services.rollout.engine.servicers import RolloutServicer
-from services.rollout.engine.weights import WeightReceiver
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from tests.simulated_sink import Fault, Faults, MemorySink, Shapes
 from tests.support.leftovers import for_the_session
 
@@ -59,7 +59,7 @@ class Report:
     num_paused: int
     num_resumed: int
     loads: list[str]
-    """Where each push that was received came from: group, snapshot, segment, stream or delta."""
+    """The transport of each push that was received; "whole" for a delta with all weights."""
     serving_digests: list[dict[str, int]]
     """What it held each time it began to serve again."""
 
@@ -185,7 +185,7 @@ async def _main(options: _Options, control: Connection) -> None:
 def _process(options: _Options, control: Connection) -> None:
     torch.set_num_threads(1)
     if options.elsewhere:
-        segment.machine = lambda: "another"
+        shared_memory.machine = lambda: "another"
     asyncio.run(_main(options, control))
 
 

@@ -18,9 +18,9 @@ from penstock.errors import NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.digest import tensor_digests
 from penstock.weights.manifest import Manifest
-from services.rollout.engine.sglang_variables import HeldParameter
-from services.rollout.engine.weight_reception import take_into
-from services.rollout.engine.weight_source import Source
+from services.rollout.engine.sglang_plugin.transports import BroadcastTransport, DeltaTransport, Transport
+from services.rollout.engine.sglang_plugin.variables import HeldParameter
+from services.rollout.engine.sglang_plugin.weight_loader import take_into
 
 Action = Literal["refuse", "die", "hang", "corrupt"]
 """refuse: answer with an error. die: kill -9. hang: never answer. corrupt: change one value, and go on."""
@@ -78,20 +78,20 @@ class MemorySink:
         self._thread = ThreadPoolExecutor(1)
         self._group: Any = None
 
-    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
-        self.groups.append(group.name)
+    async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
+        self.groups.append(source.group_name)
         await self._faults.strike("join")
-        await self._run(lambda: self._join(group))
+        await self._run(lambda: self._join(source))
 
-    def _join(self, group: rollout_pb2.WeightGroup) -> None:
+    def _join(self, source: rollout_pb2.BroadcastSource) -> None:
         # As SGLang's init_custom_process_group does it.
-        address = f"tcp://{group.master_host}:{group.master_port}"
-        rendezvous = dist.rendezvous(address, group.rank_offset, group.world_size, timeout=self._timeout)
+        address = f"tcp://{source.master_host}:{source.master_port}"
+        rendezvous = dist.rendezvous(address, source.rank_offset, source.world_size, timeout=self._timeout)
         store, rank, world_size = next(rendezvous)
         store.set_timeout(self._timeout)
         self._group, _ = distributed_c10d._new_process_group_helper(
-            world_size, rank, [], dist.Backend(group.backend), dist.PrefixStore(group.name, store),
-            group_name=group.name, backend_options=None, timeout=self._timeout,
+            world_size, rank, [], dist.Backend(source.backend), dist.PrefixStore(source.group_name, store),
+            group_name=source.group_name, backend_options=None, timeout=self._timeout,
         )  # fmt: skip
         distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
@@ -116,14 +116,19 @@ class MemorySink:
     async def set_version(self, version: int) -> None: ...
     def fail_running(self, reason: str) -> None: ...
 
-    async def take(self, manifest: Manifest, source: Source) -> None:
-        self.loads.append(source.kind)
+    async def load(self, manifest: Manifest, transport: Transport) -> None:
+        self.loads.append(
+            "whole" if isinstance(transport, DeltaTransport) and not transport.base_version else transport.name
+        )
         # In two parts where that can be, so that something can happen between them.
-        cut = 1 if source.group_name else len(manifest.buckets)
+        cut = 1 if isinstance(transport, BroadcastTransport) else len(manifest.buckets)
         for buckets in (manifest.buckets[:cut], manifest.buckets[cut:]):
             if buckets:
-                await self._run(lambda: take_into(self.tensors, Manifest(buckets), source, self._group))  # noqa: B023
+                await self._run(lambda: self._load(Manifest(buckets), transport))  # noqa: B023
                 await self._faults.strike("bucket", self.corrupt)
+
+    def _load(self, manifest: Manifest, transport: Transport) -> None:
+        take_into(self.tensors, manifest, transport, dict.fromkeys(self.groups, self._group))
 
     def corrupt(self) -> None:
         """Change the last bit of one value."""

@@ -29,7 +29,7 @@ MODULES = (
 def main() -> int:
     """Return 0; a module that cannot be imported is a broken installation and raises."""
     sys.dont_write_bytecode = False
-    os.environ.update(OMP_NUM_THREADS="1", SGLANG_EXTERNAL_MODEL_PACKAGE="services.rollout.engine.models")
+    os.environ.update(OMP_NUM_THREADS="1", SGLANG_EXTERNAL_MODEL_PACKAGE="services.rollout.engine.sglang_plugin.models")
     for name in MODULES:
         importlib.import_module(name)
     return 0

@@ -3,7 +3,7 @@
     python bench/gpu/bench_gpu.py            # on a machine with a GPU: Qwen3-VL-2B's shape, random weights, NCCL
     python bench/gpu/bench_gpu.py --cpu      # anywhere, in a minute: a tiny model, gloo, shared memory
 
-What is measured, each way of a push in turn: the stages of pushes to an idle engine and a raw broadcast between them;
+What is measured, each transport in turn: the stages of pushes to an idle engine and a raw broadcast between them;
 then what requests see that run while weights change: the longest wait between two chunks of tokens, and tokens per
 second with and without. THE CUDA PARTS HAVE NOT RUN YET; what ran is --cpu.
 """
@@ -40,8 +40,8 @@ from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
 from penstock.v1 import generate_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
-from services.trainer.config import PushConfig  # noqa: E402
-from services.trainer.push.publisher import WeightPublisher  # noqa: E402
+from services.trainer.config import WeightSyncConfig  # noqa: E402
+from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
 from tests.engine_process import EngineProcess, engine_process  # noqa: E402
 
 TEXT_2B: Mapping[str, Any] = {
@@ -134,19 +134,25 @@ async def fly(engine: EngineProcess, arguments: argparse.Namespace, work: Any = 
     )
 
 
-async def measure_way(
-    way: str, url: str, folder: Path, engine: EngineProcess, tensors: dict[str, torch.Tensor], first_version: int,
+async def measure_transport(
+    transport: str, url: str, folder: Path, engine: EngineProcess, tensors: dict[str, torch.Tensor], first_version: int,
     arguments: argparse.Namespace,
 ) -> tuple[Row, Flight]:  # fmt: skip
     """Pushes to an idle engine, then one into requests that run."""
     backend = "gloo" if arguments.cpu else "nccl"
-    config = PushConfig(transport=way, mode=arguments.mode)
+    config = WeightSyncConfig(transport=transport, mode=arguments.mode)
     async with (
         connect(BusConfig(url=url), run=folder.name) as bus,
         publishing(bus, config, 1, None, backend) as publisher,
     ):
         row = await measure(
-            f"SGLang, {way}", publisher, tensors, 1, arguments.rounds, first_version=first_version, backend=backend
+            f"SGLang, {transport}",
+            publisher,
+            tensors,
+            1,
+            arguments.rounds,
+            first_version=first_version,
+            backend=backend,
         )
         version = first_version + arguments.rounds + 1
         flight = await fly(engine, arguments, lambda: push_once(publisher, tensors, version))
@@ -187,8 +193,10 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU, with a tiny model")
     parser.add_argument("--config", type=Path, help="config.json of a Qwen3-VL checkpoint whose shape to take")
-    parser.add_argument("--ways", nargs="*", default=["broadcast", "ipc"], help="push.transport")
-    parser.add_argument("--mode", default="retract", help="push.mode")
+    parser.add_argument(
+        "--transports", nargs="*", default=["broadcast", "shared_memory"], help="trainer.weight_sync.transport"
+    )
+    parser.add_argument("--mode", default="retract", help="trainer.weight_sync.mode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--in-flight", type=int, default=0, help="requests at a time; 0: 64, with --cpu 8")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -221,9 +229,11 @@ async def main() -> None:
         )
         await fly(engine, arguments)  # what is compiled and captured at first use
         alone = await fly(engine, arguments)
-        for index, way in enumerate(arguments.ways):
+        for index, transport in enumerate(arguments.transports):
             first_version = 1 + index * (arguments.rounds + 2)
-            row, flights[way] = await measure_way(way, url, folder, engine, tensors, first_version, arguments)
+            row, flights[transport] = await measure_transport(
+                transport, url, folder, engine, tensors, first_version, arguments
+            )
             rows.append(row)
             say(table(rows[-1:]))
     say(f"\n{describe_machine(arguments)}\n\n{table(rows)}\n\n{flight_table(alone, flights, arguments)}")

@@ -29,29 +29,25 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
     """The same as PAUSE_MODE_RETRACT."""
     PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 1
-    """They wait; what was computed of them is forgotten and computed anew with the new weights."""
+    """They wait; their KV is discarded and computed again with the new weights."""
     PAUSE_MODE_IN_PLACE: _PauseMode.ValueType  # 2
-    """They wait, keep what was computed of them, and go on from there with the new weights. A prompt that is half computed
-    is computed anew.
-    """
+    """They wait, keep their KV, and continue with the new weights. A partly computed prompt is computed again."""
     PAUSE_MODE_DRAIN: _PauseMode.ValueType  # 3
-    """They finish first, while new ones wait. Those that have not finished after drain_s are retracted."""
+    """They finish first, while new ones wait. Requests that have not finished after drain_s are retracted."""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
-    """What becomes of requests that run when weights change. Whatever was computed from older weights is never used for a
-    request that begins under newer ones.
+    """What happens to running requests when weights change. A request that starts under new weights never uses anything that
+    was computed from older ones.
     """
 
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 """The same as PAUSE_MODE_RETRACT."""
 PAUSE_MODE_RETRACT: PauseMode.ValueType  # 1
-"""They wait; what was computed of them is forgotten and computed anew with the new weights."""
+"""They wait; their KV is discarded and computed again with the new weights."""
 PAUSE_MODE_IN_PLACE: PauseMode.ValueType  # 2
-"""They wait, keep what was computed of them, and go on from there with the new weights. A prompt that is half computed
-is computed anew.
-"""
+"""They wait, keep their KV, and continue with the new weights. A partly computed prompt is computed again."""
 PAUSE_MODE_DRAIN: PauseMode.ValueType  # 3
-"""They finish first, while new ones wait. Those that have not finished after drain_s are retracted."""
+"""They finish first, while new ones wait. Requests that have not finished after drain_s are retracted."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
@@ -96,20 +92,22 @@ class GetReplicaResponse(_message.Message):
 Global___GetReplicaResponse: _TypeAlias = GetReplicaResponse  # noqa: Y015
 
 @_typing.final
-class WeightGroup(_message.Message):
-    """A membership epoch: the torch.distributed group that a set of replicas and the trainer form."""
+class BroadcastSource(_message.Message):
+    """Broadcast over a torch.distributed process group that the trainer forms with a set of replicas, and keeps for as long
+    as the set stays the same.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
+    GROUP_NAME_FIELD_NUMBER: _builtins.int
     MASTER_HOST_FIELD_NUMBER: _builtins.int
     MASTER_PORT_FIELD_NUMBER: _builtins.int
     RANK_OFFSET_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Unique name of the group; a new one whenever membership changes."""
+    group_name: _builtins.str
+    """Unique name of the process group."""
     master_host: _builtins.str
     """Host where rank 0 (the trainer) listens for the rendezvous."""
     master_port: _builtins.int
@@ -117,15 +115,15 @@ class WeightGroup(_message.Message):
     rank_offset: _builtins.int
     """This replica's first rank; 1 or more."""
     world_size: _builtins.int
-    """Ranks in the group, the trainer's included."""
+    """Ranks in the process group, the trainer's included."""
     backend: _builtins.str
     """torch.distributed back end: "gloo" or "nccl"."""
     chunk_bytes: _builtins.int
-    """A bucket that is larger is broadcast in parts of this size, the last one shorter; 0: buckets are broadcast whole."""
+    """Larger buckets are broadcast in parts of this many bytes, the last one shorter; 0: every bucket in one part."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
+        group_name: _builtins.str = ...,
         master_host: _builtins.str = ...,
         master_port: _builtins.int = ...,
         rank_offset: _builtins.int = ...,
@@ -135,11 +133,11 @@ class WeightGroup(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "chunk_bytes", b"chunk_bytes", "master_host", b"master_host", "master_port", b"master_port", "name", b"name", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "chunk_bytes", b"chunk_bytes", "group_name", b"group_name", "master_host", b"master_host", "master_port", b"master_port", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WeightGroup: _TypeAlias = WeightGroup  # noqa: Y015
+Global___BroadcastSource: _TypeAlias = BroadcastSource  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
@@ -175,7 +173,7 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class WeightBucket(_message.Message):
-    """Tensors that travel as one flat byte buffer, in this order."""
+    """Tensors in one flat byte buffer, in this order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,14 +197,14 @@ Global___WeightBucket: _TypeAlias = WeightBucket  # noqa: Y015
 
 @_typing.final
 class WeightManifest(_message.Message):
-    """The list of what a push holds."""
+    """What a push contains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BUCKETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightBucket]:
-        """The buckets, in the order in which they are broadcast."""
+        """The buckets, in the order in which they are sent."""
 
     def __init__(
         self,
@@ -222,8 +220,8 @@ class WeightManifest(_message.Message):
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
-class WeightSnapshot(_message.Message):
-    """The weights of one version as files."""
+class DiskSource(_message.Message):
+    """Weight files in a folder that the replica can read."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -241,54 +239,52 @@ class WeightSnapshot(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WeightSnapshot: _TypeAlias = WeightSnapshot  # noqa: Y015
+Global___DiskSource: _TypeAlias = DiskSource  # noqa: Y015
 
 @_typing.final
-class WeightSegment(_message.Message):
-    """The weights of one version in the memory of the trainer's machine: the buckets one after the other, each beginning at a
-    multiple of 256 bytes.
-    """
+class SharedMemorySource(_message.Message):
+    """Memory of the trainer's machine. It holds the buckets one after the other, each starting at a multiple of 256 bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MACHINE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    SHARED_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     CUDA_FIELD_NUMBER: _builtins.int
     machine: _builtins.str
-    """Where the trainer runs: its machine's boot and its process namespace. Elsewhere the segment cannot be opened."""
+    """Boot id and PID namespace of the trainer. A replica with others cannot open the memory."""
     size_bytes: _builtins.int
-    """Size of the segment, in bytes."""
+    """Size of the memory, in bytes."""
     @_builtins.property
-    def shared(self) -> Global___SharedMemory:
-        """Of a CPU."""
+    def host(self) -> Global___HostMemory:
+        """Host memory."""
 
     @_builtins.property
     def cuda(self) -> Global___CudaMemory:
-        """Of a GPU."""
+        """GPU memory."""
 
     def __init__(
         self,
         *,
         machine: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
-        shared: Global___SharedMemory | None = ...,
+        host: Global___HostMemory | None = ...,
         cuda: Global___CudaMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "memory", b"memory", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "host", b"host", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "machine", b"machine", "memory", b"memory", "shared", b"shared", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "host", b"host", "machine", b"machine", "memory", b"memory", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_memory: _TypeAlias = _typing.Literal["shared", "cuda"]  # noqa: Y015
+    _WhichOneofReturnType_memory: _TypeAlias = _typing.Literal["host", "cuda"]  # noqa: Y015
     _WhichOneofArgType_memory: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_memory) -> _WhichOneofReturnType_memory | None: ...
 
-Global___WeightSegment: _TypeAlias = WeightSegment  # noqa: Y015
+Global___SharedMemorySource: _TypeAlias = SharedMemorySource  # noqa: Y015
 
 @_typing.final
-class SharedMemory(_message.Message):
-    """Anonymous shared memory, to be opened through the trainer's entry in /proc. That of a version which is gone may be
-    another's later; digests tell.
+class HostMemory(_message.Message):
+    """Anonymous shared memory, opened through the trainer's entry in /proc. The memory of an old version may be reused for a
+    newer one while a slow replica still reads it; the digests reveal that.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -297,11 +293,11 @@ class SharedMemory(_message.Message):
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     process_id: _builtins.int
-    """The trainer's process."""
+    """The trainer's process id."""
     descriptor: _builtins.int
     """Its file descriptor."""
     name: _builtins.str
-    """What the descriptor is called, to tell it from another that has taken its number."""
+    """Name of the memory, to recognise a descriptor number that was reused."""
     def __init__(
         self,
         *,
@@ -315,7 +311,7 @@ class SharedMemory(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
+Global___HostMemory: _TypeAlias = HostMemory  # noqa: Y015
 
 @_typing.final
 class CudaMemory(_message.Message):
@@ -326,9 +322,9 @@ class CudaMemory(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
-    """The handle, as cuIpcGetMemHandle gives it."""
+    """The handle, from cuIpcGetMemHandle."""
     device_uuid: _builtins.str
-    """The GPU, as cuDeviceGetUuid names it: 32 hexadecimal digits."""
+    """The GPU, from cuDeviceGetUuid: 32 hexadecimal digits."""
     def __init__(
         self,
         *,
@@ -344,17 +340,17 @@ class CudaMemory(_message.Message):
 Global___CudaMemory: _TypeAlias = CudaMemory  # noqa: Y015
 
 @_typing.final
-class WeightStream(_message.Message):
-    """The weights of one version as compressed pieces (penstock.weights.delta), which SendWeights brings."""
+class DeltaSource(_message.Message):
+    """Compressed blocks (penstock.weights.delta) that SendWeights uploads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     base_version: _builtins.int
-    """The version that the replica holds and against which only the changes come; 0: all of it comes."""
+    """The version that the replica must hold: the blocks contain what changed since. 0: they contain all weights."""
     size_bytes: _builtins.int
-    """What SendWeights will bring, in bytes."""
+    """Size of the upload, in bytes."""
     def __init__(
         self,
         *,
@@ -367,7 +363,7 @@ class WeightStream(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WeightStream: _TypeAlias = WeightStream  # noqa: Y015
+Global___DeltaSource: _TypeAlias = DeltaSource  # noqa: Y015
 
 @_typing.final
 class PrepareWeightsRequest(_message.Message):
@@ -378,36 +374,36 @@ class PrepareWeightsRequest(_message.Message):
     PUSH_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_FIELD_NUMBER: _builtins.int
-    SEGMENT_FIELD_NUMBER: _builtins.int
-    STREAM_FIELD_NUMBER: _builtins.int
+    BROADCAST_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Unique name of the push."""
     policy_version: _builtins.int
     """The policy version that it publishes."""
     digest: _builtins.str
-    """Which digest VerifyWeights is to compute (penstock.weights.digest): "xxh3" or "multilinear"."""
+    """The digest that VerifyWeights must compute (penstock.weights.digest): "xxh3" or "multilinear"."""
     @_builtins.property
     def manifest(self) -> Global___WeightManifest:
-        """What will come."""
+        """The tensors."""
 
     @_builtins.property
-    def group(self) -> Global___WeightGroup:
-        """Over a group."""
+    def broadcast(self) -> Global___BroadcastSource:
+        """A process group."""
 
     @_builtins.property
-    def snapshot(self) -> Global___WeightSnapshot:
-        """From files."""
+    def disk(self) -> Global___DiskSource:
+        """Weight files."""
 
     @_builtins.property
-    def segment(self) -> Global___WeightSegment:
-        """From memory of this machine."""
+    def shared_memory(self) -> Global___SharedMemorySource:
+        """Memory of this machine."""
 
     @_builtins.property
-    def stream(self) -> Global___WeightStream:
-        """As a stream of pieces."""
+    def delta(self) -> Global___DeltaSource:
+        """An upload."""
 
     def __init__(
         self,
@@ -415,17 +411,17 @@ class PrepareWeightsRequest(_message.Message):
         push_id: _builtins.str = ...,
         policy_version: _builtins.int = ...,
         manifest: Global___WeightManifest | None = ...,
-        group: Global___WeightGroup | None = ...,
-        snapshot: Global___WeightSnapshot | None = ...,
-        segment: Global___WeightSegment | None = ...,
-        stream: Global___WeightStream | None = ...,
+        broadcast: Global___BroadcastSource | None = ...,
+        disk: Global___DiskSource | None = ...,
+        shared_memory: Global___SharedMemorySource | None = ...,
+        delta: Global___DeltaSource | None = ...,
         digest: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "manifest", b"manifest", "segment", b"segment", "snapshot", b"snapshot", "source", b"source", "stream", b"stream"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "delta", b"delta", "disk", b"disk", "manifest", b"manifest", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group", b"group", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "segment", b"segment", "snapshot", b"snapshot", "source", b"source", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "delta", b"delta", "digest", b"digest", "disk", b"disk", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["group", "snapshot", "segment", "stream"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["broadcast", "disk", "shared_memory", "delta"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -450,7 +446,7 @@ Global___PrepareWeightsResponse: _TypeAlias = PrepareWeightsResponse  # noqa: Y0
 
 @_typing.final
 class SendWeightsRequest(_message.Message):
-    """A part of the stream."""
+    """A part of the upload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -458,7 +454,7 @@ class SendWeightsRequest(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
-    """The push; in the first part."""
+    """The push; only in the first part, which carries no data."""
     data: _builtins.bytes
     """The next bytes."""
     crc32: _builtins.int
@@ -480,7 +476,7 @@ Global___SendWeightsRequest: _TypeAlias = SendWeightsRequest  # noqa: Y015
 
 @_typing.final
 class SendWeightsResponse(_message.Message):
-    """All of it has come."""
+    """The upload is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,11 +506,11 @@ class PauseGenerationRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     DRAIN_S_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
-    """The push that it is for."""
+    """The push."""
     mode: Global___PauseMode.ValueType
-    """What becomes of running requests."""
+    """What happens to running requests."""
     drain_s: _builtins.float
-    """With PAUSE_MODE_DRAIN, how long they may take to finish, in seconds. It does not count for the push's deadline."""
+    """With PAUSE_MODE_DRAIN, how long they may take to finish, in seconds. It does not count towards the deadline."""
     def __init__(
         self,
         *,
@@ -549,7 +545,7 @@ Global___PauseGenerationResponse: _TypeAlias = PauseGenerationResponse  # noqa: 
 
 @_typing.final
 class ReceiveWeightsRequest(_message.Message):
-    """Takes the buckets."""
+    """Loads the buckets."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -646,7 +642,7 @@ class VerifyWeightsResponse(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Checkpoint name to digest (penstock.weights.digest). Fused parameters are taken apart first."""
+        """Digest (penstock.weights.digest) by checkpoint name, with fused parameters taken apart."""
 
     def __init__(
         self,
@@ -702,7 +698,7 @@ Global___CommitWeightsResponse: _TypeAlias = CommitWeightsResponse  # noqa: Y015
 
 @_typing.final
 class ResumeGenerationRequest(_message.Message):
-    """Lets generation go on."""
+    """Lets generation continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -724,7 +720,7 @@ Global___ResumeGenerationRequest: _TypeAlias = ResumeGenerationRequest  # noqa: 
 
 @_typing.final
 class ResumeGenerationResponse(_message.Message):
-    """Generation goes on."""
+    """Generation continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -741,7 +737,7 @@ Global___ResumeGenerationResponse: _TypeAlias = ResumeGenerationResponse  # noqa
 
 @_typing.final
 class AbortWeightsRequest(_message.Message):
-    """Ends a push that cannot be completed."""
+    """Ends an incomplete push."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -773,7 +769,7 @@ class AbortWeightsResponse(_message.Message):
 
     STATE_FIELD_NUMBER: _builtins.int
     state: _common_pb2.ReplicaState.ValueType
-    """Where the replica is now: READY with its old weights, or BROKEN."""
+    """The replica's state afterwards: READY with its old weights, or BROKEN."""
     def __init__(
         self,
         *,
@@ -795,7 +791,7 @@ class DrainReplicaRequest(_message.Message):
 
     GRACE_S_FIELD_NUMBER: _builtins.int
     grace_s: _builtins.float
-    """How long running requests may take to finish, in seconds; 0 hands them over at once."""
+    """Seconds that running requests have to finish; 0 hands them over at once."""
     def __init__(
         self,
         *,
@@ -818,7 +814,7 @@ class DrainReplicaResponse(_message.Message):
     NUM_FINISHED_FIELD_NUMBER: _builtins.int
     NUM_HANDED_OVER_FIELD_NUMBER: _builtins.int
     num_finished: _builtins.int
-    """Requests that finished by themselves."""
+    """Requests that finished."""
     num_handed_over: _builtins.int
     """Requests that were handed over."""
     def __init__(

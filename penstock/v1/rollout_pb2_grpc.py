@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """RolloutService is served by every rollout engine beside GenerateService. The weight calls are made by the trainer's
-    WeightPublisher in the order Prepare, Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. All of
-    them name the push; a call for another push than the one prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
+    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     def __init__(self, channel):
@@ -90,45 +90,43 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """RolloutService is served by every rollout engine beside GenerateService. The weight calls are made by the trainer's
-    WeightPublisher in the order Prepare, Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. All of
-    them name the push; a call for another push than the one prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
+    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     def GetReplica(self, request, context):
-        """GetReplica tells what the engine's lease tells.
+        """GetReplica returns what the engine's lease says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareWeights(self, request, context):
-        """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-        joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
-        FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
-        goes on.
+        """PrepareWeights announces a push. For a broadcast the engine joins the process group, unless it is the one of the
+        push before, and returns when the group has formed. Files, shared memory or a delta's base that the engine cannot
+        read are refused with FAILED_PRECONDITION. Generation goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request_iterator, context):
-        """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
-        in a file; generation goes on.
+        """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseGeneration(self, request, context):
-        """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode.
+        """PauseGeneration stops generation at a token boundary; the mode decides what happens to running requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it.
+        """ReceiveWeights loads every tensor of the manifest from the source that Prepare named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,24 +147,24 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """ResumeGeneration lets running requests go on, under the committed version.
+        """ResumeGeneration lets running requests continue under the committed version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortWeights(self, request, context):
-        """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
-        running requests fail with UNAVAILABLE so that others can play them.
+        """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
+        requests fail with UNAVAILABLE, so that other replicas can continue them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainReplica(self, request, context):
-        """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
-        is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
-        stays until it is told to stop. Of several calls the shortest grace counts.
+        """DrainReplica makes the replica DRAINING for good. It accepts no new requests, gives running ones grace_s to finish,
+        then hands the rest over: each stream delivers its tokens and ends with UNAVAILABLE. The call returns when nothing
+        runs; the process stays until it is stopped. If called repeatedly, the shortest grace counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,9 +232,9 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """RolloutService is served by every rollout engine beside GenerateService. The weight calls are made by the trainer's
-    WeightPublisher in the order Prepare, Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. All of
-    them name the push; a call for another push than the one prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
+    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     @staticmethod

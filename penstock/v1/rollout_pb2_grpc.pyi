@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """RolloutService is served by every rollout engine beside GenerateService. The weight calls are made by the trainer's
-    WeightPublisher in the order Prepare, Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. All of
-    them name the push; a call for another push than the one prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
+    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     @_typing.overload
@@ -37,81 +37,75 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     GetReplica: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetReplicaRequest, _rollout_pb2.GetReplicaResponse]
-    """GetReplica tells what the engine's lease tells."""
+    """GetReplica returns what the engine's lease says."""
     PrepareWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]
-    """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-    joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
-    FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
-    goes on.
+    """PrepareWeights announces a push. For a broadcast the engine joins the process group, unless it is the one of the
+    push before, and returns when the group has formed. Files, shared memory or a delta's base that the engine cannot
+    read are refused with FAILED_PRECONDITION. Generation goes on.
     """
     SendWeights: _grpc.StreamUnaryMultiCallable[_rollout_pb2.SendWeightsRequest, _rollout_pb2.SendWeightsResponse]
-    """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
-    in a file; generation goes on.
-    """
+    """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on."""
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
-    """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
+    """PauseGeneration stops generation at a token boundary; the mode decides what happens to running requests."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
-    """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it."""
+    """ReceiveWeights loads every tensor of the manifest from the source that Prepare named."""
     VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
     """CommitWeights makes the push's version the one that the engine reports and stamps."""
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]
-    """ResumeGeneration lets running requests go on, under the committed version."""
+    """ResumeGeneration lets running requests continue under the committed version."""
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]
-    """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
-    running requests fail with UNAVAILABLE so that others can play them.
+    """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
+    requests fail with UNAVAILABLE, so that other replicas can continue them.
     """
     DrainReplica: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainReplicaRequest, _rollout_pb2.DrainReplicaResponse]
-    """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
-    is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
-    stays until it is told to stop. Of several calls the shortest grace counts.
+    """DrainReplica makes the replica DRAINING for good. It accepts no new requests, gives running ones grace_s to finish,
+    then hands the rest over: each stream delivers its tokens and ends with UNAVAILABLE. The call returns when nothing
+    runs; the process stays until it is stopped. If called repeatedly, the shortest grace counts.
     """
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """RolloutService is served by every rollout engine beside GenerateService. The weight calls are made by the trainer's
-    WeightPublisher in the order Prepare, Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. All of
-    them name the push; a call for another push than the one prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
+    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetReplica: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetReplicaRequest, _rollout_pb2.GetReplicaResponse]  # type: ignore[assignment]
-    """GetReplica tells what the engine's lease tells."""
+    """GetReplica returns what the engine's lease says."""
     PrepareWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PrepareWeightsRequest, _rollout_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
-    """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-    joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
-    FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
-    goes on.
+    """PrepareWeights announces a push. For a broadcast the engine joins the process group, unless it is the one of the
+    push before, and returns when the group has formed. Files, shared memory or a delta's base that the engine cannot
+    read are refused with FAILED_PRECONDITION. Generation goes on.
     """
     SendWeights: _aio.StreamUnaryMultiCallable[_rollout_pb2.SendWeightsRequest, _rollout_pb2.SendWeightsResponse]  # type: ignore[assignment]
-    """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
-    in a file; generation goes on.
-    """
+    """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on."""
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
-    """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
+    """PauseGeneration stops generation at a token boundary; the mode decides what happens to running requests."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
-    """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it."""
+    """ReceiveWeights loads every tensor of the manifest from the source that Prepare named."""
     VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
     """CommitWeights makes the push's version the one that the engine reports and stamps."""
     ResumeGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """ResumeGeneration lets running requests go on, under the committed version."""
+    """ResumeGeneration lets running requests continue under the committed version."""
     AbortWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]  # type: ignore[assignment]
-    """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
-    running requests fail with UNAVAILABLE so that others can play them.
+    """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
+    requests fail with UNAVAILABLE, so that other replicas can continue them.
     """
     DrainReplica: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainReplicaRequest, _rollout_pb2.DrainReplicaResponse]  # type: ignore[assignment]
-    """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
-    is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
-    stays until it is told to stop. Of several calls the shortest grace counts.
+    """DrainReplica makes the replica DRAINING for good. It accepts no new requests, gives running ones grace_s to finish,
+    then hands the rest over: each stream delivers its tokens and ends with UNAVAILABLE. The call returns when nothing
+    runs; the process stays until it is stopped. If called repeatedly, the shortest grace counts.
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """RolloutService is served by every rollout engine beside GenerateService. The weight calls are made by the trainer's
-    WeightPublisher in the order Prepare, Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. All of
-    them name the push; a call for another push than the one prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
+    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     @_abc_1.abstractmethod
@@ -120,7 +114,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GetReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GetReplicaResponse, _abc.Awaitable[_rollout_pb2.GetReplicaResponse]]:
-        """GetReplica tells what the engine's lease tells."""
+        """GetReplica returns what the engine's lease says."""
 
     @_abc_1.abstractmethod
     def PrepareWeights(
@@ -128,10 +122,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.PrepareWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.PrepareWeightsResponse, _abc.Awaitable[_rollout_pb2.PrepareWeightsResponse]]:
-        """PrepareWeights announces a push. One that comes over a torch.distributed group (kept from push to push of one epoch)
-        joins it and returns when it has formed; one that comes from a snapshot or a segment is refused with
-        FAILED_PRECONDITION where the engine cannot read it, a stream where the engine does not hold its base. Generation
-        goes on.
+        """PrepareWeights announces a push. For a broadcast the engine joins the process group, unless it is the one of the
+        push before, and returns when the group has formed. Files, shared memory or a delta's base that the engine cannot
+        read are refused with FAILED_PRECONDITION. Generation goes on.
         """
 
     @_abc_1.abstractmethod
@@ -140,9 +133,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rollout_pb2.SendWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.SendWeightsResponse, _abc.Awaitable[_rollout_pb2.SendWeightsResponse]]:
-        """SendWeights brings the bytes of a push that comes as a stream, after Prepare and before Pause. The engine keeps them
-        in a file; generation goes on.
-        """
+        """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on."""
 
     @_abc_1.abstractmethod
     def PauseGeneration(
@@ -150,7 +141,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.PauseGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.PauseGenerationResponse, _abc.Awaitable[_rollout_pb2.PauseGenerationResponse]]:
-        """PauseGeneration stops generation at a token boundary; what becomes of running requests is its mode."""
+        """PauseGeneration stops generation at a token boundary; the mode decides what happens to running requests."""
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -158,7 +149,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ReceiveWeightsResponse, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]]:
-        """ReceiveWeights takes every tensor of the manifest from where Prepare said, and loads it."""
+        """ReceiveWeights loads every tensor of the manifest from the source that Prepare named."""
 
     @_abc_1.abstractmethod
     def VerifyWeights(
@@ -182,7 +173,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ResumeGenerationResponse, _abc.Awaitable[_rollout_pb2.ResumeGenerationResponse]]:
-        """ResumeGeneration lets running requests go on, under the committed version."""
+        """ResumeGeneration lets running requests continue under the committed version."""
 
     @_abc_1.abstractmethod
     def AbortWeights(
@@ -190,8 +181,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.AbortWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.AbortWeightsResponse, _abc.Awaitable[_rollout_pb2.AbortWeightsResponse]]:
-        """AbortWeights ends a push that cannot be completed. If any weight was touched the replica is BROKEN, and its
-        running requests fail with UNAVAILABLE so that others can play them.
+        """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
+        requests fail with UNAVAILABLE, so that other replicas can continue them.
         """
 
     @_abc_1.abstractmethod
@@ -200,9 +191,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.DrainReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.DrainReplicaResponse, _abc.Awaitable[_rollout_pb2.DrainReplicaResponse]]:
-        """DrainReplica makes the replica DRAINING for good: it takes nothing new, what runs may finish for grace_s, and then
-        is handed over: streams tell of what they have and end with UNAVAILABLE. It returns when nothing runs. The process
-        stays until it is told to stop. Of several calls the shortest grace counts.
+        """DrainReplica makes the replica DRAINING for good. It accepts no new requests, gives running ones grace_s to finish,
+        then hands the rest over: each stream delivers its tokens and ends with UNAVAILABLE. The call returns when nothing
+        runs; the process stays until it is stopped. If called repeatedly, the shortest grace counts.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,7 +17,7 @@ from penstock.bus.lock import Lock
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.config import PushConfig, TrainerConfig, TrainerRecipe
+from services.trainer.config import TrainerConfig, TrainerRecipe, WeightSyncConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
@@ -26,13 +26,13 @@ from services.trainer.loop import TrainingLoop
 from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.policy.opening import open_policy
 from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.push.publisher import WeightPublisher
-from services.trainer.push.snapshots import Snapshots
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import PolicyVersions, first_version, newest_version_held
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.transports.disk import WeightFileStore
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ async def assemble(
         newest_held=newest_version_held(replicas),
         max_staleness=config.max_staleness,
     )
-    publisher = _publisher(config.push, folder, replicas, optimizer.device)
+    publisher = _publisher(config.weight_sync, folder, replicas, optimizer.device)
     stack.push_async_callback(publisher.close)
     log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
     return TrainingLoop(
@@ -143,7 +143,7 @@ def _recorder(recipe: TrainerRecipe, folder: Path, optimizer: PolicyOptimizer, r
     return StepRecorder(folder, settings, optimizer, run_id=run_id)
 
 
-def _publisher(config: PushConfig, folder: Path, replicas: leases.Watch, device: torch.device) -> WeightPublisher:
+def _publisher(config: WeightSyncConfig, folder: Path, replicas: leases.Watch, device: torch.device) -> WeightPublisher:
     has_gpu = device.type == "cuda"
     if has_gpu:
         os.environ.update(nccl.environment())  # read when the first process group forms
@@ -151,14 +151,14 @@ def _publisher(config: PushConfig, folder: Path, replicas: leases.Watch, device:
         config=config,
         replicas=replicas,
         backend="nccl" if has_gpu else "gloo",
-        snapshots=Snapshots(_snapshot_dir(config, folder)),
+        files=WeightFileStore(_weight_files_dir(config, folder)),
     )
 
 
-def _snapshot_dir(config: PushConfig, folder: Path) -> Path | None:
-    if config.transport != "disk" and not config.snapshots:
+def _weight_files_dir(config: WeightSyncConfig, folder: Path) -> Path | None:
+    if config.transport != "disk" and not config.write_files:
         return None
-    return Path(config.snapshot_dir).absolute() if config.snapshot_dir else folder.absolute() / "snapshots"
+    return Path(config.files_dir).absolute() if config.files_dir else folder.absolute() / "weights"
 
 
 async def _open_groups(bus: Bus, stack: AsyncExitStack, *, fresh_run: bool) -> Consumer:

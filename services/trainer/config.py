@@ -55,44 +55,44 @@ class LossConfig(Config):
     """Mean over all tokens of the optimizer batch, or mean over samples of each sample's mean."""
 
 
-class PushConfig(Config):
+class WeightSyncConfig(Config):
     """How weights travel to the replicas, and how long each stage may take."""
 
     host: str = "127.0.0.1"
-    """Address of the trainer at which replicas join the process group of a push."""
+    """Address of the trainer that replicas can reach, for the process group of a broadcast."""
     mode: Literal["retract", "in_place", "drain"] = "retract"
-    """What becomes of requests that run when weights change. retract: they are computed anew with the new weights and
-    go on. in_place: they go on from what the old weights computed. drain: they finish first, new ones wait."""
+    """What happens to running requests when weights change. retract: their KV is computed again with the new weights.
+    in_place: they continue on the KV of the old weights. drain: they finish first, while new ones wait."""
     drain_s: float = pydantic.Field(default=30.0, gt=0)
-    """With mode drain, how long running requests may take to finish; then they are retracted."""
-    transport: Literal["auto", "broadcast", "disk", "ipc", "delta"] = "auto"
-    """How weights travel. auto: ipc where the trainer computes on a CPU, broadcast where on a GPU. broadcast: over NCCL
-    between GPUs, over gloo between CPUs. disk: replicas read them from a snapshot, in a folder that they see under the
-    same path as the trainer. ipc: replicas on the trainer's machine copy them out of its memory, on a CPU at the price
-    of one more copy in memory, on a GPU by a CUDA handle (which has not run yet). Replicas that cannot use disk or ipc
-    are broadcast to. delta: for links that are slow: over gRPC, compressed, while engines still generate; to a replica
-    that holds the version before only what has changed, to others all. It costs the trainer time, one more copy in
-    memory, and room in its TMPDIR; the engine room in its own."""
-    snapshots: bool = False
-    """Also write each version as a snapshot, from which replicas that join later load it; with disk it is always so."""
-    snapshot_dir: str = ""
-    """Folder of the snapshots; empty: `snapshots` in the run's folder. The newest two are kept."""
+    """With mode drain, seconds that running requests have to finish; after that they are retracted."""
+    transport: Literal["auto", "broadcast", "disk", "shared_memory", "delta"] = "auto"
+    """How weights travel. auto: shared_memory if the trainer computes on a CPU, else broadcast. broadcast: over NCCL
+    between GPUs, over gloo between CPUs. disk: replicas read weight files, in a folder that they see under the same
+    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory; on a GPU through a CUDA
+    handle, which has not been run yet. Replicas that cannot use disk or shared_memory get a broadcast. delta: for slow
+    links, compressed over gRPC while engines still generate: only what changed to a replica that holds the version
+    before, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
+    trainer and engines."""
+    write_files: bool = False
+    """Also write each version as weight files, from which replicas that join later load it. Always so with disk."""
+    files_dir: str = ""
+    """Folder of the weight files; empty: `weights` in the run's folder. The newest two versions are kept."""
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
-    """Weights are broadcast in parts of at most this size, several under way at a time: small tensors together, those
-    of 1 MiB or more each alone, larger ones than this in pieces."""
+    """Weights are broadcast in parts of at most this size, several at a time. Tensors below 1 MiB share a bucket;
+    larger ones have their own, and are cut if they exceed this size."""
     prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """To get ready, and to form the process group of a broadcast. A replica that hangs meanwhile costs this once."""
+    """To prepare, and to form the process group of a broadcast. A replica that hangs meanwhile costs this once."""
     pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """To stop generating."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """To receive and load all buckets; with delta, to send them, and as long again to load them."""
+    """To receive and load all buckets; with delta, to upload them, and the same again to load them."""
     verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """To compute the digests of the engine's weights."""
     control_timeout_s: float = pydantic.Field(default=10.0, gt=0)
     """To answer at all, to commit, to resume and to abort."""
     retry_after_s: float = pydantic.Field(default=5.0, gt=0)
-    """A live replica that failed a push is tried again, alone, after so long; after twice as long each further time,
-    up to 32 times."""
+    """Seconds until a live replica that failed a push is retried, alone; doubled after each further failure, up to 32
+    times this value."""
 
 
 class BackendConfig(Config):
@@ -136,7 +136,7 @@ class TrainerConfig(BackendConfig):
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     max_failures_in_a_row: int = pydantic.Field(default=32, ge=0)
     """More groups in a row that could not be played end the run, with the reason of the last."""
-    push: PushConfig = PushConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
 
 
 class DataConfig(Config):

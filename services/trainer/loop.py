@@ -25,13 +25,13 @@ from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.push.publisher import PushReport, WeightPublisher
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import describe_batch, describe_groups, describe_push
 from services.trainer.versions import PolicyVersions
+from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
 
 log = structlog.get_logger()
 

@@ -225,8 +225,8 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         rollout_pb2.PrepareWeightsRequest(
             push_id="p",
             policy_version=3,
-            group=rollout_pb2.WeightGroup(
-                name="g",
+            broadcast=rollout_pb2.BroadcastSource(
+                group_name="g",
                 master_host="h",
                 master_port=1,
                 rank_offset=2,
@@ -243,9 +243,7 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         ("0a017010031a140a01671201681801200228033204676c6f6f380722140a120a100a01771207666c6f617433321a020203"),
     ),
     (
-        rollout_pb2.PrepareWeightsRequest(
-            push_id="p", policy_version=3, snapshot=rollout_pb2.WeightSnapshot(folder="/s")
-        ),
+        rollout_pb2.PrepareWeightsRequest(push_id="p", policy_version=3, disk=rollout_pb2.DiskSource(folder="/s")),
         "0a017010032a040a022f73",
     ),
     (

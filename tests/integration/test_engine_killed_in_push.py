@@ -15,10 +15,10 @@ from penstock.bus.connection import connect
 from penstock.bus.leases import watched
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2, generate_pb2
-from services.trainer.config import PushConfig
-from services.trainer.push.publisher import WeightPublisher
-from services.trainer.push.snapshots import Snapshots
-from services.trainer.push.weight_group import WeightGroup
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.process_group import WeightProcessGroup
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.engine_process import EngineProcess, engine_process
 from tests.engine_reference import Reference, picture, prompt, request, require_logprobs, until_replica
 from tests.publishing import kept_current
@@ -47,9 +47,9 @@ def play(
 
 def killing(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let `engine` die when a few parts of the next broadcast are under way; returns the parts that came before."""
-    broadcast, sent = WeightGroup.broadcast, []
+    broadcast, sent = WeightProcessGroup.broadcast, []
 
-    def broadcast_and_kill(group: WeightGroup, parts: Iterable[torch.Tensor], *, timeout_s: float) -> None:
+    def broadcast_and_kill(group: WeightProcessGroup, parts: Iterable[torch.Tensor], *, timeout_s: float) -> None:
         def parts_and_kill() -> Iterable[torch.Tensor]:
             for part in parts:
                 if len(sent) == 3:
@@ -59,7 +59,7 @@ def killing(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
         broadcast(group, parts_and_kill(), timeout_s=timeout_s)
 
-    monkeypatch.setattr(WeightGroup, "broadcast", broadcast_and_kill)
+    monkeypatch.setattr(WeightProcessGroup, "broadcast", broadcast_and_kill)
     return sent
 
 
@@ -87,10 +87,10 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
         publisher = WeightPublisher(
-            config=PushConfig(transport="broadcast", bucket_bytes=1 << 16),
+            config=WeightSyncConfig(transport="broadcast", bucket_bytes=1 << 16),
             replicas=watch,
             backend="gloo",
-            snapshots=Snapshots(None),
+            files=WeightFileStore(None),
         )
         stack.push_async_callback(publisher.close)
         caller = await stack.enter_async_context(router(bus, wait_for_replica_s=60.0))

@@ -11,9 +11,9 @@ from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
 from penstock.config import BusConfig
 from penstock.v1 import common_pb2
-from services.trainer.config import PushConfig
-from services.trainer.push.publisher import WeightPublisher
-from services.trainer.push.snapshots import Snapshots
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.engine_process import EngineProcess, engine_process, log_events
 from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 
@@ -42,14 +42,14 @@ async def test_an_engine_that_joins_late(
     A group, this machine's memory, a stream of all and one of what changed; real SGLang has the policy's logprobs each
     time.
     """
-    config = PushConfig(mode="in_place", bucket_bytes=1 << 16)
+    config = WeightSyncConfig(mode="in_place", bucket_bytes=1 << 16)
 
     def publishing(watch: Watch, **settings: object) -> WeightPublisher:
         publisher = WeightPublisher(
             config=config.model_copy(update=settings),
             replicas=watch,
             backend="gloo",
-            snapshots=Snapshots(tmp_path / "snapshots" if settings.get("snapshots") else None),
+            files=WeightFileStore(tmp_path / "weights" if settings.get("write_files") else None),
         )
         stack.push_async_callback(publisher.close)
         return publisher
@@ -58,7 +58,7 @@ async def test_an_engine_that_joins_late(
     async with connect(bus_config, run=tmp_path.name) as bus, contextlib.AsyncExitStack() as stack:
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
-        publisher = publishing(watch, snapshots=True, transport="broadcast")
+        publisher = publishing(watch, write_files=True, transport="broadcast")
         policies = {version: reference.perturbed(version) for version in range(7, 12)}
         await publisher.publish(publisher.take(7, policies[7].weights.items()))
         keeping = asyncio.create_task(publisher.keep_current())
@@ -70,10 +70,12 @@ async def test_an_engine_that_joins_late(
             keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await keeping
-        broadcast, ipc, delta = (publishing(watch, transport=way) for way in ("broadcast", "ipc", "delta"))
-        for version, publisher in ((8, broadcast), (9, ipc), (10, delta), (11, delta)):
+        broadcast, memory, delta = (
+            publishing(watch, transport=name) for name in ("broadcast", "shared_memory", "delta")
+        )
+        for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
             report = await publisher.publish(publisher.take(version, policies[version].weights.items()))
             assert (report.num_replicas, report.num_failed) == (1, 0)
             await assert_serves(engine, policies[version], version)
-        received = [event["source"] for event in log_events(engine.log) if event["event"] == "weights.received"]
-        assert received == ["snapshot", "group", "segment", "stream", "delta"]
+        received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]
+        assert received == ["disk", "broadcast", "shared_memory", "delta", "delta"]

@@ -166,7 +166,7 @@ async def test_a_publication_does_not_wait_for_one_that_fails_again(bus: Bus, po
             assert (report.num_replicas, report.num_failed) == (1, 0)
             await until_serving(first, 2, timeout_s=1)
             names = [event["event"] for event in events]
-            assert (names.count("push.retry_broken_off"), names.count("push.replica_failed")) == (1, 0)
+            assert (names.count("push.retry_interrupted"), names.count("push.replica_failed")) == (1, 0)
             await second.set_faults()
             assert (await publisher.publish(snapshot(3))).num_replicas >= 1
             await until_serving(second, 3)

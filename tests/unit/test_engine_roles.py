@@ -17,8 +17,8 @@ from services.launch.launcher import process_specs
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from services.rollout.engine import disaggregation, verbs
-from services.rollout.engine.barrier import Barrier
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.pd_barrier import Barrier
 
 
 def config(**rollout: Any) -> RolloutConfig:

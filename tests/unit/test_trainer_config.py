@@ -22,9 +22,12 @@ class Both(Config):
     [
         ("--trainer.max_staleness=-1", r"trainer\.max_staleness = '-1'"),
         ("--trainer.samples_per_group=1", r"trainer\.samples_per_group = '1'"),
-        ("--trainer.push.mode=abort", r"trainer\.push\.mode = 'abort'.*'retract', 'in_place' or 'drain'"),
-        ("--trainer.push.transport=nfs", r"trainer\.push\.transport = 'nfs'.*'auto', 'broadcast', 'disk', 'ipc' or 'd"),
-        ("--trainer.push.drain_s=0", r"trainer\.push\.drain_s"),
+        ("--trainer.weight_sync.mode=abort", r"trainer\.weight_sync\.mode = 'abort'.*'retract', 'in_place' or 'drain'"),
+        (
+            "--trainer.weight_sync.transport=nfs",
+            r"weight_sync\.transport = 'nfs'.*'disk', 'shared_memory' or 'delta'",
+        ),
+        ("--trainer.weight_sync.drain_s=0", r"trainer\.weight_sync\.drain_s"),
         ("--trainer.loss.importance=gspo", r"trainer\.loss\.importance = 'gspo'.*'tis' or 'ppo'"),
         ("--trainer.loss.clip=0.2", r"unknown key trainer\.loss\.clip; known here: .*clip_high, clip_low"),
         ("--trainer.optimizer.betas=[0.9, 1.0]", r"trainer\.optimizer\.betas = .*below 1"),
@@ -45,5 +48,5 @@ def test_every_setting_is_explained() -> None:
     for model in (TrainerConfig, DataConfig, SamplingConfig):
         assert [name for name, field in model.model_fields.items() if not field.description] in (
             [],
-            ["optimizer", "loss", "push"],
+            ["optimizer", "loss", "weight_sync"],
         )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sglang.srt.utils.weight_versions import compute_weight_version_spans, record_weight_version_events
 
-from services.rollout.engine import version_keys
+from services.rollout.engine.sglang_plugin import version_keys
 
 
 def request(*, holds_kv: bool, num_tokens: int = 0, finished: bool = False) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.weights import delta
-from penstock.weights.delta import apply_block, apply_pieces, encode_block, read_pieces, write_pieces
+from penstock.weights.delta import apply_block, apply_blocks, encode_block, read_blocks, write_blocks
 from penstock.weights.manifest import Manifest, pack
 
 
@@ -40,17 +40,17 @@ def test_a_small_step_is_a_small_delta() -> None:
 
 
 def test_damage_is_noticed() -> None:
-    """A flipped bit, and a piece of another tensor."""
+    """A flipped bit, and a block of another tensor."""
     old, new = torch.randn(1000), torch.randn(1000)
-    piece = bytearray(encode_block(old, new))
-    with pytest.raises(ValueError, match="not of this tensor"):
-        apply_block(torch.zeros(999), bytes(piece), is_delta=True)
-    piece[len(piece) // 2] ^= 1
+    block = bytearray(encode_block(old, new))
+    with pytest.raises(ValueError, match="does not fit tensor"):
+        apply_block(torch.zeros(999), bytes(block), is_delta=True)
+    block[len(block) // 2] ^= 1
     with pytest.raises(ValueError, match="damaged"):
-        apply_block(old.clone(), bytes(piece), is_delta=True)
+        apply_block(old.clone(), bytes(block), is_delta=True)
 
 
-def test_a_file_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several buckets, tensors of many blocks, of one and of none, one with gaps in memory; against a base, and not."""
     monkeypatch.setattr(delta, "BLOCK_BYTES", 64)
     shapes = {"a": (torch.float32, (7, 11)), "b": (torch.bfloat16, (3,)), "c": (torch.float32, (0,))}
@@ -59,16 +59,16 @@ def test_a_file_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     buckets = [[pack(bucket, tensors) for bucket in manifest.buckets] for tensors in (old, new)]
     for base in (buckets[0], None):
         file = io.BytesIO()
-        assert write_pieces(file, manifest, buckets[1], old=base) == len(file.getvalue())
+        assert write_blocks(file, manifest, buckets[1], old=base) == len(file.getvalue())
         assert len(file.getvalue()) > 5 * 8  # 77 floats are five blocks
         gapped = torch.zeros(7, 22)[:, ::2].copy_(old["a"])
         held = {name: tensor.clone() for name, tensor in old.items()} | {"a": gapped}
         file.seek(0)
-        apply_pieces(file, manifest.tensors, held, is_delta=base is not None)
+        apply_blocks(file, manifest.tensors, held, is_delta=base is not None)
         assert all(torch.equal(held[name], new[name]) for name in shapes)
         file.seek(0)
         if base is None:
-            assert all(torch.equal(tensor, new[name]) for name, tensor in read_pieces(file, manifest.tensors))
+            assert all(torch.equal(tensor, new[name]) for name, tensor in read_blocks(file, manifest.tensors))
     for cut in (len(file.getvalue()) - 1, 4):
-        with pytest.raises(ValueError, match="pieces end"):
-            apply_pieces(io.BytesIO(file.getvalue()[:cut]), manifest.tensors, held, is_delta=False)
+        with pytest.raises(ValueError, match="blocks end"):
+            apply_blocks(io.BytesIO(file.getvalue()[:cut]), manifest.tensors, held, is_delta=False)

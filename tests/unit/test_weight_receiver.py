@@ -10,8 +10,8 @@ import torch
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
-from penstock.weights.snapshot import write_snapshot
-from services.rollout.engine.weights import WeightReceiver
+from penstock.weights.weight_files import write_weight_files
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from tests.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
 
 
@@ -27,7 +27,7 @@ async def test_a_complete_push() -> None:
     one = await receiver(sink)
     await push(one, "p1", 1)
     assert sink.calls == [
-        "join g1", "pause", "begin", "take a", "take b", "end", "digests xxh3", "version 1", "resume",
+        "join g1", "pause", "begin", "load a", "load b", "end", "digests xxh3", "version 1", "resume",
     ]  # fmt: skip
     assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
     sink.calls.clear()
@@ -49,7 +49,7 @@ async def test_stages_come_in_order_and_belong_to_the_push() -> None:
     for call in (one.receive, one.verify, one.commit, one.resume):
         with pytest.raises(NotReadyError, match="needs it"):
             await call("p1")
-    with pytest.raises(NotReadyError, match="not the one that was prepared"):
+    with pytest.raises(NotReadyError, match="is not prepared"):
         await one.pause("p0")
     with pytest.raises(NotReadyError):
         await one.abort("p0", "not mine")
@@ -67,7 +67,7 @@ async def test_versions_only_grow(version: int) -> None:
     await push(one, "p3", 5)
 
 
-@pytest.mark.parametrize("stage", ["begin", "take a", "take b", "end", "digests xxh3", "version 2"])
+@pytest.mark.parametrize("stage", ["begin", "load a", "load b", "end", "digests xxh3", "version 2"])
 async def test_a_failure_before_commit(stage: str) -> None:
     """BROKEN from the first byte on; before that the old weights serve on. The next push heals."""
     sink = RecordedSink()
@@ -91,7 +91,7 @@ async def test_broken_stays_broken_until_a_push_is_complete() -> None:
     """A push that is given up before it touches anything does not make broken weights whole."""
     sink = RecordedSink()
     one = await receiver(sink)
-    sink.fail_at = "take b"
+    sink.fail_at = "load b"
     with pytest.raises(UnavailableError):
         await push(one, "p1", 1)
     sink.fail_at = ""
@@ -128,7 +128,7 @@ async def test_a_trainer_that_vanishes_costs_the_deadline(last: str, state: int)
 async def test_a_hanging_stage_ends_at_the_deadline() -> None:
     """A broadcast that never ends is an error of the stage, and the engine is BROKEN."""
     sink = RecordedSink()
-    sink.hang_at = "take b"
+    sink.hang_at = "load b"
     one = await receiver(sink, push_deadline_s=0.2)
     with pytest.raises((DeadlineError, UnavailableError)):
         await push(one, "p1", 1)
@@ -139,7 +139,7 @@ async def test_a_hanging_stage_ends_at_the_deadline() -> None:
 async def test_abort_ends_a_hanging_stage() -> None:
     """The trainer gives up: the stage that waits fails at once, saying why."""
     sink = RecordedSink()
-    sink.hang_at = "take b"
+    sink.hang_at = "load b"
     one = await receiver(sink)
     running = asyncio.create_task(push(one, "p1", 1))
     await asyncio.sleep(0.05)
@@ -151,7 +151,7 @@ async def test_abort_ends_a_hanging_stage() -> None:
 async def test_a_cancelled_call_ends_the_push() -> None:
     """The trainer's connection is gone in the middle of a stage."""
     sink = RecordedSink()
-    sink.hang_at = "take b"
+    sink.hang_at = "load b"
     one = await receiver(sink)
     running = asyncio.create_task(push(one, "p1", 1))
     await asyncio.sleep(0.05)
@@ -178,7 +178,7 @@ async def test_a_group_that_does_not_form_costs_its_deadline() -> None:
     sink.hang_at = "join g1"
     one = WeightReceiver(sink, prepare_deadline_s=-4.9, push_deadline_s=30.0)  # with the margin, 0.1 s
     await one.open()
-    with pytest.raises(DeadlineError, match="forming the weight group"):
+    with pytest.raises(DeadlineError, match="forming the process group"):
         await one.prepare("p1", 1, group(), MANIFEST)
     await asyncio.sleep(0.05)
     assert one.state == REPLICA_STATE_READY
@@ -213,15 +213,15 @@ async def test_a_snapshot_takes_no_group_and_leaves_none(tmp_path: Path) -> None
     sink = RecordedSink()
     one = await receiver(sink)
     await push(one, "p1", 1)
-    folder = write_snapshot(tmp_path, 2, MANIFEST, [torch.zeros(8, dtype=torch.uint8)] * 2)
+    folder = write_weight_files(tmp_path, 2, MANIFEST, [torch.zeros(8, dtype=torch.uint8)] * 2)
     sink.calls.clear()
     for version, where in ((3, folder), (2, tmp_path / "nowhere")):
-        with pytest.raises(NotReadyError, match="snapshot"):
-            await one.prepare("p2", version, rollout_pb2.WeightSnapshot(folder=str(where)), MANIFEST)
-    await one.prepare("p2", 2, rollout_pb2.WeightSnapshot(folder=str(folder)), MANIFEST)
+        with pytest.raises(NotReadyError, match="weight files"):
+            await one.prepare("p2", version, rollout_pb2.DiskSource(folder=str(where)), MANIFEST)
+    await one.prepare("p2", 2, rollout_pb2.DiskSource(folder=str(folder)), MANIFEST)
     for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
         await stage("p2")
-    assert sink.calls == ["pause", "begin", "take a", "take b", "end", "digests xxh3", "version 2", "resume"]
+    assert sink.calls == ["pause", "begin", "load a", "load b", "end", "digests xxh3", "version 2", "resume"]
     await push(one, "p3", 3)
     assert "join g1" not in sink.calls
 

@@ -1,77 +1,53 @@
-"""Snapshots as files: whole or not there, whatever becomes of their writer."""
+"""A snapshot is a copy, with each tensor once."""
 
-import asyncio
-import multiprocessing
-import threading
-import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from penstock.weights.manifest import Manifest, pack
-from penstock.weights.snapshot import check_snapshot, write_snapshot
-from services.trainer.push import snapshots
-from services.trainer.push.published_weights import PublishedWeights
-from services.trainer.push.snapshots import Snapshots
-
-TENSORS = {"a": torch.arange(1000, dtype=torch.float32), "b": torch.ones(7, dtype=torch.bfloat16)}
-MANIFEST = Manifest.plan(TENSORS.items(), max_bucket_bytes=1)
-BUCKETS = tuple(pack(bucket, TENSORS) for bucket in MANIFEST.buckets)
+from services.trainer.policy.policy_model import load_policy
+from services.trainer.weight_sync import snapshot
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from tests.publishing import digests
+from tests.simulated_replica import SHAPES, weights_of
 
 
-class _Endless:
-    """A bucket whose bytes never come."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def cpu(self) -> torch.Tensor:
-        self._pipe.send("writing")
-        time.sleep(600)
-        raise AssertionError("nobody has killed this process")
-
-
-def _write_half(folder: Path, pipe: Connection) -> None:
-    write_snapshot(folder, 3, MANIFEST, [BUCKETS[0], _Endless(pipe)])  # type: ignore[list-item]
-
-
-def test_what_a_killed_writer_has_left_is_deleted(tmp_path: Path) -> None:
-    """By the next one that writes there, whichever version; what else is in the folder stays."""
-    context = multiprocessing.get_context("spawn")
-    mine, its = context.Pipe()
-    writer = context.Process(target=_write_half, args=(tmp_path, its), daemon=True)
-    writer.start()
-    assert mine.poll(60)
-    writer.kill()
-    writer.join()
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".v00000003-")
-    (tmp_path / ".keep").touch()
-    check_snapshot(write_snapshot(tmp_path, 4, MANIFEST, BUCKETS), 4, MANIFEST)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", "v00000004"]
+def test_a_snapshot_is_a_copy() -> None:
+    """What the optimizer does in place afterwards changes nothing, be it one tensor to a bucket or several."""
+    for max_bucket_bytes in (1, 1 << 20):
+        weights = weights_of(1)
+        taken = WeightSnapshot.take(1, weights.items(), max_bucket_bytes=max_bucket_bytes)
+        before = [bucket.clone() for bucket in taken.buckets]
+        for tensor in weights.values():
+            tensor.to(tensor.dtype).add_(1)
+        assert all(torch.equal(bucket, copy) for bucket, copy in zip(taken.buckets, before, strict=True))
+        assert taken.differing_names(digests(1)) == []
+        assert taken.differing_names({**digests(1), "scale": 0, "other": 1}) == ["other", "scale"]
+        assert sum(bucket.numel() for bucket in taken.buckets) == taken.manifest.num_bytes
+        assert len(taken.digests) == len(SHAPES)
 
 
-async def test_one_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version that is still being written in the background is finished before the next is begun."""
-    others = threading.Lock()
+def test_a_digest_that_cannot_be_computed_is_heard_of_before_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that have paused would wait for it in vain."""
 
-    def alone(parent: Path, version: int, manifest: Manifest, buckets: Sequence[Any]) -> Path:
-        assert others.acquire(blocking=False)
-        time.sleep(0.2)
-        folder = write_snapshot(parent, version, manifest, buckets)
-        others.release()
-        return folder
+    def fail(tensor: torch.Tensor, kind: str) -> int:
+        raise MemoryError
 
-    monkeypatch.setattr(snapshots, "write_snapshot", alone)
-    written = Snapshots(tmp_path)
-    first, second = (PublishedWeights.take(version, TENSORS.items(), max_bucket_bytes=1) for version in (1, 2))
-    written.write_soon(first)
-    await asyncio.sleep(0.05)
-    await written.write(second)
-    assert written.newest(2) is not None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000001", "v00000002"]
-    await written.close()
+    monkeypatch.setattr(snapshot, "tensor_digest", fail)
+    taken = WeightSnapshot.take(1, weights_of(1).items(), max_bucket_bytes=1 << 20)
+    with pytest.raises(MemoryError):
+        taken.wait()
+
+
+def test_tied_weights_are_sent_once(tiny_model_path: Path) -> None:
+    """Each memory has one name in the manifest; one that had two is refused."""
+    policy = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=())
+    named = dict(policy.named_weights())
+    taken = WeightSnapshot.take(1, named.items(), max_bucket_bytes=1 << 20)
+    storages = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.model.parameters()}
+    assert len(taken.manifest.tensors) == len(storages)
+    assert taken.manifest.num_bytes == sum(one.numel() * one.element_size() for one in storages.values())
+    assert policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
+    tied = {**named, "lm_head.weight": policy.model.lm_head.weight.detach()}
+    with pytest.raises(ValueError, match=r"lm_head\.weight and .*embed_tokens\.weight are one tensor"):
+        WeightSnapshot.take(1, tied.items(), max_bucket_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""Uploads: pieces come before the pause, whole and undamaged, and what goes wrong with them touches nothing."""
+"""Uploads arrive before the pause, complete and undamaged, and a failed one touches nothing."""
 
 import asyncio
 import zlib
@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_READY
+from services.rollout.engine.sglang_plugin.transports import DeltaTransport
 from tests.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
 
 
@@ -32,26 +33,27 @@ async def test_a_stream_is_taken_before_the_pause() -> None:
     one = await receiver(sink)
     await push(one, "p1", 1)
     sink.calls.clear()
-    await one.prepare("p2", 2, rollout_pb2.WeightStream(base_version=1, size_bytes=8), MANIFEST)
+    await one.prepare("p2", 2, rollout_pb2.DeltaSource(base_version=1, size_bytes=8), MANIFEST)
     with pytest.raises(NotReadyError, match="before the pause"):
         await one.pause("p2")
     assert await one.upload("p2", chunks_of(b"12345678")) == 8
     assert (one.state, sink.calls) == (REPLICA_STATE_READY, [])
     for stage in (one.pause, one.receive):
         await stage("p2")
-    (source,) = sink.sources[1:]
-    assert (source.kind, Path(source.pieces).read_bytes()) == ("delta", b"12345678")
+    (transport,) = sink.transports[1:]
+    assert isinstance(transport, DeltaTransport)
+    assert (transport.base_version, Path(transport.path).read_bytes()) == (1, b"12345678")
     for stage in (one.verify, one.commit, one.resume):
         await stage("p2")
-    assert not Path(source.pieces).exists()
+    assert not Path(transport.path).exists()
     assert one.version == 2
 
 
 @pytest.mark.parametrize(
     ("chunks", "match"),
     [
-        (lambda: chunks_of(b"1234567"), "8 bytes were announced"),
-        (lambda: chunks_of(b"123456789"), "8 bytes were announced"),
+        (lambda: chunks_of(b"1234567"), "7 of 8 announced bytes"),
+        (lambda: chunks_of(b"123456789"), "more than the 8 announced bytes"),
         (lambda: chunks_of(b"12345678", crc32=1), "damaged after 0 bytes"),
     ],
 )
@@ -59,7 +61,7 @@ async def test_an_upload_that_is_not_what_was_announced(chunks: Any, match: str)
     """Ends the push before anything was touched or paused."""
     sink = RecordedSink()
     one = await receiver(sink)
-    await one.prepare("p1", 1, rollout_pb2.WeightStream(size_bytes=8), MANIFEST)
+    await one.prepare("p1", 1, rollout_pb2.DeltaSource(size_bytes=8), MANIFEST)
     with pytest.raises((InvalidRequestError, UnavailableError), match=match):
         await one.upload("p1", chunks())
     assert (one.state, sink.calls) == (REPLICA_STATE_READY, [])
@@ -77,7 +79,7 @@ async def test_an_upload_that_hangs_costs_its_deadline() -> None:
         await asyncio.Event().wait()
         yield rollout_pb2.SendWeightsRequest()
 
-    stream = rollout_pb2.WeightStream(size_bytes=3)
+    stream = rollout_pb2.DeltaSource(size_bytes=3)
     await one.prepare("p1", 1, stream, MANIFEST)
     with pytest.raises((DeadlineError, UnavailableError)):
         await one.upload("p1", hang())
@@ -96,13 +98,13 @@ async def test_a_delta_against_another_version_is_refused(base_version: int) -> 
     sink = RecordedSink()
     one = await receiver(sink)
     await push(one, "p1", 2)
-    with pytest.raises(NotReadyError, match=f"against version {base_version}, but this engine holds version 2"):
-        await one.prepare("p2", 4, rollout_pb2.WeightStream(base_version=base_version, size_bytes=8), MANIFEST)
+    with pytest.raises(NotReadyError, match=f"changes version {base_version}, but this engine holds version 2"):
+        await one.prepare("p2", 4, rollout_pb2.DeltaSource(base_version=base_version, size_bytes=8), MANIFEST)
     await one.prepare("p3", 3, group(), MANIFEST)
-    with pytest.raises(InvalidRequestError, match="comes from a group"):
+    with pytest.raises(InvalidRequestError, match="uses transport broadcast"):
         await one.upload("p3", chunks_of(b""))
-    sink.fail_at = "take b"
+    sink.fail_at = "load b"
     with pytest.raises(UnavailableError):
         await push(one, "p4", 3)
     with pytest.raises(NotReadyError, match="holds broken weights"):
-        await one.prepare("p5", 3, rollout_pb2.WeightStream(base_version=2, size_bytes=8), MANIFEST)
+        await one.prepare("p5", 3, rollout_pb2.DeltaSource(base_version=2, size_bytes=8), MANIFEST)

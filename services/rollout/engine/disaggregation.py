@@ -16,7 +16,7 @@ from penstock.runtime.ports import free_ports
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.engine import verbs
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.sglang_variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
+from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
 
 ROLES = {
     "unified": common_pb2.REPLICA_ROLE_UNIFIED,

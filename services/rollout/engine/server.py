@@ -28,8 +28,8 @@ from services.rollout.engine.drain import Drain
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.servicers import GenerateServicer, ReplicaView, RolloutServicer
 from services.rollout.engine.sglang_engine import SglangEngine
-from services.rollout.engine.sglang_weights import SglangWeights
-from services.rollout.engine.weights import WeightReceiver
+from services.rollout.engine.weight_sync.sglang_weights import SglangWeights
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 log = structlog.get_logger()
 

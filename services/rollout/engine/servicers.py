@@ -20,8 +20,7 @@ from services.rollout.engine.generation import Generation
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.prompt import Turn
 from services.rollout.engine.sglang_engine import Load, SglangEngine
-from services.rollout.engine.weight_source import announced
-from services.rollout.engine.weights import WeightReceiver
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -222,20 +221,26 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PrepareWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.PrepareWeightsRequest, context: Context
     ) -> rollout_pb2.PrepareWeightsResponse:
-        """Announce a push, and join its group or look at its source."""
-        manifest = Manifest.from_proto(request.manifest)
+        """Announce a push: join its process group, or check its source."""
+        field = request.WhichOneof("source")
+        if field is None:
+            raise InvalidRequestError("source is missing: give one of broadcast, disk, shared_memory and delta")
         await self._receiver.prepare(
-            request.push_id, request.policy_version, announced(request), manifest, request.digest
+            request.push_id,
+            request.policy_version,
+            getattr(request, field),
+            Manifest.from_proto(request.manifest),
+            request.digest,
         )
         return rollout_pb2.PrepareWeightsResponse()
 
     async def SendWeights(  # noqa: N802 - the contract's name
         self, request_iterator: AsyncIterator[rollout_pb2.SendWeightsRequest], context: Context
     ) -> rollout_pb2.SendWeightsResponse:
-        """Take the bytes of a stream."""
+        """Store the blocks of a delta."""
         first = await anext(aiter(request_iterator), None)
         if first is None:
-            raise InvalidRequestError("push_id: the first part names the push; nothing came")
+            raise InvalidRequestError("push_id is missing: the first part must name the push, and the call was empty")
         return rollout_pb2.SendWeightsResponse(size_bytes=await self._receiver.upload(first.push_id, request_iterator))
 
     async def PauseGeneration(  # noqa: N802 - the contract's name

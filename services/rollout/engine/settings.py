@@ -16,7 +16,7 @@ from penstock.model.folder import read_json
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.sglang_variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
+from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
 MAX_CPU_TOKENS = 65_536
 """KV cache of an engine on a CPU, in tokens, unless the recipe says otherwise."""
@@ -51,7 +51,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
     return {
         **shared,
         START_METHOD_VARIABLE: "fork",
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "services.rollout.engine.models",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "services.rollout.engine.sglang_plugin.models",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",

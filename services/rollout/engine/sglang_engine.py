@@ -24,9 +24,9 @@ from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 from penstock.model.tokens import forbidden_token_ids
 from penstock.v1 import generate_pb2
 from services.rollout.engine import disaggregation, settings
-from services.rollout.engine.barrier import Barrier
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.generation import Generation, read_generation, require_sound
+from services.rollout.engine.pd_barrier import Barrier
 from services.rollout.engine.prompt import PromptChecker, Turn
 from services.rollout.engine.token_stream import TokenStream
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.records import Group
 from services.trainer.admission.ledger import GroupCounts
-from services.trainer.push.publisher import PushReport
+from services.trainer.weight_sync.publisher import PushReport
 
 
 def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:

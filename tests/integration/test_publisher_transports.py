@@ -1,4 +1,4 @@
-"""The ways of a push: each brings exactly the trainer's bytes, and where one does not go, another does."""
+"""Transports: each delivers exactly the trainer's bytes, and a replica that cannot use one gets a fallback."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
-from penstock.weights.delta import write_pieces
+from penstock.weights.delta import write_blocks
 from penstock.weights.digest import tensor_digest
 from penstock.weights.manifest import Manifest
-from penstock.weights.snapshot import write_snapshot
-from services.trainer.push import pieces
-from services.trainer.push.publisher import WeightPublisher
+from penstock.weights.weight_files import write_weight_files
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.transports import delta
 from tests.publishing import digests, kept_current, publishing, replicas_of, snapshot, until_seen, until_serving
 from tests.simulated_replica import simulated_replica, weights_of
 from tests.simulated_sink import Action, Fault
 
 
-async def test_replicas_read_a_snapshot(bus: Bus, tmp_path: Path) -> None:
-    """With transport disk no group forms; the file is one that others can read, and of many two are kept."""
-    async with replicas_of(bus, 2) as replicas, publishing(bus, snapshot_dir=tmp_path, transport="disk") as publisher:
+async def test_replicas_read_weight_files(bus: Bus, tmp_path: Path) -> None:
+    """With transport disk no process group forms; the files are plain safetensors, and the newest two are kept."""
+    async with replicas_of(bus, 2) as replicas, publishing(bus, files_dir=tmp_path, transport="disk") as publisher:
         for version in (1, 2, 3):
             report = await publisher.publish(snapshot(version))
             assert (report.num_replicas, report.num_failed) == (2, 0)
@@ -32,16 +32,16 @@ async def test_replicas_read_a_snapshot(bus: Bus, tmp_path: Path) -> None:
                 said = await replica.report()
                 assert (said.version, said.digests, said.groups) == (version, digests(version), [])
         assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000002", "v00000003"]
-        folder = publisher.snapshots.folder_of(3)
+        folder = publisher.files.folder_of(3)
         assert folder is not None
         read = load_file(folder / "model.safetensors")
         assert {name: tensor_digest(tensor) for name, tensor in read.items()} == digests(3)
 
 
-async def test_a_late_joiner_reads_the_snapshot(bus: Bus, tmp_path: Path) -> None:
-    """Without a group, and without a pause for those that have the version."""
+async def test_a_late_joiner_reads_weight_files(bus: Bus, tmp_path: Path) -> None:
+    """Without a process group, and without a pause for replicas that have the version."""
     async with (
-        publishing(bus, snapshot_dir=tmp_path) as publisher,
+        publishing(bus, files_dir=tmp_path) as publisher,
         kept_current(publisher),
         replicas_of(bus, 1) as (first,),
     ):
@@ -54,14 +54,14 @@ async def test_a_late_joiner_reads_the_snapshot(bus: Bus, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("harm", ["gone", "other version", "cut short", "one bit", "unwritable"])
-async def test_a_snapshot_that_is_of_no_use_is_replaced_by_a_broadcast(bus: Bus, tmp_path: Path, harm: str) -> None:
-    """Whatever is wrong with the file, the replica gets exactly the published weights in the same push."""
-    folder = tmp_path / "snapshots"
-    async with replicas_of(bus, 1) as (replica,), publishing(bus, snapshot_dir=folder, transport="disk") as publisher:
+async def test_unusable_weight_files_are_replaced_by_a_broadcast(bus: Bus, tmp_path: Path, harm: str) -> None:
+    """Whatever is wrong with the files, the replica gets exactly the published weights in the same publication."""
+    folder = tmp_path / "weights"
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, files_dir=folder, transport="disk") as publisher:
         if harm == "unwritable":
             folder.write_text("no folder")
         else:
-            await publisher.snapshots.write(snapshot(2))
+            await publisher.files.write(snapshot(2))
             path = folder / "v00000002" / "model.safetensors"
             data = bytearray(path.read_bytes())
             if harm == "gone":
@@ -82,18 +82,18 @@ async def test_a_snapshot_that_is_of_no_use_is_replaced_by_a_broadcast(bus: Bus,
 
 def _write_other(folder: Path) -> None:
     other = snapshot(9)
-    written = write_snapshot(folder, 9, other.manifest, other.buckets)
+    written = write_weight_files(folder, 9, other.manifest, other.buckets)
     (written / "model.safetensors").replace(folder / "v00000002" / "model.safetensors")
 
 
 async def until_file(publisher: WeightPublisher, version: int) -> None:
     async with asyncio.timeout(10):
-        while publisher.snapshots.newest(version) is None:
+        while publisher.files.folder_of(version) is None:
             await asyncio.sleep(0.02)
 
 
 async def test_a_replica_that_holds_the_version_before_gets_the_delta(bus: Bus) -> None:
-    """One that joins, or has missed a version, gets all of it, the same way."""
+    """A replica that joins or has missed a version gets all weights, over the same transport."""
     async with replicas_of(bus, 2) as (first, second), publishing(bus, transport="delta") as publisher:
         for version in (1, 2):
             assert (await publisher.publish(snapshot(version))).num_replicas == 2
@@ -105,30 +105,33 @@ async def test_a_replica_that_holds_the_version_before_gets_the_delta(bus: Bus) 
         async with simulated_replica(bus, replica_id="engine-9") as third:
             await until_seen(publisher, lambda values: "engine-9" in values)
             assert (await publisher.publish(snapshot(5))).num_replicas == 3
-            whole, delta = "stream", "delta"
-            expected = ((first, [whole, *[delta] * 4]), (second, [whole, delta, whole, delta]), (third, [whole]))
+            expected = (
+                (first, ["whole", *["delta"] * 4]),
+                (second, ["whole", "delta", "whole", "delta"]),
+                (third, ["whole"]),
+            )
             for replica, loads in expected:
                 said = await replica.report()
                 assert (said.loads, said.digests, said.groups) == (loads, digests(5), [])
 
 
 @pytest.mark.parametrize("harm", ["damaged", "of other weights"])
-async def test_a_delta_that_is_of_no_use_is_replaced(bus: Bus, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
-    """Weights that it made wrong serve nothing; what the replica gets in its place is exact."""
+async def test_an_unusable_delta_is_replaced(bus: Bus, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    """Wrong weights never serve a token, and the replica then gets all weights."""
 
     def harmed(
         file: BinaryIO, manifest: Manifest, new: Sequence[torch.Tensor], *, old: Sequence[torch.Tensor] | None
     ) -> int:
         if old is None:
-            return write_pieces(file, manifest, new, old=None)
+            return write_blocks(file, manifest, new, old=None)
         base = snapshot(7).buckets if harm == "of other weights" else old
-        size_bytes = write_pieces(file, manifest, new, old=base)
+        size_bytes = write_blocks(file, manifest, new, old=base)
         if harm == "damaged":
             file.seek(-20, 2)
             file.write(b"!")
         return size_bytes
 
-    monkeypatch.setattr(pieces, "write_pieces", harmed)
+    monkeypatch.setattr(delta, "write_blocks", harmed)
     async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="delta") as publisher:
         await publisher.publish(snapshot(1))
         async with kept_current(publisher):
@@ -136,7 +139,7 @@ async def test_a_delta_that_is_of_no_use_is_replaced(bus: Bus, monkeypatch: pyte
             await until_serving(replica, 2)
         said = await replica.report()
         assert said.serving_digests == [digests(1), digests(2)]
-        assert said.loads == ["stream", "delta", "stream"]
+        assert said.loads == ["whole", "delta", "whole"]
 
 
 @pytest.mark.parametrize("action", ["die", "hang", "refuse"])
@@ -157,15 +160,15 @@ async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus
             assert (await second.report()).num_paused == 1
 
 
-@pytest.mark.parametrize("transport", ["auto", "ipc"])
+@pytest.mark.parametrize("transport", ["auto", "shared_memory"])
 async def test_replicas_on_this_machine_copy_from_memory(bus: Bus, transport: str) -> None:
-    """No group forms; a snapshot has the memory of one before the last, and never that of the one that is published."""
+    """No process group forms; a snapshot reuses the memory of an old one, never that of the published one."""
     versions, names = (1, 2, 3, 4), []
     async with replicas_of(bus, 2) as replicas, publishing(bus, transport=transport) as publisher:
         for version in versions:
             weights = publisher.take(version, weights_of(version).items())
-            assert weights.segment is not None
-            names.append(weights.segment.message.shared.name)
+            assert weights.shared_memory is not None
+            names.append(weights.shared_memory.message.host.name)
             report = await publisher.publish(weights)
             assert (report.num_replicas, report.num_failed) == (2, 0)
         assert len(set(names)) < len(versions)
@@ -173,17 +176,17 @@ async def test_replicas_on_this_machine_copy_from_memory(bus: Bus, transport: st
         next_weights = publisher.take(5, weights_of(5).items())
         async with simulated_replica(bus, replica_id="engine-9") as third, kept_current(publisher):
             await until_serving(third, 4)
-            assert (await third.report()).loads == ["segment"]
+            assert (await third.report()).loads == ["shared_memory"]
         assert (await publisher.publish(next_weights)).num_replicas == 2
         for replica in replicas:
             said = await replica.report()
-            assert (said.digests, said.loads, said.groups) == (digests(5), ["segment"] * 5, [])
+            assert (said.digests, said.loads, said.groups) == (digests(5), ["shared_memory"] * 5, [])
             assert said.serving_digests == [digests(version) for version in (*versions, 5)]
 
 
-@pytest.mark.parametrize("transport", ["auto", "ipc"])
+@pytest.mark.parametrize("transport", ["auto", "shared_memory"])
 async def test_a_replica_on_another_machine_is_broadcast_to(bus: Bus, transport: str) -> None:
-    """In the same push, said once; the others go on copying."""
+    """In the same publication, logged once; the others keep copying."""
     async with (
         replicas_of(bus, 1) as (near,),
         simulated_replica(bus, replica_id="engine-9", elsewhere=True) as far,
@@ -193,21 +196,21 @@ async def test_a_replica_on_another_machine_is_broadcast_to(bus: Bus, transport:
             for version in (1, 2):
                 report = await publisher.publish(snapshot(version, shared=True))
                 assert (report.num_replicas, report.num_failed) == (2, 0)
-        falls = [event for event in events if event["event"] == "push.falls_back"]
-        assert [(event["replica_id"], event["way"]) for event in falls] == [("engine-9", "ipc")]
+        falls = [event for event in events if event["event"] == "push.fell_back"]
+        assert [(event["replica_id"], event["transport"]) for event in falls] == [("engine-9", "shared_memory")]
         assert "another machine" in falls[0]["reason"]
-        for replica, loads in ((near, ["segment"] * 2), (far, ["group"] * 2)):
+        for replica, loads in ((near, ["shared_memory"] * 2), (far, ["broadcast"] * 2)):
             said = await replica.report()
             assert (said.digests, said.loads) == (digests(2), loads)
 
 
 @pytest.mark.parametrize("point", ["PrepareWeights", "ReceiveWeights", "bucket", "VerifyWeights"])
 async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) -> None:
-    """Costs the others nothing."""
+    """The others are not delayed."""
     async with (
         replicas_of(bus, 1) as (first,),
         simulated_replica(bus, replica_id="engine-0-dying", **{point: Fault("die")}),
-        publishing(bus, transport="ipc") as publisher,
+        publishing(bus, transport="shared_memory") as publisher,
     ):
         report = await publisher.publish(snapshot(1, shared=True))
         assert (report.num_replicas, report.num_failed) == (1, 1)
@@ -215,23 +218,25 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
 
 
 @pytest.mark.parametrize(
-    ("point", "action", "way"),
+    ("point", "action", "transport"),
     [
-        ("PrepareWeights", "hang", "segment"),
-        ("PauseGeneration", "hang", "segment"),
-        ("PauseGeneration", "refuse", "segment"),
-        ("CommitWeights", "refuse", "segment"),
-        ("ResumeGeneration", "hang", "segment"),
-        ("PrepareWeights", "refuse", "group"),
-        ("ReceiveWeights", "refuse", "group"),
-        ("bucket", "hang", "group"),
-        ("VerifyWeights", "corrupt", "group"),
+        ("PrepareWeights", "hang", "shared_memory"),
+        ("PauseGeneration", "hang", "shared_memory"),
+        ("PauseGeneration", "refuse", "shared_memory"),
+        ("CommitWeights", "refuse", "shared_memory"),
+        ("ResumeGeneration", "hang", "shared_memory"),
+        ("PrepareWeights", "refuse", "broadcast"),
+        ("ReceiveWeights", "refuse", "broadcast"),
+        ("bucket", "hang", "broadcast"),
+        ("VerifyWeights", "corrupt", "broadcast"),
     ],
 )
-async def test_a_way_is_given_up_only_for_its_own_failures(bus: Bus, point: str, action: Action, way: str) -> None:
-    """A replica that is slow to pause or to resume copies from memory again; one that cannot copy is broadcast to."""
+async def test_a_transport_is_given_up_only_for_its_own_failures(
+    bus: Bus, point: str, action: Action, transport: str
+) -> None:
+    """A replica that is slow to pause or resume copies from memory again; one that cannot copy gets a broadcast."""
     quick = {f"{stage}_timeout_s": 1.0 for stage in ("prepare", "pause", "transfer", "control")}
-    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="ipc", **quick) as publisher:
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory", **quick) as publisher:
         await replica.set_faults(**{point: Fault(action)})
         await publisher.publish(snapshot(1, shared=True))
         async with kept_current(publisher):
@@ -239,4 +244,4 @@ async def test_a_way_is_given_up_only_for_its_own_failures(bus: Bus, point: str,
             assert (await publisher.publish(snapshot(2, shared=True))).num_failed == 0
             await until_serving(replica, 2)
         said = await replica.report()
-        assert said.loads[-1] == way
+        assert said.loads[-1] == transport

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.weights.digest import tensor_digests
-from services.rollout.engine.sglang_variables import HeldParameter, describe_parameter
+from services.rollout.engine.sglang_plugin.variables import HeldParameter, describe_parameter
 
 
 def described_parameters(model: Any) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit -> resume.
 
-Invariants: weights that were touched serve no token until a push was completed; the version changes at commit and
-nowhere else; no push outlives its deadline, so a trainer that vanishes costs `push_deadline_s`. A push that ends
-half-way leaves the engine BROKEN: running requests have failed, so that others play them, new ones are refused, and the
-next complete push heals it.
+Invariants: touched weights serve no token until a push is complete. The version changes at commit and nowhere else. No
+push outlives its deadline, so a trainer that vanishes costs one deadline. A push that ends half-way leaves the engine
+BROKEN: its running requests fail, so that other replicas continue them, new ones are refused, and the next complete
+push heals it.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import structlog
 
@@ -26,48 +27,59 @@ from penstock.v1.common_pb2 import (
 )
 from penstock.weights.digest import XXH3, require_digest_kind
 from penstock.weights.manifest import Manifest
-from services.rollout.engine.sglang_variables import HeldParameter
-from services.rollout.engine.weight_sink import WeightSink
-from services.rollout.engine.weight_source import Announced, Source, Spool, check_base, check_group, check_readable
+from services.rollout.engine.sglang_plugin.transports import (
+    BroadcastTransport,
+    DeltaTransport,
+    DiskTransport,
+    SharedMemoryTransport,
+    Transport,
+)
+from services.rollout.engine.sglang_plugin.variables import HeldParameter
+from services.rollout.engine.weight_sync.upload import Upload
+from services.rollout.engine.weight_sync.weight_sink import WeightSink
 
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
 
+Source: TypeAlias = (
+    rollout_pb2.BroadcastSource | rollout_pb2.DiskSource | rollout_pb2.SharedMemorySource | rollout_pb2.DeltaSource
+)
+
 
 class Stage(enum.IntEnum):
-    """How far a push has come."""
+    """The last completed step of a push."""
 
     PREPARED = 1
     PAUSED = 2
     RECEIVING = 3
-    """Weights are touched from here on."""
+    """From here on weights are touched."""
     RECEIVED = 4
     VERIFIED = 5
     COMMITTED = 6
-    """Weights are sound again from here on."""
+    """From here on weights are sound again."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Push:
     push_id: str
     version: int
-    source: Source
+    transport: Transport
     manifest: Manifest
     digest: str
-    """The kind of digest that is asked for."""
-    spool: Spool | None = None
-    """For what is uploaded."""
+    """The kind of digest that the trainer asks for."""
+    upload: Upload | None = None
+    """With delta."""
     deadline: float
-    """Of `time.monotonic()`."""
+    """On the clock of `time.monotonic`."""
     stage: Stage = Stage.PREPARED
     abort_reason: str = ""
-    """Why it is being ended while one of its stages still runs."""
+    """Why it is ended while one of its stages still runs."""
     started: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class WeightReceiver:
-    """Takes pushes, one at a time."""
+    """Receives pushes, one at a time."""
 
     def __init__(
         self,
@@ -87,14 +99,14 @@ class WeightReceiver:
         self._push: _Push | None = None
         self._group_name = ""
         self._expected: dict[str, HeldParameter] = {}
-        self._sound = True  # whether the weights are those of one version, whole
+        self._sound = True  # whether all weights are of one version
         self._background: set[asyncio.Task[None]] = set()
         self._watchdog: asyncio.Task[None] | None = None
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
         self.version = 0
 
     async def open(self) -> None:
-        """Learn which parameters the engine has; until then no push is taken."""
+        """Learn which parameters the engine has. Call it before the first push."""
         self._expected = dict(await self._sink.parameters())
 
     async def close(self) -> None:
@@ -108,17 +120,16 @@ class WeightReceiver:
         self,
         push_id: str,
         version: int,
-        announced: Announced,
+        source: Source,
         manifest: Manifest,
         digest: str = XXH3,
     ) -> None:
-        """Check the push, and join its group, unless it is the group of the push before, or see that its source can
-        be read. An unfinished push is given up.
+        """Check the push, and join its process group or check that its source can be read. Ends an unfinished push.
 
         Raises:
             InvalidRequestError: the manifest does not fit this engine's model, or the engine's version is newer.
             NotReadyError: the source cannot be used here.
-            UnavailableError: the group did not form.
+            UnavailableError: the process group did not form.
         """
         self._check_manifest(manifest)
         require_digest_kind(digest)
@@ -128,46 +139,53 @@ class WeightReceiver:
             )
         if self._push is not None:
             await self.abort(self._push.push_id, f"superseded by push {push_id}")
-        spool = None
-        if isinstance(announced, rollout_pb2.WeightGroup):
-            source = check_group(announced)
-        elif isinstance(announced, rollout_pb2.WeightStream):
-            check_base(announced.base_version, self.version, sound=self._sound)
-            spool = await asyncio.to_thread(Spool, announced.size_bytes)
-            source = Source(pieces=spool.path, is_delta=announced.base_version > 0)
-        else:
-            source = await asyncio.to_thread(check_readable, announced, version, manifest)
+        transport, upload = await self._accept(source, version, manifest)
         async with self._holding():
-            async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the weight group"):
-                if isinstance(announced, rollout_pb2.WeightGroup) and announced.name != self._group_name:
+            async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the process group"):
+                if isinstance(source, rollout_pb2.BroadcastSource) and source.group_name != self._group_name:
                     await self._leave_group()
-                    await self._join_group(announced)
+                    await self._join_group(source)
             self._push = _Push(
                 push_id=push_id,
                 version=version,
-                source=source,
+                transport=transport,
                 manifest=manifest,
                 digest=digest,
-                spool=spool,
+                upload=upload,
                 deadline=time.monotonic() + self._push_deadline_s,
             )
             self._watchdog = asyncio.create_task(self._give_up_at_deadline(self._push))
 
+    async def _accept(self, source: Source, version: int, manifest: Manifest) -> tuple[Transport, Upload | None]:
+        match source:
+            case rollout_pb2.BroadcastSource():
+                return BroadcastTransport.accept(source), None
+            case rollout_pb2.DiskSource():
+                return await asyncio.to_thread(DiskTransport.accept, source, version, manifest), None
+            case rollout_pb2.SharedMemorySource():
+                return await asyncio.to_thread(SharedMemoryTransport.accept, source), None
+            case rollout_pb2.DeltaSource():
+                DeltaTransport.require_base(source, held=self.version, is_sound=self._sound)
+                upload = await asyncio.to_thread(Upload, source.size_bytes)
+                return DeltaTransport(path=upload.path, base_version=source.base_version), upload
+
     async def upload(self, push_id: str, chunks: AsyncIterator[rollout_pb2.SendWeightsRequest]) -> int:
-        """Take the pieces of a push that comes as a stream; returns how many bytes.
+        """Store the blocks of a delta; return their size in bytes.
 
         The stages that follow have the push's deadline anew.
 
         Raises:
-            InvalidRequestError: the push is none, or other bytes come than announced.
-            UnavailableError: they cannot be kept.
+            InvalidRequestError: the push is not a delta, or the upload is not what was announced.
+            UnavailableError: the blocks cannot be stored.
         """
         async with self._stage(push_id, Stage.PREPARED, Stage.PREPARED) as push:
-            if push.spool is None:
-                raise InvalidRequestError(f"push {push_id!r} comes from a {push.source.kind}; it takes no upload")
-            await push.spool.fill(chunks)
+            if push.upload is None:
+                raise InvalidRequestError(
+                    f"push {push_id!r} uses transport {push.transport.name}; only delta takes an upload"
+                )
+            await push.upload.fill(chunks)
             push.deadline = time.monotonic() + self._push_deadline_s
-            return push.spool.size_bytes
+            return push.upload.size_bytes
 
     async def pause(
         self,
@@ -175,18 +193,18 @@ class WeightReceiver:
         mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_RETRACT,
         drain_s: float = 0.0,
     ) -> None:
-        """Stop generation at a token boundary. To drain is part of it and does not count for the push's deadline.
+        """Stop generation at a token boundary. Time spent draining does not count towards the push's deadline.
 
         Raises:
-            InvalidRequestError: no such mode, or a wrong `drain_s`.
+            InvalidRequestError: the mode is unknown, or `drain_s` out of range.
         """
         if mode not in rollout_pb2.PauseMode.values():
-            raise InvalidRequestError(f"mode = {mode} is none that this engine knows; push.mode names them")
+            raise InvalidRequestError(f"mode = {mode} is unknown to this engine; trainer.weight_sync.mode lists them")
         if not (math.isfinite(drain_s) and drain_s >= 0):
             raise InvalidRequestError(f"drain_s = {drain_s} must be 0 or greater")
         push = self._require(push_id)
-        if push.spool is not None and not push.spool.is_full:
-            raise NotReadyError(f"push {push_id!r} comes as a stream, which has not come yet; send it before the pause")
+        if push.upload is not None and not push.upload.is_complete:
+            raise NotReadyError(f"push {push_id!r} is a delta that was not uploaded; send it before the pause")
         if mode == rollout_pb2.PAUSE_MODE_DRAIN and push.stage is Stage.PREPARED:
             push.deadline += drain_s
         async with self._stage(push_id, Stage.PREPARED, Stage.PAUSED):
@@ -194,17 +212,17 @@ class WeightReceiver:
             await self._sink.pause(mode, drain_s)
 
     async def receive(self, push_id: str) -> Manifest:
-        """Take all buckets; returns what was taken."""
+        """Load all buckets; return the manifest."""
         async with self._stage(push_id, Stage.PAUSED, Stage.RECEIVED) as push:
             await self._sink.begin()
             push.stage = Stage.RECEIVING
             self._sound = False
-            await self._sink.take(push.manifest, push.source)
+            await self._sink.load(push.manifest, push.transport)
             await self._sink.end()
             return push.manifest
 
     async def verify(self, push_id: str) -> dict[str, int]:
-        """The digest of every parameter that the engine holds now."""
+        """The digest of every parameter that the engine now holds."""
         async with self._stage(push_id, Stage.RECEIVED, Stage.VERIFIED) as push:
             return dict(await self._sink.digests(push.digest))
 
@@ -215,22 +233,22 @@ class WeightReceiver:
             self.version, self._sound = push.version, True
 
     async def resume(self, push_id: str) -> None:
-        """Let generation go on; the push is complete."""
+        """Let generation continue; the push is complete."""
         async with self._stage(push_id, Stage.COMMITTED, Stage.COMMITTED) as push:
             await self._finish(push)
 
     async def abort(self, push_id: str, reason: str) -> ReplicaState.ValueType:
-        """End the push, wherever it stands, and return the state that it leaves. Repeating it changes nothing.
+        """End the push in whatever stage it is, and return the resulting state. Repeating it changes nothing.
 
         Raises:
-            NotReadyError: another push runs.
+            NotReadyError: another push is prepared.
         """
         if self._push is None:
             return self.state
         push = self._require(push_id)
         if self._holder is not None:
             push.abort_reason = reason
-            self._holder.cancel()  # a stage that waits for something which may never come
+            self._holder.cancel()  # a stage that may wait for ever
         async with self._holding():
             if self._push is not None and self._push.push_id == push_id:
                 await self._end_half_way(self._push, reason)
@@ -256,12 +274,12 @@ class WeightReceiver:
     def _require(self, push_id: str) -> _Push:
         if self._push is None or self._push.push_id != push_id:
             current = self._push.push_id if self._push else "none"
-            raise NotReadyError(f"push {push_id!r} is not the one that was prepared ({current}); prepare it first")
+            raise NotReadyError(f"push {push_id!r} is not prepared (the prepared push: {current}); prepare it first")
         return self._push
 
     @asynccontextmanager
     async def _stage(self, push_id: str, before: Stage, after: Stage) -> AsyncIterator[_Push]:
-        """Run one stage: right push, right order, inside the push's deadline. A failure ends the push."""
+        """Run one stage, of the right push, in order, within the push's deadline. A failure ends the push."""
         push = self._require(push_id)
         async with self._holding():
             self._require(push_id)
@@ -279,7 +297,7 @@ class WeightReceiver:
                 if push.abort_reason and task is not None:
                     task.uncancel()
                     raise UnavailableError(f"push {push_id!r} was ended: {push.abort_reason}") from None
-                # The trainer's call is gone, perhaps the trainer too: end the push, but let this call return.
+                # The trainer's call ended, perhaps with the trainer: end the push, but let this call return.
                 self._start(self._abort_quietly(push_id, f"stage {after.name} was cancelled"))
                 raise
 
@@ -298,7 +316,7 @@ class WeightReceiver:
             async with asyncio.timeout(max(0.0, seconds)):
                 yield
         except TimeoutError:
-            raise DeadlineError(f"{what} ran into its deadline") from None
+            raise DeadlineError(f"{what} exceeded its deadline") from None
 
     async def _finish(self, push: _Push) -> None:
         await self._sink.resume()
@@ -309,12 +327,12 @@ class WeightReceiver:
             push_id=push.push_id,
             policy_version=push.version,
             size_bytes=push.manifest.num_bytes,
-            source=push.source.kind,
+            transport=push.transport.name,
             elapsed_s=round(time.monotonic() - push.started, 3),
         )
 
     async def _end_half_way(self, push: _Push, reason: str) -> None:
-        """Leave the push behind: with the old weights, with the new ones if they were committed, or BROKEN."""
+        """End the push: with the old weights, with the new ones if they were committed, or BROKEN."""
         was_paused = self.state == REPLICA_STATE_UPDATING
         self._forget_push()
         log.warning(
@@ -323,14 +341,14 @@ class WeightReceiver:
         if not self._sound:
             self._enter(REPLICA_STATE_BROKEN)
             self._sink.fail_running(
-                f"push {push.push_id!r} ended half-way ({reason}); the engine waits for the next one"
+                f"push {push.push_id!r} ended half-way ({reason}); the engine waits for the next push"
             )
         try:
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "cleaning up"):
                 if self._sound and was_paused:
                     await self._sink.resume()
                     self._enter(REPLICA_STATE_READY)
-                # No other push will use the group, and its other members may be waiting for this one.
+                # No later push uses the group, and its other members may be waiting for this one.
                 await self._leave_group()
                 if not self._sound:
                     await self._sink.end_if_open()
@@ -339,13 +357,13 @@ class WeightReceiver:
             self._sink.fail_running(f"push {push.push_id!r} could not be cleaned up: {error}")
             log.error("push.clean_up_failed", push_id=push.push_id, reason=str(error))
 
-    async def _join_group(self, group: rollout_pb2.WeightGroup) -> None:
+    async def _join_group(self, source: rollout_pb2.BroadcastSource) -> None:
         try:
-            await self._sink.join_group(group)
+            await self._sink.join_group(source)
         except asyncio.CancelledError:
-            self._start(self._sink.leave_group(group.name))  # it may yet form, with nobody to use it
+            self._start(self._sink.leave_group(source.group_name))  # it may still form, and nobody would use it
             raise
-        self._group_name = group.name
+        self._group_name = source.group_name
 
     async def _leave_group(self) -> None:
         if self._group_name:
@@ -355,7 +373,7 @@ class WeightReceiver:
     async def _give_up_at_deadline(self, push: _Push) -> None:
         while (left_s := push.deadline - time.monotonic()) > 0:  # noqa: ASYNC110 - a drain moves the deadline
             await asyncio.sleep(left_s)
-        self._watchdog = None  # so that ending the push does not cancel this task
+        self._watchdog = None  # ending the push must not cancel this task
         await self._abort_quietly(push.push_id, f"not complete within {self._push_deadline_s} s; is the trainer gone?")
 
     async def _abort_quietly(self, push_id: str, reason: str) -> None:
@@ -365,8 +383,8 @@ class WeightReceiver:
             log.debug("push.gone", push_id=push_id)
 
     def _forget_push(self) -> None:
-        if self._push is not None and self._push.spool is not None:
-            self._push.spool.close()
+        if self._push is not None and self._push.upload is not None:
+            self._push.upload.close()
         self._push = None
         if self._watchdog is not None:
             self._watchdog.cancel()

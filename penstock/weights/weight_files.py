@@ -1,7 +1,7 @@
-"""The weights of one version as files: a folder with one safetensors file, whole or not there.
+"""The weights of one version as files: a folder with one safetensors file, complete or absent.
 
-Written from a push's buckets as they are, without a copy: the data of a safetensors file are its tensors end to end.
-Of the folders that hold versions, the newest two are kept; a reader that has opened the one before can finish.
+Buckets are written without a copy: the data of a safetensors file are its tensors end to end. The newest two versions
+are kept, so that a reader of the older one can finish.
 """
 
 import json
@@ -27,21 +27,21 @@ _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 _UNFINISHED = re.compile(r"\.v\d{8,}-[0-9a-f]{8}")
 
 
-def snapshot_folder(parent: Path, version: int) -> Path:
-    """Where the snapshot of `version` is, or will be."""
+def version_folder(parent: Path, version: int) -> Path:
+    """The folder of `version`."""
     return parent / f"v{version:08d}"
 
 
-def write_snapshot(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
-    """Write the folder of `version` below `parent`, delete those that are too old, and return it. Blocking.
+def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
+    """Write the folder of `version` below `parent`, delete old versions, and return the folder. Blocking.
 
-    One at a time may write below `parent`: what is unfinished there a killed writer has left, and it is deleted.
+    Only one process may write below `parent`: unfinished folders are deleted as a killed writer's.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for left_behind in parent.iterdir():
         if _UNFINISHED.fullmatch(left_behind.name):
             shutil.rmtree(left_behind, ignore_errors=True)
-    folder = snapshot_folder(parent, version)
+    folder = version_folder(parent, version)
     unfinished = parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
     unfinished.mkdir()
     try:
@@ -51,7 +51,7 @@ def write_snapshot(parent: Path, version: int, manifest: Manifest, buckets: Sequ
             for bucket in buckets:
                 file.write(memoryview(bucket.cpu().numpy()))
         if folder.exists():
-            shutil.rmtree(folder)  # of a trainer that died: the same version, written anew
+            shutil.rmtree(folder)  # written by a trainer that died; the version is published again
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -60,11 +60,11 @@ def write_snapshot(parent: Path, version: int, manifest: Manifest, buckets: Sequ
     return folder
 
 
-def check_snapshot(folder: Path, version: int, manifest: Manifest) -> None:
-    """See that the folder can be read here and holds what is announced.
+def check_weight_files(folder: Path, version: int, manifest: Manifest) -> None:
+    """Check that the folder can be read here and contains what was announced.
 
     Raises:
-        NotReadyError: it does not.
+        NotReadyError: it cannot, or does not.
     """
     try:
         with (folder / FILE_NAME).open("rb") as file:
@@ -72,17 +72,17 @@ def check_snapshot(folder: Path, version: int, manifest: Manifest) -> None:
             found = json.loads(file.read(length))
             num_bytes = os.fstat(file.fileno()).st_size - 8 - length
     except (OSError, ValueError, struct.error) as error:
-        raise NotReadyError(f"snapshot {folder} cannot be read here ({error}); let the trainer broadcast") from None
+        raise NotReadyError(f"weight files in {folder} cannot be read here ({error}); use broadcast") from None
     if found != json.loads(_header(version, manifest)) or num_bytes != manifest.num_bytes:
-        raise NotReadyError(f"snapshot {folder} does not hold what was announced of version {version}")
+        raise NotReadyError(f"weight files in {folder} are not those announced for version {version}")
 
 
-def snapshot_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one after the other."""
+def read_weight_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one by one."""
     from safetensors import safe_open
 
     with safe_open(folder / FILE_NAME, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             yield name, file.get_tensor(name)
 
 
@@ -94,7 +94,7 @@ def _header(version: int, manifest: Manifest) -> bytes:
         header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [first, end]}
         first = end
     text = json.dumps(header).encode()
-    return text + b" " * (-len(text) % 8)  # so that the data are aligned
+    return text + b" " * (-len(text) % 8)  # aligns the data
 
 
 def _versions(parent: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The calls of a push, each made to all members at a time; a member whose call fails takes no further part."""
+"""The gRPC calls of a push, each made to all members at once. A member whose call fails takes no further part."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -25,52 +25,56 @@ class Member:
     address: str
 
 
-class NobodyLeftError(PenstockError):
+class NoMembersLeftError(PenstockError):
     """Every member of the push has failed."""
 
 
-class Stages:
+class PushCalls:
     """Calls the members of one push."""
 
     def __init__(self, members: tuple[Member, ...], stub: Callable[[Member], Stub], push_id: str) -> None:
-        """`stub` gives the connection to a member."""
+        """`stub` returns the connection to a member."""
         self.push_id = push_id
         self.members = members
-        """Those that have not failed."""
+        """The members that have not failed."""
         self.failures: dict[Member, PenstockError] = {}
         self._stub = stub
 
     def fail(self, member: Member, error: PenstockError) -> None:
-        """Take note that `member` cannot go on."""
+        """Record that `member` has failed."""
         self.failures[member] = error
         self.members = tuple(other for other in self.members if other != member)
 
     async def each(self, start: Callable[[Stub, Member], Awaitable[Answer]]) -> dict[Member, Answer]:
-        """Start a call to every member, wait for all, and return the answers of those that have not failed.
+        """Call every member, wait for all, and return the answers of those that have not failed.
 
         Raises:
-            NobodyLeftError: all members have failed.
+            NoMembersLeftError: all members have failed.
         """
         calls = self.start(start)
-        await gathered(calls.values())
+        await all_done(calls.values())
         return self.take(calls)
 
     async def each_of_push(self, method: str, request: Callable[..., Any], timeout_s: float) -> None:
-        """A stage whose request names nothing but the push."""
+        """Call every member with a request that contains only the push's id.
+
+        Raises:
+            NoMembersLeftError: all members have failed.
+        """
         await self.each(lambda stub, _: getattr(stub, method)(request(push_id=self.push_id), timeout=timeout_s))
 
     def start(self, start: Callable[[Stub, Member], Awaitable[Answer]]) -> dict[Member, asyncio.Task[Answer]]:
-        """Start a call to every member; an error of the call's becomes one of `penstock.errors`."""
+        """Start a call to every member. Failed calls raise errors of `penstock.errors`."""
         return {
             member: asyncio.create_task(_called(start(self._stub(member), member), peer=member.replica_id))
             for member in self.members
         }
 
     def take(self, calls: Mapping[Member, asyncio.Task[Answer]]) -> dict[Member, Answer]:
-        """Sort the answers from the failures, when all calls are done.
+        """Separate answers from failures once all calls are done.
 
         Raises:
-            NobodyLeftError: all members have failed.
+            NoMembersLeftError: all members have failed.
         """
         answers: dict[Member, Answer] = {}
         for member, done in calls.items():
@@ -80,13 +84,13 @@ class Stages:
             else:
                 answers[member] = done.result()
         if not self.members:
-            raise NobodyLeftError("all members of the push have failed")
+            raise NoMembersLeftError("all members of the push have failed")
         return answers
 
     async def abort(self, members: Collection[Member], reason: str, timeout_s: float) -> set[Member]:
-        """Tell `members` that the push has ended; returns those that did not hear it.
+        """Tell `members` that the push has ended; return those that did not answer.
 
-        They have a watchdog of their own.
+        Those end it by themselves at the push's deadline.
         """
         request = rollout_pb2.AbortWeightsRequest(push_id=self.push_id, reason=reason[:500])
         results = await asyncio.gather(
@@ -96,18 +100,18 @@ class Stages:
             ),
             return_exceptions=True,
         )
-        unheard = set()
+        silent = set()
         for member, result in zip(members, results, strict=True):
             if isinstance(result, PenstockError):
-                unheard.add(member)
-                log.info("push.abort_unheard", replica_id=member.replica_id, reason=str(result))
+                silent.add(member)
+                log.info("push.abort_failed", replica_id=member.replica_id, reason=str(result))
             elif isinstance(result, BaseException):
                 raise result
-        return unheard
+        return silent
 
 
-async def gathered(tasks: Collection["asyncio.Task[Any]"]) -> None:
-    """Wait until all are done, however they end; when this is cancelled, so are they."""
+async def all_done(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Wait until all tasks have ended, however they end. If cancelled, cancel them too."""
     try:
         await asyncio.wait(tasks)
     except asyncio.CancelledError:
@@ -124,5 +128,5 @@ async def _called(pending: Awaitable[Answer], *, peer: str) -> Answer:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # gRPC says so when the channel is closed under the call; nobody has cancelled this push.
+        # gRPC raises this when the channel is closed during the call; nobody has cancelled this push.
         raise UnavailableError(f"{peer}: the connection was closed during the call") from None

@@ -1,7 +1,7 @@
-"""SGLang's side of a push: the calls that the receiver makes, in a form that cannot wedge SGLang.
+"""SGLang's side of a push: the receiver's calls, made so that they cannot wedge SGLang.
 
-SGLang answers such calls one at a time, and an answer that nobody waits for would be taken for the next call's. So a
-call, once made, is always awaited to its end, even when whoever wanted it has given up; the next call waits for it.
+SGLang answers such calls one at a time, and would take an answer that nobody awaits for the answer to the next call.
+So every call is awaited to its end, even if its caller has given up, and the next call waits for it.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from penstock.errors import UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_engine import SglangEngine
-from services.rollout.engine.sglang_variables import (
+from services.rollout.engine.sglang_plugin.transports import Transport
+from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     PARAMETERS_ACTION,
     HeldParameter,
     parse_parameter,
 )
-from services.rollout.engine.version_keys import IN_PLACE, RETRACT
-from services.rollout.engine.weight_reception import Reception
-from services.rollout.engine.weight_source import Source
+from services.rollout.engine.sglang_plugin.version_keys import IN_PLACE, RETRACT
+from services.rollout.engine.sglang_plugin.weight_loader import LoadOrder
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 class SglangWeights:
-    """Implements `weights.WeightSink` with an engine."""
+    """Implements `WeightSink` with an SGLang engine."""
 
     def __init__(self, engine: SglangEngine) -> None:
         """Act on `engine`."""
@@ -42,42 +42,44 @@ class SglangWeights:
         self._is_proven = False
         self._last: asyncio.Task[Any] | None = None
 
-    async def join_group(self, group: rollout_pb2.WeightGroup) -> None:
-        """Join `group`; back when it has formed. SGLang generates nothing meanwhile."""
+    async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
+        """Join the process group; return when it has formed. SGLang generates nothing meanwhile."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
-            master_address=group.master_host,
-            master_port=group.master_port,
-            rank_offset=group.rank_offset,
-            world_size=group.world_size,
-            group_name=group.name,
-            backend=group.backend,
+            master_address=source.master_host,
+            master_port=source.master_port,
+            rank_offset=source.rank_offset,
+            world_size=source.world_size,
+            group_name=source.group_name,
+            backend=source.backend,
         )
-        await self._succeed("join the group", lambda: self._tokenizer_manager.init_weights_update_group(request))
+        await self._succeed(
+            "join the process group", lambda: self._tokenizer_manager.init_weights_update_group(request)
+        )
 
     async def leave_group(self, name: str) -> None:
-        """Leave the group; no error if it is gone already."""
+        """Leave the process group; no error if it has ended."""
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
         request = DestroyWeightsUpdateGroupReqInput(group_name=name)
         success, message = await self._call(lambda: self._tokenizer_manager.destroy_weights_update_group(request))
         if not success:
-            log.debug("weight_group.leave_failed", group=name, reason=message)
+            log.debug("process_group.leave_failed", process_group=name, reason=message)
 
     async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
-        """Stop at a token boundary; `mode` says what becomes of running requests, see the contract.
+        """Stop at a token boundary; `mode` decides what happens to running requests, see the contract.
 
-        Halves of pairs are ended in every mode: what the other half computed would not go with the new weights.
+        A peer of a PD pair ends them in every mode: what the other peer computed does not match the new weights.
         """
         if self._engine.is_disaggregated:
             self._engine.barrier.close()
-            self._engine.fail_running("weights change; play the rest with a pair that holds the new ones")
+            self._engine.fail_running("weights change; continue with a PD pair that holds the new version")
             await self._flush()
-            await self._pause(IN_PLACE)  # nothing is there that could be kept
+            await self._pause(IN_PLACE)  # nothing runs, so there is nothing to retract
             return
         if mode == rollout_pb2.PAUSE_MODE_IN_PLACE:
-            await self._pause(IN_PLACE)  # the cache is keyed by version and need not be flushed
+            await self._pause(IN_PLACE)  # the prefix cache is keyed by version
             return
         if mode == rollout_pb2.PAUSE_MODE_DRAIN:
             await self._drain(drain_s)
@@ -85,9 +87,9 @@ class SglangWeights:
         await self._flush()
 
     async def _flush(self) -> None:
-        """Empty the caches, as soon as nothing holds a part of them."""
-        # Refused while a request has just ended and its batch is not yet cleared away; of halves of pairs, while KV is
-        # on its way.
+        """Empty the caches once nothing uses them."""
+        # SGLang refuses while the batch of a request that has just ended is not cleared, and in a PD peer while KV is
+        # being transferred.
         while not (await self._call(self._tokenizer_manager.flush_cache)).success:  # noqa: ASYNC110 - SGLang has no event
             await asyncio.sleep(_POLL_S)
 
@@ -97,7 +99,7 @@ class SglangWeights:
         await self._call(lambda: self._tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode)))
 
     async def _drain(self, seconds: float) -> None:
-        """Hold new requests back, and wait until those that SGLang has taken have finished."""
+        """Hold back new requests and wait until those inside SGLang have finished."""
         manager = self._tokenizer_manager
         async with manager.is_pause_cond:
             manager.is_pause = True
@@ -107,7 +109,7 @@ class SglangWeights:
                     await asyncio.sleep(_POLL_S)
 
     async def resume(self) -> None:
-        """Go on; requests that were handed back compute their prefix anew, with the weights of now."""
+        """Continue; retracted requests compute their prefix again with the current weights."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         request = ContinueGenerationReqInput(torch_empty_cache=False)
@@ -115,7 +117,7 @@ class SglangWeights:
         self._engine.barrier.open()
 
     async def begin(self) -> None:
-        """Open an update; closes one that was left open."""
+        """Open an update, after closing one that was left open."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         await self.end_if_open()
@@ -123,34 +125,34 @@ class SglangWeights:
             "begin the update", lambda: self._tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput())
         )
 
-    async def take(self, manifest: Manifest, source: Source) -> None:
-        """Take all buckets and load them.
+    async def load(self, manifest: Manifest, transport: Transport) -> None:
+        """Receive all buckets and load them.
 
-        The first push is loaded by SGLang's own loader, and its digests prove that what is known of the parameters'
-        places is right. From then on bytes go there directly.
+        SGLang's own loader loads the first push, and its digests prove where each parameter is. Later pushes write into
+        the parameters directly.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         specs = manifest.tensors
-        reception = Reception(
+        order = LoadOrder(
             bucket_lengths=tuple(len(bucket) for bucket in manifest.buckets),
-            source=source,
-            direct=self._is_proven,
+            transport=transport,
+            is_direct=self._is_proven,
         )
         request = UpdateWeightsFromDistributedReqInput(
             names=[spec.name for spec in specs],
             dtypes=[spec.dtype for spec in specs],
             shapes=[list(spec.shape) for spec in specs],
-            group_name=source.group_name,
-            load_format=reception.to_load_format(),
+            group_name="",  # the order names it
+            load_format=order.to_load_format(),
             flush_cache=False,
         )
         await self._succeed(
-            "take the weights", lambda: self._tokenizer_manager.update_weights_from_distributed(request)
+            "load the weights", lambda: self._tokenizer_manager.update_weights_from_distributed(request)
         )
 
     async def end(self) -> None:
-        """Close the update: what is derived from weights is computed anew."""
+        """Close the update: SGLang computes again what it derives from weights."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         await self._succeed(
@@ -158,13 +160,13 @@ class SglangWeights:
         )
 
     async def end_if_open(self) -> None:
-        """Close an update that was left open by a push that failed."""
+        """Close an update that a failed push left open."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         await self._call(lambda: self._tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def parameters(self) -> dict[str, HeldParameter]:
-        """What the engine holds, by checkpoint name."""
+        """The engine's parameters, by checkpoint name."""
         return {name: parse_parameter(text) for name, text in (await self._check(PARAMETERS_ACTION)).items()}
 
     async def digests(self, kind: str) -> dict[str, int]:
@@ -177,7 +179,7 @@ class SglangWeights:
         request = CheckWeightsReqInput(action=action)
         success, message, ranks, _ = await self._call(lambda: self._tokenizer_manager.check_weights(request))
         if not success:
-            raise UnavailableError(f"SGLang could not look at its weights: {message}")
+            raise UnavailableError(f"SGLang could not inspect its weights: {message}")
         return {name: text for rank in ranks for name, text in rank["checksums"].items()}
 
     async def set_version(self, version: int) -> None:
@@ -211,6 +213,6 @@ class SglangWeights:
 
 
 def _note_end(task: "asyncio.Task[Any]") -> None:
-    """Take note of how a call ended that nobody waits for any more."""
+    """Log the failure of a call whose caller has given up."""
     if not task.cancelled() and task.exception() is not None:
         log.warning("sglang.late_failure", error=str(task.exception()))

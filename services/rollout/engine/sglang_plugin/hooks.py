@@ -14,8 +14,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine import transfer_hooks, version_keys
-from services.rollout.engine.sglang_variables import (
+from services.rollout.engine.sglang_plugin import pd_hooks, version_keys
+from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     GROUP_TIMEOUT_VARIABLE,
     PARAMETERS_ACTION,
@@ -41,7 +41,7 @@ def register() -> None:
         HookRegistry.register(
             _SCHEDULER + "._record_scheduler_state_for_paused_engine", _sleep_while_paused, HookType.AFTER
         )
-    transfer_hooks.register()
+    pd_hooks.register()
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
         HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)
 
@@ -74,7 +74,7 @@ def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     if action != PARAMETERS_ACTION and not action.startswith(DIGEST_ACTION):
         return handle(checker, action, *args, **kwargs)
-    from services.rollout.engine.parameters import described_parameters, digests_of
+    from services.rollout.engine.sglang_plugin.parameters import described_parameters, digests_of
 
     model = checker._get_model()
     return {
@@ -87,7 +87,7 @@ def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args:
 
 
 def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    from services.rollout.engine.weight_reception import load
+    from services.rollout.engine.sglang_plugin.weight_loader import load
 
     return load(receive, updater, **request)
 

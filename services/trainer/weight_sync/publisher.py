@@ -1,10 +1,10 @@
 """WeightPublisher: brings every live replica to the published policy version, and keeps it there.
 
-Invariants: a replica generates again only after the digest of every parameter it holds equals the trainer's; no stage
-waits longer than its deadline, so a replica that dies or hangs costs one deadline and the others get their weights;
-one that has failed is tried again by itself, so that it can spoil no other's push, and gives way to a publication, so
-that training does not wait for its deadlines; weights are pushed from a snapshot, so that a replica which joins between
-two steps gets exactly the published version.
+Invariants: a replica generates again only after the digest of every parameter it holds equals the trainer's. No stage
+outlasts its deadline, so a replica that dies or hangs costs one deadline and the others get their weights. A failed
+replica is retried alone, so that it cannot spoil a push to others, and a publication interrupts the retry, so that
+training does not wait for it. Weights are pushed from a snapshot, so a replica that joins between two steps gets
+exactly the published version.
 """
 
 import asyncio
@@ -22,16 +22,17 @@ from penstock.bus.replica_lease import read_replica
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
-from services.trainer.config import PushConfig
-from services.trainer.push.attempt import Attempt, ChecksumError
-from services.trainer.push.published_weights import PublishedWeights
-from services.trainer.push.snapshots import Snapshots
-from services.trainer.push.stages import Member, NobodyLeftError, Stages, Stub, gathered
-from services.trainer.push.ways import Ways
+from penstock.weights.shared_memory import SharedMemoryPool
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.push import ChecksumError, Push
+from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub, all_done
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from services.trainer.weight_sync.transport_selector import TransportSelector
+from services.trainer.weight_sync.transports.disk import WeightFileStore
 
 log = structlog.get_logger()
 
-# UPDATING is one that a push has left behind, or one whose lease is a moment old: only one push runs at a time.
+# Only one push runs at a time, so a replica that is UPDATING was left behind by an earlier push, or its lease is old.
 _PUSHABLE = (
     common_pb2.REPLICA_STATE_READY,
     common_pb2.REPLICA_STATE_UPDATING,
@@ -44,26 +45,26 @@ _MAX_DOUBLINGS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """What a push did."""
+    """The result of publishing a version."""
 
     version: int
     num_replicas: int
-    """Replicas that hold the version now because of this push."""
+    """Replicas that were brought to the version."""
     num_failed: int
-    """Replicas that were given up; they are tried again while they live."""
+    """Replicas that failed; they are retried while they live."""
     num_bytes: int
     """Size of the weights."""
     push_s: float
     """From the first call to the last answer."""
     pause_s: float
-    """From the moment when the first engine was asked to stop generating to the end of the push; 0 if none was."""
+    """From when the first engine was asked to stop generating to the end; 0 if none was."""
     stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Time of each stage, by its name, over all attempts."""
+    """Duration of each stage, summed over pushes."""
 
 
 @dataclass(slots=True)
 class _Failure:
-    """A replica's pushes that failed, since the last that did not."""
+    """Consecutive failed pushes of a replica."""
 
     count: int = 0
     retry_at: float = 0.0
@@ -73,58 +74,65 @@ class _Failure:
 class WeightPublisher:
     """Pushes snapshots to replicas. One push at a time."""
 
-    config: PushConfig
+    config: WeightSyncConfig
     replicas: Watch
     """The `replicas` bucket."""
     backend: str
-    """torch.distributed back end of the push: nccl or gloo."""
-    snapshots: Snapshots
-    """Written if so configured; late joiners read them."""
-    _current: PublishedWeights | None = None
+    """torch.distributed back end of broadcasts: nccl or gloo."""
+    files: WeightFileStore
+    """Writes weight files if so configured; late joiners read them."""
+    _current: WeightSnapshot | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
     _failures: dict[Member, _Failure] = field(default_factory=dict)
     _held: dict[Member, int] = field(default_factory=dict)
-    """The version that each said it held when it was last asked; 0: none that is whole."""
+    """The version that each replica reported last; 0 if its weights are not sound."""
     _retry: asyncio.Task[None] | None = None
-    """Another try with one that has failed. It waits for the lock by itself, and may be cancelled at any time."""
-    _ways: Ways = field(init=False)
+    """The running retry of a failed replica. It takes the lock itself, and may be cancelled at any time."""
+    _selector: TransportSelector = field(init=False)
+    _pool: SharedMemoryPool = field(default_factory=SharedMemoryPool)
 
     def __post_init__(self) -> None:
         """Nothing is opened yet."""
-        self._ways = Ways(self.config, self.snapshots, backend=self.backend)
+        self._selector = TransportSelector(self.config, self.files, backend=self.backend)
 
-    def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishedWeights:
-        """A snapshot to publish, of the trainer's parameters by checkpoint name. Blocking: it reads every byte.
+    def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
+        """Copy the trainer's parameters (checkpoint name, tensor) for `publish`. Blocking: it reads every byte.
 
         Raises:
-            ValueError: a name comes twice, or one tensor under two names.
+            ValueError: a name occurs twice, or one tensor has two names.
         """
-        return self._ways.take(version, tensors)
+        named = tuple(tensors)
+        on_cpu = all(tensor.device.type == "cpu" for _, tensor in named)
+        transport = self.config.transport
+        is_shared = transport == "shared_memory" or (transport == "auto" and on_cpu)
+        return WeightSnapshot.take(
+            version, named, max_bucket_bytes=self.config.bucket_bytes, pool=self._pool if is_shared else None
+        )
 
-    async def publish(self, weights: PublishedWeights) -> PushReport:
+    async def publish(self, weights: WeightSnapshot) -> PushReport:
         """Make `weights` the published version and push it to every live replica.
 
-        Replicas that fail, or have failed before, are left out and caught up with later; that no replica is there is
-        no error. Another try with one that has failed is broken off for it; a catch-up of others ends first.
+        Replicas that fail now or have failed before are skipped and brought up to date later. It is no error if there
+        are no replicas. A running retry is interrupted; a running catch-up is completed first.
 
         Raises:
-            SetupError: this machine cannot be reached at push.host, or has no room for a delta.
+            SetupError: trainer.weight_sync.host is not an address of this machine, or there is no room for a delta.
         """
         await self._end_retry()
         async with self._lock:
-            await self._ways.make_ready(weights)
+            await self._selector.make_ready(weights)
             self._current = weights
             members = self._members(lambda replica: replica.state in _PUSHABLE)
             report = await self._push(weights, [member for member in members if member not in self._failures])
-        self.snapshots.write_soon(weights)
+        self.files.write_soon(weights)
         return report
 
     async def keep_current(self) -> None:
         """Until cancelled: push the published version to replicas that lack it, such as ones that have just joined.
 
         Raises:
-            SetupError: this machine cannot be reached at push.host.
+            SetupError: trainer.weight_sync.host is not an address of this machine.
         """
         while True:
             await self.replicas.changed(_CATCH_UP_EVERY_S)
@@ -135,7 +143,7 @@ class WeightPublisher:
                     await self._push(self._current, fresh, only_lagging=True)
             for member in self._due():
                 self._retry = asyncio.create_task(self._try_again(member))
-                await gathered([self._retry])
+                await all_done([self._retry])
                 if not self._retry.cancelled():
                     self._retry.result()
 
@@ -145,9 +153,9 @@ class WeightPublisher:
         return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
 
     async def close(self) -> None:
-        """Leave the process group, finish the snapshot that is being written, and close all channels."""
-        await self._ways.close()
-        await self.snapshots.close()
+        """Leave the process group, finish writing weight files, and close all channels."""
+        await self._selector.close()
+        await self.files.close()
         for member in tuple(self._channels):
             await self._disconnect(member)
 
@@ -156,17 +164,17 @@ class WeightPublisher:
             if self._current is not None and member in self._lagging():
                 await self._push(self._current, [member], only_lagging=True)
             else:
-                self._failures.pop(member, None)  # it has the version after all, or is gone
+                self._failures.pop(member, None)  # it has the version by now, or is gone
 
     async def _end_retry(self) -> None:
-        """Break off the try that runs, and those that follow it. They count as no failure: the replicas stay due."""
+        """Interrupt the running retry and those that follow it. That is not a failure: the replicas stay due."""
         while (retry := self._retry) is not None and not retry.done():
             retry.cancel()
-            await asyncio.wait([retry])  # its replica is told, and its transport is closed
-            log.info("push.retry_broken_off")
+            await asyncio.wait([retry])  # its replica is told, and its transport closed
+            log.info("push.retry_interrupted")
 
     def _lagging(self) -> list[Member]:
-        """Those that lack the published version, by their leases."""
+        """Replicas that lack the published version, by their leases."""
         return self._members(lambda replica: replica.state in _PUSHABLE and not self._is_current(replica))
 
     def _is_current(self, replica: common_pb2.Replica) -> bool:
@@ -183,9 +191,9 @@ class WeightPublisher:
         return sorted(chosen, key=lambda member: member.replica_id)
 
     async def _push(
-        self, weights: PublishedWeights, members: Sequence[Member], *, only_lagging: bool = False
+        self, weights: WeightSnapshot, members: Sequence[Member], *, only_lagging: bool = False
     ) -> PushReport:
-        """Push to `members`, leaving out those that fail. One whose checksums are wrong is pushed to once more."""
+        """Push to `members`, dropping those that fail. After wrong checksums a member is pushed to once more."""
         started, paused_at = time.monotonic(), math.inf
         failed: dict[Member, PenstockError] = {}
         done: list[Member] = []
@@ -194,21 +202,23 @@ class WeightPublisher:
         failed_delta: set[Member] = set()
         left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
         while left:
-            part, transport = await self._ways.next(
+            part, transport = await self._selector.next(
                 left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
             )
-            outcome = await Attempt(weights, part, stub=self._stub, config=self.config, transport=transport).run()
-            await self._ways.keep(transport, outcome)
+            outcome = await Push(weights, part, stub=self._stub, config=self.config, transport=transport).run()
+            await self._selector.put_back(transport, outcome)
             done += outcome.done
             paused_at = min(paused_at, outcome.paused_at)
             for stage, seconds in outcome.stages_s.items():
                 stages_s[stage] = stages_s.get(stage, 0.0) + seconds
             left = tuple(member for member in left if member not in outcome.done and member not in outcome.failed)
             for member, error in outcome.failed.items():
-                has_another = self._ways.note_failure(transport, member, error, stage=outcome.failed_in[member])
+                has_fallback = self._selector.note_failure(transport, member, error, stage=outcome.failed_in[member])
                 failed_delta.add(member)
-                if has_another and isinstance(error, NotReadyError):
-                    log.info("push.falls_back", replica_id=member.replica_id, way=transport.kind, reason=str(error))
+                if has_fallback and isinstance(error, NotReadyError):
+                    log.info(
+                        "push.fell_back", replica_id=member.replica_id, transport=transport.name, reason=str(error)
+                    )
                 elif isinstance(error, ChecksumError) and member not in repeated:
                     log.warning("push.repeated", replica_id=member.replica_id, reason=str(error))
                     repeated.add(member)
@@ -221,7 +231,7 @@ class WeightPublisher:
         for member in done:
             self._failures.pop(member, None)
         for member, error in failed.items():
-            await self._take_note(member, error, weights.version)
+            await self._record_failure(member, error, weights.version)
         report = PushReport(
             version=weights.version,
             num_replicas=len(done),
@@ -246,33 +256,33 @@ class WeightPublisher:
     async def _answering(
         self, members: tuple[Member, ...], failed: dict[Member, PenstockError], *, only_lagging: bool
     ) -> tuple[Member, ...]:
-        """Those that can take a push, by what they say themselves: a lease outlives its holder, and lags behind it."""
+        """Members that can take a push, as they report themselves: a lease may be old, or outlive its holder."""
         if not members:
             return ()
-        stages = Stages(members, self._stub, "")
+        calls = PushCalls(members, self._stub, "")
         request, timeout_s = rollout_pb2.GetReplicaRequest(), self.config.control_timeout_s
         chosen = []
         try:
-            answers = await stages.each(lambda stub, _: stub.GetReplica(request, timeout=timeout_s))
+            answers = await calls.each(lambda stub, _: stub.GetReplica(request, timeout=timeout_s))
             for member, answer in answers.items():
                 replica = answer.replica
                 if replica.replica_id != member.replica_id:
                     other = f"{replica.replica_id} answers at {member.address}"
-                    stages.fail(member, UnavailableError(f"{member.replica_id}: {other}; it was replaced"))
+                    calls.fail(member, UnavailableError(f"{member.replica_id}: {other}; it was replaced"))
                 elif replica.state in _PUSHABLE and not (only_lagging and self._is_current(replica)):
                     chosen.append(member)
                     self._held[member] = replica.policy_version if replica.state == _READY else 0
-        except NobodyLeftError:
-            log.debug("push.nobody_answered")
-        failed |= stages.failures
+        except NoMembersLeftError:
+            log.debug("push.no_replica_answered")
+        failed |= calls.failures
         return tuple(chosen)
 
-    async def _take_note(self, member: Member, error: PenstockError, version: int) -> None:
+    async def _record_failure(self, member: Member, error: PenstockError, version: int) -> None:
         failure = self._failures.setdefault(member, _Failure())
         wait_s = self.config.retry_after_s * 2 ** min(failure.count, _MAX_DOUBLINGS)
         failure.count += 1
         failure.retry_at = time.monotonic() + wait_s
-        # A replica whose checksums are wrong says BROKEN by itself, and gets no requests.
+        # A replica with wrong checksums is BROKEN, and gets no requests.
         event = "replica.quarantined" if isinstance(error, ChecksumError) else "push.replica_failed"
         log.error(event, version=version, replica_id=member.replica_id, reason=str(error), retry_after_s=wait_s)
         await self._disconnect(member)
@@ -283,7 +293,7 @@ class WeightPublisher:
             await self._disconnect(member)
         self._failures = {member: failure for member, failure in self._failures.items() if member in live}
         self._held = {member: version for member, version in self._held.items() if member in live}
-        self._ways.forget_the_dead(live)
+        self._selector.forget_the_dead(live)
 
     async def _disconnect(self, member: Member) -> None:
         channel = self._channels.pop(member, None)

@@ -1,4 +1,4 @@
-"""A snapshot of the policy, ready to be pushed at any time while training goes on."""
+"""A copy of the policy's weights in memory, which can be pushed at any time while training continues."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -9,19 +9,19 @@ import torch
 
 from penstock.weights.digest import digest_kind, digest_pool, tensor_digest
 from penstock.weights.manifest import Manifest, TensorSpec, pack, views
-from penstock.weights.segment import ALIGNMENT, Segment, Segments
+from penstock.weights.shared_memory import ALIGNMENT, SharedMemory, SharedMemoryPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedWeights:
-    """A snapshot of the policy: what replicas of this version hold, byte for byte."""
+class WeightSnapshot:
+    """The weights of one version: what replicas of this version hold, byte for byte."""
 
     version: int
     manifest: Manifest
     buckets: tuple[torch.Tensor, ...]
     """uint8[bytes] each, in the manifest's order."""
-    segment: Segment | None
-    """The memory of which the buckets are parts, where other processes of this machine can read it."""
+    shared_memory: SharedMemory | None
+    """The memory that contains the buckets, if other processes of this machine can open it."""
     digest_kind: str
     """See `penstock.weights.digest`."""
     pending_digests: Mapping[str, Future[int]]
@@ -34,12 +34,12 @@ class PublishedWeights:
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
         max_bucket_bytes: int,
-        segments: Segments | None = None,
+        pool: SharedMemoryPool | None = None,
     ) -> Self:
-        """Copy `tensors` (checkpoint name, tensor), into one of `segments` if given. Blocking: it reads every byte.
+        """Copy `tensors` (checkpoint name, tensor), into memory of `pool` if given. Blocking: it reads every byte.
 
         Raises:
-            ValueError: a name comes twice, or one tensor under two names.
+            ValueError: a name occurs twice, or one tensor has two names.
         """
         named = dict(tensors)
         owners: dict[int, str] = {}
@@ -49,58 +49,60 @@ class PublishedWeights:
         manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
         device = next(iter(named.values())).device
         kind = digest_kind(device)
-        segment, outs = None, [None] * len(manifest.buckets)
-        if segments is not None:
+        memory, outs = None, [None] * len(manifest.buckets)
+        if pool is not None:
             *firsts, size_bytes = manifest.offsets(ALIGNMENT)
-            segment = segments.create(size_bytes, device)
+            memory = pool.allocate(size_bytes, device)
             outs = [
-                segment.data[first : first + sum(spec.num_bytes for spec in bucket)]
+                memory.data[first : first + sum(spec.num_bytes for spec in bucket)]
                 for bucket, first in zip(manifest.buckets, firsts, strict=True)
             ]
         buckets: list[torch.Tensor] = []
         pending: dict[str, Future[int]] = {}
-        pool = digest_pool(device)
+        threads = digest_pool(device)
 
         def start_digests(bucket: Sequence[TensorSpec], data: torch.Tensor) -> None:
-            pending.update((name, pool.submit(tensor_digest, one, kind)) for name, one in views(bucket, data).items())
+            pending.update(
+                (name, threads.submit(tensor_digest, tensor, kind)) for name, tensor in views(bucket, data).items()
+            )
 
         try:
-            _finish_work(device)  # of the thread that has trained, whatever its stream
+            _synchronize(device)  # the training thread may have written on another stream
             for bucket, out in zip(manifest.buckets, outs, strict=True):
                 buckets.append(pack(bucket, named, out=out))
                 if device.type == "cpu":  # while the bytes are in the cache
                     start_digests(bucket, buckets[-1])
             if device.type != "cpu":
-                _finish_work(device)  # other threads, and processes, read it without knowing of this thread's stream
+                _synchronize(device)  # other threads and processes do not wait for this thread's stream
                 for bucket, data in zip(manifest.buckets, buckets, strict=True):
                     start_digests(bucket, data)
         finally:
-            pool.shutdown(wait=False)
+            threads.shutdown(wait=False)
         return cls(
             version=version,
             manifest=manifest,
             buckets=tuple(buckets),
-            segment=segment,
+            shared_memory=memory,
             digest_kind=kind,
             pending_digests=pending,
         )
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Checkpoint name to digest. Blocking until they are computed."""
+        """Digest by checkpoint name. Blocks until they are computed."""
         return {name: pending.result() for name, pending in self.pending_digests.items()}
 
     def wait(self) -> None:
-        """Wait until it can be pushed without further work."""
+        """Block until all digests are computed."""
         for pending in self.pending_digests.values():
             pending.result()
 
     def differing_names(self, held: Mapping[str, int]) -> list[str]:
-        """Parameters whose digest in `held` is another, or that only one side has. Blocking."""
+        """Parameters whose digest in `held` differs, or that only one side has. Blocking."""
         digests = self.digests
         return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
 
 
-def _finish_work(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

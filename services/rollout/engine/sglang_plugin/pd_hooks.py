@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine.sglang_variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
+from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
 
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _START_S = 240.0

@@ -1,12 +1,12 @@
-"""The trainer's end of a weight group: rank 0 of a torch.distributed group whose other members are SGLang engines.
+"""The trainer's end of a torch.distributed process group whose other members are SGLang engines; its rank is 0.
 
-The rendezvous is the one of SGLang's `init_custom_process_group`, so no SGLang is needed here. With gloo `form` proves
-that all members are there, and no call waits longer than its timeout. `close` ends a rendezvous at once, also for the
-members; a broadcast cannot be interrupted, so the members are let go when it ends: at its timeout, or when the member
-for which it waits leaves. After an error the group is of no use; close it and open another under a new name.
+The rendezvous is that of SGLang's `init_custom_process_group`, but SGLang is not needed here. With gloo, `form` proves
+that all members are present, and no call outlasts its timeout. `close` ends a rendezvous at once, for the members too.
+A broadcast cannot be interrupted: its members are released when it ends, at its timeout or when the member it waits for
+leaves. After an error the group is unusable; close it and open another under a new name.
 
-With NCCL members connect at their first broadcast, so `form` proves nothing about them, and one that is missing is
-noticed in the transfer. Whether `close` or the timeout ends a broadcast that still connects has not been tried.
+With NCCL, members connect in their first broadcast, so `form` proves nothing and a missing member is noticed in the
+transfer. Whether `close` or the timeout ends a broadcast that is still connecting has not been tried.
 """
 
 import collections
@@ -27,29 +27,28 @@ from penstock.errors import DeadlineError, SetupError, UnavailableError
 log = structlog.get_logger()
 
 _LISTEN_TIMEOUT_S = 5.0
-_KNOCK_S = 1.0
+_ARRIVAL_GRACE_S = 1.0
 _POLL_S = 0.002
 _SHORT_POLL_S = 0.0001
 _LONG_POLL_S = 0.002
-"""How often to look whether a part has gone: often at first, for between GPUs it takes no longer; then rarely, for
-between CPUs the looking takes time from the sending."""
+"""Poll a send fast at first (GPU sends finish quickly), then slowly (on CPUs polling competes with sending)."""
 _AHEAD = 4
-"""Parts that are under way at a time."""
+"""Parts in flight at a time."""
 _ARRIVALS_KEY = "init/"
 """Where torch's TCPStore counts the members that have connected."""
 
 
-class WeightGroup:
-    """A group of one trainer and its engines. All methods block; call them with `asyncio.to_thread`."""
+class WeightProcessGroup:
+    """A process group of one trainer and its engines. All methods block; call them with `asyncio.to_thread`."""
 
     def __init__(self, server: Any, store: Any, *, name: str, world_size: int, backend: str) -> None:
         """Use `listen`."""
         self.name = name
         self.port: int = server.port
-        """Where the members find the rendezvous."""
+        """Port of the rendezvous."""
         self._world_size = world_size
         self._backend = backend
-        self._server = server  # the rendezvous ends when this is let go
+        self._server = server  # the rendezvous ends when this is released
         self._store = store
         self._group: Any = None
         self._closed = False
@@ -57,16 +56,16 @@ class WeightGroup:
 
     @classmethod
     def listen(cls, *, host: str, name: str, world_size: int, backend: str) -> Self:
-        """Open the rendezvous, on any port that is free.
+        """Open the rendezvous on a free port.
 
         Args:
-            host: Address of this machine under which the members reach it.
-            name: Unique name of the group.
-            world_size: Members, this one included.
+            host: Address of this machine that the members can reach.
+            name: Unique name of the process group.
+            world_size: Number of members, including the trainer.
             backend: "gloo" or "nccl".
 
         Raises:
-            SetupError: this machine cannot be reached there.
+            SetupError: `host` is not an address of this machine.
         """
         timeout = datetime.timedelta(seconds=_LISTEN_TIMEOUT_S)
         try:
@@ -74,22 +73,23 @@ class WeightGroup:
             store = dist.TCPStore(host, server.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise SetupError(
-                f"cannot listen on {host} for the weight group: {_first_line(error)}; choose another push.host"
+                f"trainer.weight_sync.host = {host!r}: cannot listen there for the process group of a push: "
+                f"{_first_line(error)}; set it to an address of this machine"
             ) from None
         return cls(server, store, name=name, world_size=world_size, backend=backend)
 
     def form(self, *, timeout_s: float) -> None:
-        """Wait for the members, with gloo; with NCCL only this side gets ready.
+        """Wait for the members with gloo; with NCCL, prepare only this side.
 
         Raises:
-            DeadlineError: not all came within `timeout_s`.
-            UnavailableError: the group was closed, or a member went away while it formed.
+            DeadlineError: a member did not join within `timeout_s`.
+            UnavailableError: the group was closed, or a member left while it formed.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         deadline = time.monotonic() + timeout_s
         store = self._store
         if store is None:
-            raise UnavailableError(f"weight group {self.name} is closed; open another")
+            raise UnavailableError(f"process group {self.name} is closed; open another")
         try:
             store.set_timeout(timeout)
             group = _new_group(
@@ -101,10 +101,10 @@ class WeightGroup:
             )
         except RuntimeError as error:
             if self.is_closed:
-                raise UnavailableError(f"weight group {self.name} was closed while it formed") from None
+                raise UnavailableError(f"process group {self.name} was closed while it formed") from None
             kind = DeadlineError if time.monotonic() >= deadline else UnavailableError
             raise kind(
-                f"weight group {self.name}: not all {self._world_size} members came within {timeout_s:g} s: "
+                f"process group {self.name}: not all {self._world_size} members joined within {timeout_s:g} s: "
                 f"{_first_line(error)}"
             ) from None
         with self._lock:
@@ -112,31 +112,31 @@ class WeightGroup:
                 self._group = group
                 return
         _leave(group)
-        raise UnavailableError(f"weight group {self.name} was closed while it formed")
+        raise UnavailableError(f"process group {self.name} was closed while it formed")
 
     def broadcast(self, parts: Iterable[torch.Tensor], *, timeout_s: float) -> None:
-        """Send buckets or parts of them, uint8[bytes] each, to all members; back when this side is done with them.
+        """Send `parts`, uint8[bytes] each, to all members; return when this side has sent them.
 
-        Several are under way at a time, so that no member waits for the next while it looks at the last.
+        Several parts are in flight at a time, so that members do not wait while they process one.
 
         Raises:
             DeadlineError: it took longer than `timeout_s`.
-            UnavailableError: a member is gone, or the group was closed.
+            UnavailableError: a member left, or the group was closed.
         """
         deadline = time.monotonic() + timeout_s
-        under_way: collections.deque[Any] = collections.deque()
+        in_flight: collections.deque[Any] = collections.deque()
         try:
             for part in parts:
-                under_way.append(self._start(part.to(self._device), deadline))
-                if len(under_way) > _AHEAD:
-                    self._await(under_way.popleft(), deadline)
-            while under_way:
-                self._await(under_way.popleft(), deadline)
+                in_flight.append(self._start(part.to(self._device), deadline))
+                if len(in_flight) > _AHEAD:
+                    self._await(in_flight.popleft(), deadline)
+            while in_flight:
+                self._await(in_flight.popleft(), deadline)
         except RuntimeError as error:
-            raise UnavailableError(f"weight group {self.name}: broadcast failed: {_first_line(error)}") from None
+            raise UnavailableError(f"process group {self.name}: broadcast failed: {_first_line(error)}") from None
         finally:
-            # The members hear that this side has left when nothing refers to the group, a traceback's frame included.
-            under_way.clear()
+            # Members notice that this side left only when nothing refers to the group, not even a traceback's frame.
+            in_flight.clear()
 
     def _start(self, part: torch.Tensor, deadline: float) -> Any:
         options = dist.BroadcastOptions()
@@ -146,7 +146,7 @@ class WeightGroup:
         options.asyncOp = True
         group = self._group
         if group is None:
-            raise UnavailableError(f"weight group {self.name} is closed; open another")
+            raise UnavailableError(f"process group {self.name} is closed; open another")
         try:
             return group.broadcast([part], options)
         finally:
@@ -157,9 +157,9 @@ class WeightGroup:
         try:
             while not work.is_completed():
                 if self.is_closed:
-                    raise UnavailableError(f"weight group {self.name} was closed during a broadcast")
+                    raise UnavailableError(f"process group {self.name} was closed during a broadcast")
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"weight group {self.name}: the transfer takes too long; a member hangs")
+                    raise DeadlineError(f"process group {self.name}: the transfer took too long; a member hangs")
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _LONG_POLL_S)
             work.wait()
@@ -167,13 +167,13 @@ class WeightGroup:
             work = None
 
     def close(self, *, num_coming: int = 0) -> None:
-        """Leave the group, formed or not; a call that runs in another thread ends with an error. May be repeated.
+        """Leave the group, formed or not; a call in another thread ends with an error. May be repeated.
 
-        It may wait for a broadcast that runs, see above.
+        It may wait for a running broadcast, see above.
 
         Args:
-            num_coming: Members that are on their way to the rendezvous. They are awaited for a moment, to be sent away:
-                one that finds nobody there would knock for as long as it has time.
+            num_coming: Members that are about to reach the rendezvous. It stays open for a moment longer to turn them
+                away: a member that finds no rendezvous would retry until its own timeout.
         """
         self._await_members(num_coming)
         with self._lock:
@@ -184,10 +184,10 @@ class WeightGroup:
             self._server = self._store = None
         if group is not None:
             _leave(group)
-        log.debug("weight_group.closed", group=self.name)
+        log.debug("process_group.closed", process_group=self.name)
 
     def _await_members(self, num_coming: int) -> None:
-        give_up_at = time.monotonic() + _KNOCK_S
+        give_up_at = time.monotonic() + _ARRIVAL_GRACE_S
         while time.monotonic() < give_up_at:
             server = self._server
             if server is None or self._group is not None or server.add(_ARRIVALS_KEY, 0) >= num_coming:
@@ -196,7 +196,7 @@ class WeightGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is of no use any more."""
+        """Whether `close` was called."""
         return self._closed
 
     @property
@@ -205,7 +205,7 @@ class WeightGroup:
 
 
 def _new_group(store: Any, *, world_size: int, name: str, backend: str, timeout: datetime.timedelta) -> Any:
-    """What SGLang's members do on their side, after torch's own `init_process_group`."""
+    """Form the group as SGLang's members do, which follow torch's own `init_process_group`."""
     group, _ = distributed_c10d._new_process_group_helper(
         world_size, 0, [], dist.Backend(backend), store, group_name=name, backend_options=None, timeout=timeout
     )

@@ -1,0 +1,29 @@
+"""Where the bytes of a bucket go: into the memory of their parameter, or into a buffer."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock.weights.manifest import TensorSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Destination:
+    """What receives the weights of a push."""
+
+    held: Mapping[str, torch.Tensor]
+    """Parameters to write into, by checkpoint name; empty if SGLang's own loader takes the tensors."""
+    device: torch.device
+
+    def of_bucket(self, bucket: Sequence[TensorSpec]) -> tuple[torch.Tensor, bool]:
+        """Memory for a bucket, uint8[bytes], and whether it is that of the bucket's only parameter.
+
+        A bucket with one tensor is received in place, without a copy.
+        """
+        if len(bucket) == 1 and self.held:
+            tensor = self.held[bucket[0].name]
+            if tensor.is_contiguous() and tensor.numel():
+                return tensor.view(-1).view(torch.uint8), True
+        size_bytes = sum(spec.num_bytes for spec in bucket)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device), False

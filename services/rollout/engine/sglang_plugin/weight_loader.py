@@ -1,0 +1,79 @@
+"""Loads the weights of a push into the parameters, inside SGLang's scheduler process.
+
+Several buckets are in flight while one is loaded. A bucket with one tensor is received in the memory of its parameter,
+without a copy; buckets of several small tensors go through a buffer. Until the places of the parameters are proven,
+SGLang's own loader takes the tensors one by one.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+import torch
+
+from penstock.weights.manifest import Manifest, TensorSpec
+from services.rollout.engine.sglang_plugin.parameter_names import load_name
+from services.rollout.engine.sglang_plugin.parameters import checkpoint_parameters
+from services.rollout.engine.sglang_plugin.transports import Transport
+from services.rollout.engine.sglang_plugin.transports.destination import Destination
+
+_PREFIX = "penstock:"
+
+
+class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine tells SGLang's scheduler beside names, dtypes and shapes, in the field `load_format`."""
+
+    bucket_lengths: tuple[int, ...]
+    """Number of tensors in each bucket."""
+    transport: Transport
+    is_direct: bool
+    """Write into the parameters, instead of using SGLang's loader."""
+
+    def to_load_format(self) -> str:
+        """As text."""
+        return _PREFIX + msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_load_format(cls, text: str | None) -> Self | None:
+        """The inverse; None for SGLang's own load formats."""
+        if text is None or not text.startswith(_PREFIX):
+            return None
+        return msgspec.json.decode(text.removeprefix(_PREFIX), type=cls)
+
+    def manifest(self, specs: Sequence[TensorSpec]) -> Manifest:
+        """The tensors, bucket by bucket."""
+        left = iter(specs)
+        return Manifest(tuple(tuple(itertools.islice(left, length)) for length in self.bucket_lengths))
+
+
+def load(receive: Any, updater: Any, **request: Any) -> Any:
+    """Hook around SGLang's `WeightUpdater.receive_weights_from_distributed`: return what SGLang's loader must load."""
+    order = LoadOrder.from_load_format(request["load_format"])
+    if order is None:
+        return receive(updater, **request)
+    model, device, groups = updater.get_model(), torch.device(updater.device), updater._model_update_group
+    described = zip(request["names"], request["dtypes"], request["shapes"], strict=True)
+    manifest = order.manifest(
+        [TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in described]
+    )
+    if order.is_direct:
+        take_into(dict(checkpoint_parameters(model)), manifest, order.transport, groups)
+        return []
+    architecture = updater.model_config.hf_config.architectures[0]
+    arrivals = order.transport.arrivals(manifest, Destination({}, device), groups)
+    return ((load_name(name, architecture), tensor) for name, tensor in arrivals)
+
+
+def take_into(
+    held: Mapping[str, torch.Tensor], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]
+) -> None:
+    """Write each tensor into the parameter of its name in `held`.
+
+    Raises:
+        NotReadyError: shared memory was freed.
+        ValueError: blocks of a delta are damaged.
+    """
+    device = next(iter(held.values())).device
+    for name, tensor in transport.arrivals(manifest, Destination(held, device), groups):
+        held[name].copy_(tensor)

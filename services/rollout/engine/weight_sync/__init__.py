@@ -1,0 +1,1 @@
+"""The receiving side of a push, in the engine's own process."""

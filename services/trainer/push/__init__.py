@@ -1,1 +1,0 @@
-"""Weight pushes: from the trainer to every live replica, verified, each stage with a deadline."""

@@ -1,0 +1,55 @@
+"""What a push needs of a transport: either the members pull the weights, or all meet in one collective operation.
+
+Stages, deadlines and the handling of failures are the same for both (`push.py`).
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from penstock.v1 import rollout_pb2
+from services.trainer.weight_sync.push_calls import Member, Stub
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+
+
+class Transport(ABC):
+    """Carries the weights of one push to its members."""
+
+    name: ClassVar[str]
+    """As in `trainer.weight_sync.transport`."""
+
+    @abstractmethod
+    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """Set the source in `request`: how this member gets the weights."""
+
+
+class PullTransport(Transport):
+    """Each member fetches the weights by itself, and none waits for another."""
+
+    async def upload(self, stub: Stub, push_id: str, *, timeout_s: float) -> None:
+        """Send a prepared member what it loads later, while it still generates. Most transports send nothing."""
+
+
+class CollectiveTransport(Transport):
+    """Trainer and members wait for each other. Methods block; once closed it cannot be used again."""
+
+    @property
+    @abstractmethod
+    def is_formed(self) -> bool:
+        """Whether the members are connected already. If not, `form` runs while they prepare."""
+
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+
+    @abstractmethod
+    def form(self, *, timeout_s: float) -> None:
+        """The trainer's part while members prepare."""
+
+    @abstractmethod
+    def send(self, weights: WeightSnapshot, *, timeout_s: float) -> None:
+        """The trainer's part while members receive."""
+
+    @abstractmethod
+    def close(self, *, num_coming: int = 0) -> None:
+        """Release every member that waits in it; see `WeightProcessGroup.close`."""

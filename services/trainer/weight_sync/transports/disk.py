@@ -1,0 +1,76 @@
+"""Weight files that members read from a folder which they see under the same path as the trainer.
+
+Writing them may fail without harm: the weights are then broadcast.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from penstock.v1 import rollout_pb2
+from penstock.weights.weight_files import write_weight_files
+from services.trainer.weight_sync.push_calls import Member
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from services.trainer.weight_sync.transports.base import PullTransport
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class DiskTransport(PullTransport):
+    """The weight files of one version."""
+
+    name = "disk"
+    folder: Path
+
+    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """The folder."""
+        request.disk.folder = str(self.folder)
+
+
+@dataclass(slots=True)
+class WeightFileStore:
+    """Writes weight files below `parent`, one version at a time; with None it writes nothing."""
+
+    parent: Path | None
+    _newest: tuple[int, Path] | None = None
+    _writing: asyncio.Task[None] | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def folder_of(self, version: int) -> Path | None:
+        """The files of `version`, if it was the last version written."""
+        return self._newest[1] if self._newest is not None and self._newest[0] == version else None
+
+    async def write(self, weights: WeightSnapshot) -> None:
+        """Write a version, unless it is written already."""
+        async with self._lock:
+            if self.parent is None or self.folder_of(weights.version) is not None:
+                return
+            started = time.monotonic()
+            try:
+                folder = await asyncio.to_thread(
+                    write_weight_files, self.parent, weights.version, weights.manifest, weights.buckets
+                )
+            except OSError as error:
+                log.error(
+                    "weight_files.failed",
+                    folder=str(self.parent),
+                    reason=str(error),
+                    remedy="make room, or set trainer.weight_sync.files_dir",
+                )
+                return
+            self._newest = (weights.version, folder)
+        log.info("weight_files.written", version=weights.version, elapsed_s=round(time.monotonic() - started, 3))
+
+    def write_soon(self, weights: WeightSnapshot) -> None:
+        """Write a version in the background, unless another is still being written."""
+        if self.parent is not None and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.create_task(self.write(weights))
+
+    async def close(self) -> None:
+        """Wait until the current write has finished."""
+        if self._writing is not None:
+            await self._writing

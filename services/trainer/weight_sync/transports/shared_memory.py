@@ -1,0 +1,20 @@
+"""The trainer's own memory, which members on the same machine open and read."""
+
+from dataclasses import dataclass
+
+from penstock.v1 import rollout_pb2
+from penstock.weights.shared_memory import SharedMemory
+from services.trainer.weight_sync.push_calls import Member
+from services.trainer.weight_sync.transports.base import PullTransport
+
+
+@dataclass(frozen=True)
+class SharedMemoryTransport(PullTransport):
+    """The memory of one snapshot, which keeps it alive."""
+
+    name = "shared_memory"
+    memory: SharedMemory
+
+    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """How to open the memory."""
+        request.shared_memory.CopyFrom(self.memory.message)

@@ -1,0 +1,77 @@
+"""Weight files are complete or absent, whatever happens to their writer."""
+
+import asyncio
+import multiprocessing
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.weights.manifest import Manifest, pack
+from penstock.weights.weight_files import check_weight_files, write_weight_files
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from services.trainer.weight_sync.transports import disk
+from services.trainer.weight_sync.transports.disk import WeightFileStore
+
+TENSORS = {"a": torch.arange(1000, dtype=torch.float32), "b": torch.ones(7, dtype=torch.bfloat16)}
+MANIFEST = Manifest.plan(TENSORS.items(), max_bucket_bytes=1)
+BUCKETS = tuple(pack(bucket, TENSORS) for bucket in MANIFEST.buckets)
+
+
+class _Endless:
+    """A bucket whose bytes never come."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def cpu(self) -> torch.Tensor:
+        self._pipe.send("writing")
+        time.sleep(600)
+        raise AssertionError("nobody has killed this process")
+
+
+def _write_half(folder: Path, pipe: Connection) -> None:
+    write_weight_files(folder, 3, MANIFEST, [BUCKETS[0], _Endless(pipe)])  # type: ignore[list-item]
+
+
+def test_what_a_killed_writer_has_left_is_deleted(tmp_path: Path) -> None:
+    """By the next one that writes there, whichever version; what else is in the folder stays."""
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    writer = context.Process(target=_write_half, args=(tmp_path, its), daemon=True)
+    writer.start()
+    assert mine.poll(60)
+    writer.kill()
+    writer.join()
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".v00000003-")
+    (tmp_path / ".keep").touch()
+    check_weight_files(write_weight_files(tmp_path, 4, MANIFEST, BUCKETS), 4, MANIFEST)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", "v00000004"]
+
+
+async def test_one_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that is still being written in the background is finished before the next is begun."""
+    others = threading.Lock()
+
+    def alone(parent: Path, version: int, manifest: Manifest, buckets: Sequence[Any]) -> Path:
+        assert others.acquire(blocking=False)
+        time.sleep(0.2)
+        folder = write_weight_files(parent, version, manifest, buckets)
+        others.release()
+        return folder
+
+    monkeypatch.setattr(disk, "write_weight_files", alone)
+    written = WeightFileStore(tmp_path)
+    first, second = (WeightSnapshot.take(version, TENSORS.items(), max_bucket_bytes=1) for version in (1, 2))
+    written.write_soon(first)
+    await asyncio.sleep(0.05)
+    await written.write(second)
+    assert written.folder_of(2) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000001", "v00000002"]
+    await written.close()
