@@ -178,9 +178,7 @@ async def measure_engine(url: str, arguments: argparse.Namespace, transports: Se
         folder = Path(name)
         tensors = await asyncio.to_thread(build_model, folder / "model", int(arguments.gb * 1e9))
         async with (
-            engine_process(
-                folder / "model", url, folder, dtype="bfloat16", context_length=256, max_running=4, push_deadline_s=600
-            ),
+            engine_process(folder / "model", url, folder, dtype="bfloat16", context_length=256, max_running=4),
             connect(BusConfig(url=url), run=folder.name) as bus,
         ):
             for transport in transports:

@@ -132,6 +132,7 @@ class Push:
             broadcast=self.message,
             manifest=self.manifest.to_proto(),
             digest=XXH3,
+            deadline_s=120.0,
         )
         await self.engine.control.PrepareWeights(request, timeout=60)
         if opening is not None:
@@ -148,6 +149,7 @@ class Push:
             broadcast=group,
             manifest=self.manifest.to_proto(),
             digest=XXH3,
+            deadline_s=120.0,
         )
         await self.engine.control.PrepareWeights(request, timeout=20)
 

@@ -23,12 +23,8 @@ QUICK_S = 3.0
 CONFIG = WeightSyncConfig(
     transport="broadcast",
     bucket_bytes=8192,
-    prepare_timeout_s=30.0,
-    pause_timeout_s=30.0,
+    stage_timeout_s=30.0,
     transfer_timeout_s=30.0,
-    verify_timeout_s=30.0,
-    control_timeout_s=10.0,
-    retry_after_s=0.5,
 )
 
 
@@ -56,7 +52,9 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
 
 
 @asynccontextmanager
-async def publishing(bus: Bus, *, files_dir: Path | None = None, **settings: Any) -> AsyncIterator[WeightPublisher]:
+async def publishing(
+    bus: Bus, *, files_dir: Path | None = None, retry_after_s: float = 0.5, **settings: Any
+) -> AsyncIterator[WeightPublisher]:
     """A publisher whose replicas' leases are as they are now."""
     async with watching(bus) as watch:
         config = CONFIG.model_copy(update=settings)
@@ -65,6 +63,7 @@ async def publishing(bus: Bus, *, files_dir: Path | None = None, **settings: Any
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),
+            retry_after_s=retry_after_s,
         )
         try:
             yield publisher

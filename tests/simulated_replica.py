@@ -131,7 +131,7 @@ async def _main(options: _Options, control: Connection) -> None:
     sink = MemorySink(options.shapes, faults, group_timeout_s=options.group_timeout_s, audits=options.audits)
     changed = asyncio.Event()
     receiver = WeightReceiver(
-        sink, prepare_deadline_s=options.group_timeout_s, push_deadline_s=60.0, on_change=changed.set
+        sink, prepare_deadline_s=options.group_timeout_s, max_deadline_s=600.0, on_change=changed.set
     )
     await receiver.open()
     view = _View(options, receiver)
@@ -152,7 +152,7 @@ async def _main(options: _Options, control: Connection) -> None:
         except EOFError:
             os._exit(0)  # the test is gone
         if command == "faults":
-            faults.left = dict(value)
+            faults.replace(dict(value))
         elif command == "state":
             view.state_override = value
             changed.set()

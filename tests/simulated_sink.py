@@ -22,8 +22,9 @@ from services.rollout.engine.sglang_plugin.transports import BroadcastTransport,
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
 
-Action = Literal["refuse", "die", "hang", "corrupt"]
-"""refuse: answer with an error. die: kill -9. hang: never answer. corrupt: change one value, and go on."""
+Action = Literal["refuse", "die", "hang", "hold", "corrupt"]
+"""refuse: answer with an error. die: kill -9. hang: never answer. hold: continue when the faults are set anew. corrupt:
+change one value, and continue."""
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -41,6 +42,13 @@ class Faults:
     """What is still to go wrong, by the name of the point."""
 
     left: dict[str, Fault] = field(default_factory=dict)
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def replace(self, left: dict[str, Fault]) -> None:
+        """Set other faults, and release what the old ones hold."""
+        self.left = left
+        self.replaced.set()
+        self.replaced = asyncio.Event()
 
     def take(self, point: str) -> Action | None:
         """The action for now."""
@@ -59,6 +67,8 @@ class Faults:
             raise NotReadyError(f"told to refuse at {point}")
         elif action == "hang":
             await asyncio.Event().wait()
+        elif action == "hold":
+            await self.replaced.wait()
         elif action == "corrupt":
             corrupt()
 

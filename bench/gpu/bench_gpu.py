@@ -222,7 +222,6 @@ async def main() -> None:
             "context_length": arguments.prompt_tokens + arguments.new_tokens + 64,
             "max_running": arguments.in_flight,
             "gpu_memory_fraction": 0.3,
-            "push_deadline_s": 600,
         }
         engine = await stack.enter_async_context(
             engine_process(folder / "model", url, folder, environment={"NCCL_HOSTID": "bench-engine"}, **settings)

@@ -379,12 +379,17 @@ class PrepareWeightsRequest(_message.Message):
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Unique name of the push."""
     policy_version: _builtins.int
     """The policy version that it publishes."""
     digest: _builtins.str
     """The digest that VerifyWeights must compute (penstock.weights.digest): "xxh3" or "multilinear"."""
+    deadline_s: _builtins.float
+    """Seconds after the answer within which the push must be complete, without the time for draining: the sum of the
+    trainer's deadlines for its stages. The engine ends the push then; it refuses a deadline above its own bound.
+    """
     @_builtins.property
     def manifest(self) -> Global___WeightManifest:
         """The tensors."""
@@ -416,10 +421,11 @@ class PrepareWeightsRequest(_message.Message):
         shared_memory: Global___SharedMemorySource | None = ...,
         delta: Global___DeltaSource | None = ...,
         digest: _builtins.str = ...,
+        deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "delta", b"delta", "disk", b"disk", "manifest", b"manifest", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "delta", b"delta", "digest", b"digest", "disk", b"disk", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "deadline_s", b"deadline_s", "delta", b"delta", "digest", b"digest", "disk", b"disk", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["broadcast", "disk", "shared_memory", "delta"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

@@ -80,19 +80,12 @@ class WeightSyncConfig(Config):
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
     """Weights are broadcast in parts of at most this size, several at a time. Tensors below 1 MiB share a bucket;
     larger ones have their own, and are cut if they exceed this size."""
-    prepare_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """To prepare, and to form the process group of a broadcast. A replica that hangs meanwhile costs this once."""
-    pause_timeout_s: float = pydantic.Field(default=30.0, gt=0)
-    """To stop generating."""
+    stage_timeout_s: float = pydantic.Field(default=30.0, gt=0)
+    """The longest that each stage of a push may take that moves no weights: to prepare, which includes forming the
+    process group of a broadcast, and to stop generating. A replica that hangs costs a push this once."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """To receive and load all buckets; with delta, to upload them, and the same again to load them."""
-    verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """To compute the digests of the engine's weights."""
-    control_timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """To answer at all, to commit, to resume and to abort."""
-    retry_after_s: float = pydantic.Field(default=5.0, gt=0)
-    """Seconds until a live replica that failed a push is retried, alone; doubled after each further failure, up to 32
-    times this value."""
+    """The longest that each stage of a push may take that moves or reads all weights: to upload a delta, to receive and
+    load the weights, and to compute their digests."""
 
 
 class BackendConfig(Config):

@@ -243,8 +243,10 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         ("0a017010031a140a01671201681801200228033204676c6f6f380722140a120a100a01771207666c6f617433321a020203"),
     ),
     (
-        rollout_pb2.PrepareWeightsRequest(push_id="p", policy_version=3, disk=rollout_pb2.DiskSource(folder="/s")),
-        "0a017010032a040a022f73",
+        rollout_pb2.PrepareWeightsRequest(
+            push_id="p", policy_version=3, disk=rollout_pb2.DiskSource(folder="/s"), deadline_s=0.5
+        ),
+        "0a017010032a040a022f734d0000003f",
     ),
     (
         rollout_pb2.PauseGenerationRequest(push_id="p", mode=rollout_pb2.PAUSE_MODE_DRAIN, drain_s=0.5),

@@ -42,15 +42,15 @@ async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -
 @pytest.mark.parametrize(
     ("point", "setting"),
     [
-        ("GetReplica", "control_timeout_s"),
-        ("PrepareWeights", "prepare_timeout_s"),
-        ("join", "prepare_timeout_s"),
-        ("PauseGeneration", "pause_timeout_s"),
+        ("GetReplica", "stage_timeout_s"),
+        ("PrepareWeights", "stage_timeout_s"),
+        ("join", "stage_timeout_s"),
+        ("PauseGeneration", "stage_timeout_s"),
         ("ReceiveWeights", "transfer_timeout_s"),
         ("bucket", "transfer_timeout_s"),
-        ("VerifyWeights", "verify_timeout_s"),
-        ("CommitWeights", "control_timeout_s"),
-        ("ResumeGeneration", "control_timeout_s"),
+        ("VerifyWeights", "transfer_timeout_s"),
+        ("CommitWeights", "stage_timeout_s"),
+        ("ResumeGeneration", "stage_timeout_s"),
     ],
 )
 async def test_a_hung_replica_costs_one_deadline(bus: Bus, point: str, setting: str) -> None:
@@ -170,6 +170,38 @@ async def test_a_publication_does_not_wait_for_one_that_fails_again(bus: Bus, po
             await second.set_faults()
             assert (await publisher.publish(snapshot(3))).num_replicas >= 1
             await until_serving(second, 3)
+
+
+async def test_a_replica_that_is_slower_than_a_step_comes_back(bus: Bus) -> None:
+    """Two publications interrupt its retry; the third waits for it, and then brings the replica up to date."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, retry_after_s=0.1) as publisher:
+        await second.set_faults(PrepareWeights=Fault("refuse"))
+        assert (await publisher.publish(snapshot(1))).num_failed == 1
+        await second.set_faults(ReceiveWeights=Fault("hold", times=100))
+        async with kept_current(publisher):
+            for version in (2, 3):
+                await until_reached(second, "ReceiveWeights")
+                assert (await publisher.publish(snapshot(version))).num_replicas == 1
+            await until_reached(second, "ReceiveWeights")
+            with capture_logs() as events:
+                publication = asyncio.create_task(publisher.publish(snapshot(4)))
+                async with asyncio.timeout(20):
+                    while "push.retry_awaited" not in [event["event"] for event in events]:
+                        await asyncio.sleep(0.01)
+                assert not publication.done()
+                await second.set_faults()
+                assert (await publication).num_replicas == 2
+            assert "push.retry_interrupted" not in [event["event"] for event in events]
+        for replica in (first, second):
+            await until_serving(replica, 4, timeout_s=1)
+
+
+async def until_reached(replica: SimulatedReplica, point: str) -> None:
+    """A push comes to that point, once more than before."""
+    seen = await steps_of(replica, point)
+    async with asyncio.timeout(20):
+        while await steps_of(replica, point) == seen:
+            await asyncio.sleep(0.01)
 
 
 async def steps_of(replica: SimulatedReplica, point: str) -> int:

@@ -235,7 +235,7 @@ async def test_a_transport_is_given_up_only_for_its_own_failures(
     bus: Bus, point: str, action: Action, transport: str
 ) -> None:
     """A replica that is slow to pause or resume copies from memory again; one that cannot copy gets a broadcast."""
-    quick = {f"{stage}_timeout_s": 1.0 for stage in ("prepare", "pause", "transfer", "control")}
+    quick = {"stage_timeout_s": 1.0, "transfer_timeout_s": 1.0}
     async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory", **quick) as publisher:
         await replica.set_faults(**{point: Fault(action)})
         await publisher.publish(snapshot(1, shared=True))

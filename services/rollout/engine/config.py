@@ -51,10 +51,11 @@ class RolloutConfig(Config):
     request_deadline_s: float = pydantic.Field(default=600.0, gt=0)
     """The longest a request may take whose caller sets no deadline of its own."""
     prepare_deadline_s: float = pydantic.Field(default=30.0, gt=0)
-    """The longest that forming a weight group may take; all its members must appear within."""
-    push_deadline_s: float = pydantic.Field(default=120.0, gt=0)
-    """The longest a push may take, from prepare to resume. Then it is given up; if it had touched weights, the replica
-    is BROKEN until the next push."""
+    """The longest that forming the process group of a broadcast may take; generation waits meanwhile."""
+    push_deadline_s: float = pydantic.Field(default=1800.0, gt=0)
+    """Upper bound of a push's deadline, which the trainer derives from trainer.weight_sync.stage_timeout_s and
+    transfer_timeout_s. A push with a longer one is refused. At its deadline a push is given up; if it had touched
+    weights, the replica is BROKEN until the next push."""
     grace_s: float = pydantic.Field(default=10.0, ge=0)
     """At the end, how long running requests may take to finish; then other engines play the rest of them."""
 

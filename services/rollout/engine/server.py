@@ -115,7 +115,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     receiver = WeightReceiver(
         SglangWeights(engine),
         prepare_deadline_s=config.prepare_deadline_s,
-        push_deadline_s=config.push_deadline_s,
+        max_deadline_s=config.push_deadline_s,
         on_change=changed.set,
     )
     # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.

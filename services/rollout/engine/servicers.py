@@ -230,7 +230,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             request.policy_version,
             getattr(request, field),
             Manifest.from_proto(request.manifest),
-            request.digest,
+            deadline_s=request.deadline_s,
+            digest=request.digest,
         )
         return rollout_pb2.PrepareWeightsResponse()
 

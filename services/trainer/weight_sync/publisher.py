@@ -2,9 +2,9 @@
 
 Invariants: a replica generates again only after the digest of every parameter it holds equals the trainer's. No stage
 outlasts its deadline, so a replica that dies or hangs costs one deadline and the others get their weights. A failed
-replica is retried alone, so that it cannot spoil a push to others, and a publication interrupts the retry, so that
-training does not wait for it. Weights are pushed from a snapshot, so a replica that joins between two steps gets
-exactly the published version.
+replica is retried alone, so that it cannot spoil a push to others. A publication interrupts the retry, so that training
+does not wait for it; only after two interruptions it waits, so that a slow replica comes back. Weights are pushed from
+a snapshot, so a replica that joins between two steps gets exactly the published version.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from penstock.rpc.channel import connect
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.push import ChecksumError, Push
 from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub, all_done
 from services.trainer.weight_sync.snapshot import WeightSnapshot
@@ -41,6 +42,11 @@ _PUSHABLE = (
 _READY = common_pb2.REPLICA_STATE_READY
 _CATCH_UP_EVERY_S = 1.0
 _MAX_DOUBLINGS = 5
+_MAX_INTERRUPTIONS = 2
+"""After so many interrupted retries, a publication waits for the next one: a replica whose push takes longer than a
+step would never come back."""
+RETRY_AFTER_S = 5.0
+"""Long enough for an engine to be restarted, short against the minutes that it would otherwise be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,16 @@ class _Failure:
 
     count: int = 0
     retry_at: float = 0.0
+    num_interrupted: int = 0
+    """Retries that publications have interrupted since the last one that ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """Another push to a failed replica."""
+
+    member: Member
+    task: asyncio.Task[None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,13 +103,17 @@ class WeightPublisher:
     _failures: dict[Member, _Failure] = field(default_factory=dict)
     _held: dict[Member, int] = field(default_factory=dict)
     """The version that each replica reported last; 0 if its weights are not sound."""
-    _retry: asyncio.Task[None] | None = None
+    _retry: _Retry | None = None
     """The running retry of a failed replica. It takes the lock itself, and may be cancelled at any time."""
+    retry_after_s: float = RETRY_AFTER_S
+    """Seconds until a failed replica is retried; doubled after each further failure."""
+    _deadlines: PushDeadlines = field(init=False)
     _selector: TransportSelector = field(init=False)
     _pool: SharedMemoryPool = field(default_factory=SharedMemoryPool)
 
     def __post_init__(self) -> None:
         """Nothing is opened yet."""
+        self._deadlines = PushDeadlines.of(self.config)
         self._selector = TransportSelector(self.config, self.files, backend=self.backend)
 
     def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
@@ -142,10 +162,11 @@ class WeightPublisher:
                 if self._current is not None and fresh:
                     await self._push(self._current, fresh, only_lagging=True)
             for member in self._due():
-                self._retry = asyncio.create_task(self._try_again(member))
-                await all_done([self._retry])
-                if not self._retry.cancelled():
-                    self._retry.result()
+                retry = asyncio.create_task(self._try_again(member))
+                self._retry = _Retry(member, retry)
+                await all_done([retry])
+                if not retry.cancelled():
+                    retry.result()
 
     @property
     def num_live_replicas(self) -> int:
@@ -167,11 +188,23 @@ class WeightPublisher:
                 self._failures.pop(member, None)  # it has the version by now, or is gone
 
     async def _end_retry(self) -> None:
-        """Interrupt the running retry and those that follow it. That is not a failure: the replicas stay due."""
-        while (retry := self._retry) is not None and not retry.done():
-            retry.cancel()
-            await asyncio.wait([retry])  # its replica is told, and its transport closed
-            log.info("push.retry_interrupted")
+        """Interrupt the running retry and those that follow it. That is not a failure: the replicas stay due.
+
+        A retry that was interrupted before is awaited instead, one for each publication.
+        """
+        has_awaited = False
+        while self._retry is not None and not self._retry.task.done():
+            retry, failure = self._retry, self._failures.get(self._retry.member)
+            if not has_awaited and failure is not None and failure.num_interrupted >= _MAX_INTERRUPTIONS:
+                has_awaited, failure.num_interrupted = True, 0
+                log.info("push.retry_awaited", replica_id=retry.member.replica_id)
+                await asyncio.wait([retry.task])
+                continue
+            retry.task.cancel()
+            await asyncio.wait([retry.task])  # its replica is told, and its transport closed
+            if failure is not None:
+                failure.num_interrupted += 1
+            log.info("push.retry_interrupted", replica_id=retry.member.replica_id)
 
     def _lagging(self) -> list[Member]:
         """Replicas that lack the published version, by their leases."""
@@ -205,7 +238,15 @@ class WeightPublisher:
             part, transport = await self._selector.next(
                 left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
             )
-            outcome = await Push(weights, part, stub=self._stub, config=self.config, transport=transport).run()
+            push = Push(
+                weights,
+                part,
+                stub=self._stub,
+                config=self.config,
+                deadlines=self._deadlines,
+                transport=transport,
+            )
+            outcome = await push.run()
             await self._selector.put_back(transport, outcome)
             done += outcome.done
             paused_at = min(paused_at, outcome.paused_at)
@@ -260,7 +301,7 @@ class WeightPublisher:
         if not members:
             return ()
         calls = PushCalls(members, self._stub, "")
-        request, timeout_s = rollout_pb2.GetReplicaRequest(), self.config.control_timeout_s
+        request, timeout_s = rollout_pb2.GetReplicaRequest(), self._deadlines.control_s
         chosen = []
         try:
             answers = await calls.each(lambda stub, _: stub.GetReplica(request, timeout=timeout_s))
@@ -279,7 +320,7 @@ class WeightPublisher:
 
     async def _record_failure(self, member: Member, error: PenstockError, version: int) -> None:
         failure = self._failures.setdefault(member, _Failure())
-        wait_s = self.config.retry_after_s * 2 ** min(failure.count, _MAX_DOUBLINGS)
+        wait_s = self.retry_after_s * 2 ** min(failure.count, _MAX_DOUBLINGS)
         failure.count += 1
         failure.retry_at = time.monotonic() + wait_s
         # A replica with wrong checksums is BROKEN, and gets no requests.

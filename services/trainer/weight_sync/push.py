@@ -18,6 +18,7 @@ import structlog
 from penstock.errors import DeadlineError, PenstockError, UnavailableError
 from penstock.v1 import rollout_pb2
 from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.push_calls import Answer, Member, NoMembersLeftError, PushCalls, Stub, all_done
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.base import CollectiveTransport, PullTransport, Transport
@@ -70,11 +71,13 @@ class Push:
         *,
         stub: Callable[[Member], Stub],
         config: WeightSyncConfig,
+        deadlines: PushDeadlines,
         transport: Transport,
     ) -> None:
         """Push `weights` to `members` over `transport`, which was opened for them."""
         self._weights = weights
         self._config = config
+        self._deadlines = deadlines
         self._transport = transport
         self._collective = transport if isinstance(transport, CollectiveTransport) else None
         self._calls = PushCalls(members, stub, f"v{weights.version}-{uuid.uuid4().hex[:8]}")
@@ -102,7 +105,7 @@ class Push:
             raise
 
     async def _run_stages(self) -> None:
-        calls, config = self._calls, self._config
+        calls, control_s = self._calls, self._deadlines.control_s
         with self._timed("prepare"):
             await self._prepare()
         if calls.failures:
@@ -122,9 +125,9 @@ class Push:
         with self._timed("verify"):
             await self._verify()
         with self._timed("commit"):
-            await calls.each_of_push("CommitWeights", rollout_pb2.CommitWeightsRequest, config.control_timeout_s)
+            await calls.each_of_push("CommitWeights", rollout_pb2.CommitWeightsRequest, control_s)
         with self._timed("resume"):
-            await calls.each_of_push("ResumeGeneration", rollout_pb2.ResumeGenerationRequest, config.control_timeout_s)
+            await calls.each_of_push("ResumeGeneration", rollout_pb2.ResumeGenerationRequest, control_s)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -154,7 +157,7 @@ class Push:
         done = calls.members if self._transferred else ()
         ended = [member for member in (*calls.members, *failures) if member not in done]
         reason = "; ".join(str(error) for error in failures.values())
-        silent = await calls.abort(ended, reason, self._config.control_timeout_s)
+        silent = await calls.abort(ended, reason, self._deadlines.control_s)
         for member in silent - failures.keys():
             failures[member] = UnavailableError(f"{member.replica_id}: did not answer when the push was aborted")
             self._failed_in[member] = "abort"
@@ -171,7 +174,7 @@ class Push:
         )
 
     async def _prepare(self) -> None:
-        calls, transport, timeout_s = self._calls, self._transport, self._config.prepare_timeout_s
+        calls, transport, timeout_s = self._calls, self._transport, self._deadlines.prepare_s
         manifest = self._weights.manifest.to_proto()
 
         def prepare(stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
@@ -180,6 +183,7 @@ class Push:
                 policy_version=self._weights.version,
                 manifest=manifest,
                 digest=self._weights.digest_kind,
+                deadline_s=self._deadlines.push_s,
             )
             transport.announce(member, request)
             return stub.PrepareWeights(request, timeout=timeout_s)
@@ -195,7 +199,7 @@ class Push:
                 calls.fail(member, error)
 
     async def _upload(self) -> None:
-        transport, timeout_s = self._transport, self._config.transfer_timeout_s
+        transport, timeout_s = self._transport, self._deadlines.upload_s
         if isinstance(transport, PullTransport):
             push_id = self._calls.push_id
             await self._calls.each(lambda stub, _: transport.upload(stub, push_id, timeout_s=timeout_s))
@@ -206,11 +210,11 @@ class Push:
         request = rollout_pb2.PauseGenerationRequest(
             push_id=self._calls.push_id, mode=_MODES[config.mode], drain_s=drain_s
         )
-        timeout_s = config.pause_timeout_s + drain_s
+        timeout_s = self._deadlines.pause_s + drain_s
         await self._calls.each(lambda stub, _: stub.PauseGeneration(request, timeout=timeout_s))
 
     async def _transfer(self) -> None:
-        timeout_s, collective = self._config.transfer_timeout_s, self._collective
+        timeout_s, collective = self._deadlines.transfer_s, self._collective
         request = rollout_pb2.ReceiveWeightsRequest(push_id=self._calls.push_id)
 
         def receive(stub: Stub, _: Member) -> Awaitable[rollout_pb2.ReceiveWeightsResponse]:
@@ -244,7 +248,7 @@ class Push:
                 log.warning("push.group_closed", push_id=calls.push_id, reason=_reason(tasks))
                 # Failed members leave the group when they are told, which ends the wait of the others.
                 await asyncio.gather(
-                    calls.abort(first, "it has failed", self._config.control_timeout_s),
+                    calls.abort(first, "it has failed", self._deadlines.control_s),
                     self._close_group(started if first else {}),
                 )
             await all_done(tasks)
@@ -277,7 +281,7 @@ class Push:
             await asyncio.to_thread(self._collective.close, num_coming=num_coming)
 
     async def _verify(self) -> None:
-        calls, timeout_s = self._calls, self._config.verify_timeout_s
+        calls, timeout_s = self._calls, self._deadlines.verify_s
         request = rollout_pb2.VerifyWeightsRequest(push_id=calls.push_id)
         answers = await calls.each(lambda stub, _: stub.VerifyWeights(request, timeout=timeout_s))
         for member, answer in answers.items():

@@ -70,9 +70,13 @@ class _Push:
     """The kind of digest that the trainer asks for."""
     upload: Upload | None = None
     """With delta."""
+    deadline_s: float
+    """As the trainer set it."""
     deadline: float
     """On the clock of `time.monotonic`."""
     stage: Stage = Stage.PREPARED
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Digests of the received weights."""
     abort_reason: str = ""
     """Why it is ended while one of its stages still runs."""
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -86,13 +90,20 @@ class WeightReceiver:
         sink: WeightSink,
         *,
         prepare_deadline_s: float,
-        push_deadline_s: float,
+        max_deadline_s: float,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Use `open`. `on_change` is called after each change of `state` or `version`."""
+        """Use `open`.
+
+        Args:
+            sink: The engine.
+            prepare_deadline_s: The longest that forming a process group may take.
+            max_deadline_s: Upper bound of a push's deadline.
+            on_change: Called after each change of `state` or `version`.
+        """
         self._sink = sink
         self._prepare_deadline_s = prepare_deadline_s
-        self._push_deadline_s = push_deadline_s
+        self._max_deadline_s = max_deadline_s
         self._on_change = on_change
         self._lock = asyncio.Lock()
         self._holder: asyncio.Task[object] | None = None
@@ -100,6 +111,7 @@ class WeightReceiver:
         self._group_name = ""
         self._expected: dict[str, HeldParameter] = {}
         self._sound = True  # whether all weights are of one version
+        self._committed: tuple[str, dict[str, int]] | None = None  # kind and digests of the weights of `version`
         self._background: set[asyncio.Task[None]] = set()
         self._watchdog: asyncio.Task[None] | None = None
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
@@ -122,17 +134,33 @@ class WeightReceiver:
         version: int,
         source: Source,
         manifest: Manifest,
+        *,
+        deadline_s: float,
         digest: str = XXH3,
     ) -> None:
         """Check the push, and join its process group or check that its source can be read. Ends an unfinished push.
 
+        Args:
+            push_id: Unique name of the push.
+            version: The policy version that it publishes.
+            source: Where the weights come from.
+            manifest: The tensors.
+            deadline_s: Seconds within which the push must be complete, without the time for draining.
+            digest: The kind of digest for `verify`.
+
         Raises:
-            InvalidRequestError: the manifest does not fit this engine's model, or the engine's version is newer.
+            InvalidRequestError: the manifest does not fit this engine's model, the engine's version is newer, or the
+                deadline is out of bounds.
             NotReadyError: the source cannot be used here.
             UnavailableError: the process group did not form.
         """
         self._check_manifest(manifest)
         require_digest_kind(digest)
+        if not 0 < deadline_s <= self._max_deadline_s:
+            raise InvalidRequestError(
+                f"deadline_s = {deadline_s:g} must be above 0 and at most rollout.push_deadline_s = "
+                f"{self._max_deadline_s:g} of this engine; raise that, or lower trainer.weight_sync.transfer_timeout_s"
+            )
         if version < max(1, self.version):
             raise InvalidRequestError(
                 f"policy_version = {version} is older than this engine's {self.version}; versions only grow"
@@ -152,7 +180,8 @@ class WeightReceiver:
                 manifest=manifest,
                 digest=digest,
                 upload=upload,
-                deadline=time.monotonic() + self._push_deadline_s,
+                deadline_s=deadline_s,
+                deadline=time.monotonic() + deadline_s,
             )
             self._watchdog = asyncio.create_task(self._give_up_at_deadline(self._push))
 
@@ -172,8 +201,6 @@ class WeightReceiver:
     async def upload(self, push_id: str, chunks: AsyncIterator[rollout_pb2.SendWeightsRequest]) -> int:
         """Store the blocks of a delta; return their size in bytes.
 
-        The stages that follow have the push's deadline anew.
-
         Raises:
             InvalidRequestError: the push is not a delta, or the upload is not what was announced.
             UnavailableError: the blocks cannot be stored.
@@ -184,7 +211,6 @@ class WeightReceiver:
                     f"push {push_id!r} uses transport {push.transport.name}; only delta takes an upload"
                 )
             await push.upload.fill(chunks)
-            push.deadline = time.monotonic() + self._push_deadline_s
             return push.upload.size_bytes
 
     async def pause(
@@ -224,13 +250,19 @@ class WeightReceiver:
     async def verify(self, push_id: str) -> dict[str, int]:
         """The digest of every parameter that the engine now holds."""
         async with self._stage(push_id, Stage.RECEIVED, Stage.VERIFIED) as push:
-            return dict(await self._sink.digests(push.digest))
+            push.held = dict(await self._sink.digests(push.digest))
+            return push.held
 
     async def commit(self, push_id: str) -> None:
-        """Make the push's version the engine's."""
+        """Make the push's version the engine's.
+
+        Raises:
+            NotReadyError: other weights were committed under this version, which a second trainer has published.
+        """
         async with self._stage(push_id, Stage.VERIFIED, Stage.COMMITTED) as push:
+            self._require_same_weights(push)
             await self._sink.set_version(push.version)
-            self.version, self._sound = push.version, True
+            self.version, self._sound, self._committed = push.version, True, (push.digest, push.held)
 
     async def resume(self, push_id: str) -> None:
         """Let generation continue; the push is complete."""
@@ -253,6 +285,17 @@ class WeightReceiver:
             if self._push is not None and self._push.push_id == push_id:
                 await self._end_half_way(self._push, reason)
         return self.state
+
+    def _require_same_weights(self, push: _Push) -> None:
+        """A version may be pushed again, to heal this engine or by a restarted trainer, but only with equal weights."""
+        if push.version != self.version or self._committed is None:
+            return
+        kind, digests = self._committed
+        if kind == push.digest and digests != push.held:
+            raise NotReadyError(
+                f"policy_version = {push.version}: this engine has served other weights under this version; do two "
+                "trainers publish? Stop one of them, or publish a newer version"
+            )
 
     def _check_manifest(self, manifest: Manifest) -> None:
         pushed = {spec.name: spec for spec in manifest.tensors}
@@ -374,7 +417,9 @@ class WeightReceiver:
         while (left_s := push.deadline - time.monotonic()) > 0:  # noqa: ASYNC110 - a drain moves the deadline
             await asyncio.sleep(left_s)
         self._watchdog = None  # ending the push must not cancel this task
-        await self._abort_quietly(push.push_id, f"not complete within {self._push_deadline_s} s; is the trainer gone?")
+        await self._abort_quietly(
+            push.push_id, f"not complete within its deadline of {push.deadline_s:g} s; is the trainer gone?"
+        )
 
     async def _abort_quietly(self, push_id: str, reason: str) -> None:
         try:
