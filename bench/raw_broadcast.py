@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.launch.launcher import free_ports
+from penstock.runtime.ports import free_ports
 
 AHEAD = 4
 """Broadcasts that are under way at a time, as in a push."""

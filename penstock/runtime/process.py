@@ -1,9 +1,11 @@
 """The life of a process: one coroutine that runs until it is done or a signal asks it to stop."""
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -20,30 +22,40 @@ EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | None = None) -> int:
     """Run `main(stop)` and return the exit code.
 
-    SIGINT and SIGTERM set `stop`, upon which `main` is to end in order; a second signal cancels it. An error that
-    Penstock raised on purpose is printed as one line; where no person can mend it, the log gets the traceback too.
+    SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. An error that
+    Penstock raised on purpose is printed as one line; if no person can mend it, the log gets the traceback too.
+
+    Args:
+        main: The process's work.
+        error_file: Where the error is written as well, for the program that started this process.
     """
     try:
         asyncio.run(_until_signalled(main))
     except PenstockError as error:
         if not isinstance(error, UserError):
             log.error("process.failed", exc_info=error)
-        return tell(error)
+        return report_error(error, file=error_file)
     except asyncio.CancelledError:
         return EXIT_FAILURE
     return 0
 
 
-def tell(error: PenstockError) -> int:
-    """Write the error on standard error, a `UserError` as one line, and return the exit code that goes with it."""
-    if not isinstance(error, UserError):
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_FAILURE
-    sys.stderr.write(f"error: {' '.join(line.strip() for line in str(error).splitlines())}\n")
-    return EXIT_USER_ERROR
+def report_error(error: PenstockError, *, file: Path | None = None) -> int:
+    """Write the error on standard error, a `UserError` as one line, and return its exit code.
+
+    Args:
+        error: What ends this process.
+        file: Also gets it, as one JSON object {"error": its class, "message": its text}.
+    """
+    is_users = isinstance(error, UserError)
+    message = " ".join(line.strip() for line in str(error).splitlines()) if is_users else str(error)
+    sys.stderr.write(f"error: {message}\n")
+    if file is not None:
+        file.write_text(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
+    return EXIT_USER_ERROR if is_users else EXIT_FAILURE
 
 
 async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Event) -> ResultT | None:

@@ -35,6 +35,8 @@ class _RunPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunPhase.Val
     """Pushing weights."""
     RUN_PHASE_FINISHED: _RunPhase.ValueType  # 5
     """The run has ended."""
+    RUN_PHASE_SAVING: _RunPhase.ValueType  # 6
+    """Writing a checkpoint."""
 
 class RunPhase(_RunPhase, metaclass=_RunPhaseEnumTypeWrapper):
     """What the trainer is doing."""
@@ -51,6 +53,8 @@ RUN_PHASE_PUSHING: RunPhase.ValueType  # 4
 """Pushing weights."""
 RUN_PHASE_FINISHED: RunPhase.ValueType  # 5
 """The run has ended."""
+RUN_PHASE_SAVING: RunPhase.ValueType  # 6
+"""Writing a checkpoint."""
 Global___RunPhase: _TypeAlias = RunPhase  # noqa: Y015
 
 @_typing.final

@@ -2,26 +2,22 @@
 
 import asyncio
 import dataclasses
+import json
 import os
-import re
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
-from penstock.runtime.parent_death import dying_with_parent
-from services.launch import reaper
-
-_UP = re.compile(r"\b\w+\.(started|ready)\b|Server is ready")
-"""What a service says when it has come up, for example server.started; and what nats-server says."""
+from penstock.runtime.ports import free_ports
+from services.launch.bounded_log import BoundedLog
+from services.launch.reaper import Reaper
 
 
 class StopStage(IntEnum):
-    """When a process is stopped; those of a later stage serve those of an earlier one."""
+    """When a process is stopped; processes of a later stage serve those of an earlier one."""
 
     WORK = 0
     SERVE = 1
@@ -48,65 +44,35 @@ class ProcessSpec:
     """The whole environment, not additions to it."""
     stage: StopStage
     ends_run: bool = False
-    """Its exit with 0 is the end of the run; for every other process an exit is a death."""
-
-
-class Reaper:
-    """The process that kills what is left, should this one be killed."""
-
-    def __init__(self, process: asyncio.subprocess.Process, line: socket.socket) -> None:
-        """Use `start`."""
-        self._process = process
-        self._line = line
-
-    @classmethod
-    async def start(cls) -> "Reaper":
-        """Start it, out of reach of the terminal's signals."""
-        command = [sys.executable, "-I", "-S", reaper.__file__]
-        line, its_end = socket.socketpair()
-        with its_end:
-            process = await asyncio.create_subprocess_exec(*command, stdin=its_end.fileno(), start_new_session=True)
-        return cls(process, line)
-
-    def tell(self, sign: str, group: int) -> None:
-        """Name a group (`+`) or take it back (`-`). Any process of the run may: a line is sent whole."""
-        with suppress(ConnectionError):
-            self._line.send(f"{sign}{group}\n".encode(), socket.MSG_NOSIGNAL)
-
-    def naming_child(self) -> Callable[[], None]:
-        """A `preexec_fn` after which the child dies with this process, and all of its group with it.
-
-        The child names its group itself, before it is a program that could start others: this process may be killed
-        before it has learned the child's id.
-        """
-        die_with_parent = dying_with_parent()
-
-        def name_group() -> None:
-            die_with_parent()
-            self.tell("+", os.getpid())
-
-        return name_group
-
-    async def end(self) -> None:
-        """Let it go; it kills what was not taken back."""
-        self._line.close()
-        await self._process.wait()
+    """Its exit with 0 is the end of the run; for every other process an exit is a death. At the end it is given all the
+    time that it needs."""
+    address: str = ""
+    """host:port on which it serves. Port 0: each start is given a free one, by `port_key`."""
+    port_key: str = ""
+    """The setting that takes the port, for example rollout.port."""
+    is_ready: Callable[[str], Awaitable[bool]] | None = None
+    """Whether the process at an address has come up; None: once it runs."""
+    error_file: Path | None = None
+    """Where it writes the error that ends it, as {"error", "message"}."""
 
 
 class Child:
     """A process of the run over all its restarts."""
 
-    def __init__(self, spec: ProcessSpec, *, log_file: Path, reaper: Reaper) -> None:
-        """Nothing is started yet."""
+    def __init__(
+        self, spec: ProcessSpec, *, log: BoundedLog, reaper: Reaper, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.spec = spec
-        self.log_file = log_file
+        self.log = log
         self.state = State.STARTING
         self.num_starts = 0
-        self._started_at = time.monotonic()
+        self.address = spec.address
+        self.stop_asked = asyncio.Event()
+        """Set when the process has been asked to end."""
+        self._clock = clock
+        self._started_at = clock()
         self._reaper = reaper
         self._process: asyncio.subprocess.Process | None = None
-        self._log_offset = 0
-        self._asked_to_stop = False
 
     @property
     def pid(self) -> int | None:
@@ -116,14 +82,19 @@ class Child:
     @property
     def age_s(self) -> float:
         """Seconds since the last start."""
-        return time.monotonic() - self._started_at
+        return self._clock() - self._started_at
 
     async def run(self) -> int:
-        """Start the process and wait for its end; nothing of its group is left then. Returns the exit code."""
-        with self.log_file.open("ab") as log:
-            self._log_offset = log.tell()
+        """Start the process and wait for its end; nothing of its OS process group is left then.
+
+        Returns the exit code.
+        """
+        if self.spec.error_file is not None:
+            self.spec.error_file.unlink(missing_ok=True)
+        self.log.mark_start()
+        with self.log.path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *self._command(),
                 env=dict(self.spec.environment),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -134,18 +105,18 @@ class Child:
         self._process = process
         self.state = State.STARTING
         self.num_starts += 1
-        self._started_at = time.monotonic()
-        if self._asked_to_stop:  # while it was being started
+        self._started_at = self._clock()
+        if self.stop_asked.is_set():  # while it was being started
             self.terminate()
         code = await process.wait()
         self.kill()
-        self._reaper.tell("-", process.pid)
+        self._reaper.forget(process.pid)
         self._process = None
         return code
 
     def terminate(self) -> None:
         """Ask the process to end; it sees to its own children."""
-        self._asked_to_stop = True
+        self.stop_asked.set()
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -156,16 +127,31 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def look(self) -> bool:
-        """Read in the log whether the process has come up; true when it has just been seen to."""
-        if self._process is None or self.state is not State.STARTING or not _UP.search(self.log_since_start()):
+    async def check_ready(self) -> bool:
+        """Ask the process whether it has come up; true when it has just been seen to."""
+        process, check = self._process, self.spec.is_ready
+        if process is None or self.state is not State.STARTING:
+            return False
+        is_ready = check is None or await check(self.address)
+        if not is_ready or self._process is not process:  # an answer of a process that has died since is void
             return False
         self.state = State.UP
         return True
 
-    def log_since_start(self) -> str:
-        """What the process has logged since it was last started."""
-        with suppress(FileNotFoundError), self.log_file.open("rb") as log:
-            log.seek(self._log_offset)
-            return log.read().decode(errors="replace")
-        return ""
+    def read_error(self) -> str | None:
+        """The error that the process wrote as it ended; None if it wrote none."""
+        if self.spec.error_file is None:
+            return None
+        try:
+            return str(json.loads(self.spec.error_file.read_text())["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _command(self) -> Sequence[str]:
+        host, _, port = self.spec.address.rpartition(":")
+        if not self.spec.port_key or port != "0":
+            return self.spec.command
+        # A new port for each start: nobody who still calls the old process reaches the new one by mistake.
+        port = str(free_ports(1)[0])
+        self.address = f"{host}:{port}"
+        return [*self.spec.command, f"--{self.spec.port_key}={port}"]

@@ -6,14 +6,12 @@ from penstock.config import Config
 
 
 class LaunchConfig(Config):
-    """How `penstock train` keeps the processes of a run going."""
+    """How `penstock train` keeps the processes of a run going, and how it ends them."""
 
     max_restarts: int = pydantic.Field(default=5, ge=0)
-    """A process that died more often than this within the window ends the run."""
+    """A process that dies more often than this within restart_window_s ends the run."""
     restart_window_s: float = pydantic.Field(default=600.0, gt=0)
-    """The window for counting restarts."""
-    restart_backoff_s: float = pydantic.Field(default=0.5, ge=0)
-    """Pause before a process is started again; it doubles with each restart in the window, up to 10 s."""
-    stop_grace_s: float = pydantic.Field(default=16.0, ge=0)
-    """How long stopping may take before what is left is killed. It goes in three stages: worker and trainer; router,
-    engines and reward; nats-server. Each leaves a fifth of the time to every later one."""
+    """Window in which restarts are counted."""
+    stop_grace_s: float = pydantic.Field(default=15.0, ge=0)
+    """When stopping, how long a process may take before it is killed. Workers stop first, then router, engines and
+    reward service, then nats-server. The trainer has no limit: it finishes its step, the push and the checkpoint."""

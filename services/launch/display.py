@@ -18,20 +18,20 @@ _SPARKLINE_WIDTH = 60
 
 
 class Display(Protocol):
-    """What the launcher shows a run with."""
+    """Shows a run to a person."""
 
-    def tell(self, line: str) -> None:
-        """Say something that stays."""
+    def write(self, line: str) -> None:
+        """Write a line that stays."""
 
     def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
-        """Show how the run stands."""
+        """Show the processes and the steps."""
 
     def close(self) -> None:
         """Leave the terminal as it was."""
 
 
 def open_display(title: str) -> Display:
-    """The display that suits standard output."""
+    """The display that fits standard output."""
     console = Console()
     return LiveDisplay(console, title) if console.is_terminal else PlainDisplay()
 
@@ -39,15 +39,15 @@ def open_display(title: str) -> Display:
 class PlainDisplay:
     """One line for each event and each step."""
 
-    def tell(self, line: str) -> None:
+    def write(self, line: str) -> None:
         """Write the line."""
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
     def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
-        """Write the new steps; the processes have been told of."""
+        """Write the new steps; changes of processes have lines of their own."""
         for row in new_rows:
-            self.tell(describe_step(row))
+            self.write(describe_step(row))
 
     def close(self) -> None:
         """Nothing to do."""
@@ -62,19 +62,19 @@ class LiveDisplay:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
-    def tell(self, line: str) -> None:
+    def write(self, line: str) -> None:
         """Write the line above the table."""
         self._live.console.print(Text(line))
 
     def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
-        """Draw the table anew."""
+        """Redraw the table."""
         parts: list[RenderableType] = [Text(self._title, style="bold"), _processes(children)]
         if rows:
             parts.append(_table(rows))
         self._live.update(Group(*parts), refresh=True)
 
     def close(self) -> None:
-        """Leave the last table standing."""
+        """Leave the last table on the screen."""
         self._live.stop()
 
 

@@ -1,29 +1,43 @@
 """A whole run on this machine: its processes, their addresses, and what a person sees of it.
 
-The processes are started all at once and find each other through addresses fixed beforehand, so each can die and come
-back without the others being told.
+The processes are started all at once and find each other through addresses that were fixed before, so each can die and
+come back without the others noticing more than its absence.
 """
 
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
 from penstock.runtime.ports import free_ports
+from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopStage
+from services.launch.config import LaunchConfig
 from services.launch.display import Display, open_display
+from services.launch.gpu_plan import find_gpus
 from services.launch.metrics import MetricsFollower, describe_run
+from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
+from services.launch.run_plan import LOCAL, PlannedProcess, RunPlan, make_plan
+from services.launch.run_status import describe_phase, fetch_run
 from services.launch.supervisor import Supervisor, supervised
 from services.recipe import Recipe
 
 _BUS_START_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
-_LOCAL = "127.0.0.1"
+
+
+def plan_run(recipe: Recipe) -> RunPlan:
+    """What a run of `recipe` would start on this machine.
+
+    Raises:
+        ConfigError: the GPUs do not suffice.
+    """
+    return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url)
 
 
 async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event) -> None:
@@ -35,27 +49,41 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event) -> None
     """
     live = with_addresses(recipe, folder)
     folder.live_file.write_text(configuration.dump(live))
-    specs = process_specs(live, folder, own_bus=not recipe.bus.url)
+    plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
+    sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
+    await run_processes(process_specs(plan, folder), folder, recipe.launch, stop)
+
+
+async def run_processes(
+    specs: Sequence[ProcessSpec], folder: RunFolder, config: LaunchConfig, stop: asyncio.Event
+) -> None:
+    """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
+
+    Raises:
+        UserError: a process found something that a person must change.
+        ProcessFailedError: a process died too often.
+    """
     metrics = MetricsFollower(folder.metrics_file)
     metrics.poll()
-    display = open_display(f"{recipe.run.name}  {folder.path}")
+    display = open_display(str(folder.path))
     try:
-        display.tell(f"run folder {folder.path}")
-        async with supervised(specs, logs=folder.logs, config=recipe.launch, report=display.tell) as supervisor:
-            watching = asyncio.create_task(_watch(supervisor, metrics, display))
+        async with (
+            supervised(specs, logs=folder.logs, config=config, report=display.write) as supervisor,
+            _watched(supervisor, metrics, display, BoundedLog(folder.launcher_log)),
+        ):
             try:
-                await _start(supervisor, specs, live, display, stop)
+                await _start(supervisor, specs, display, stop)
                 await supervisor.wait(stop)
             finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-            new_rows = metrics.poll()
-            display.show(supervisor.children, metrics.rows, new_rows)
-            if stop.is_set():
-                display.tell("stopping the processes; again to kill them at once")
+                if stop.is_set():
+                    display.write("stopping; Ctrl-C again kills all processes at once")
+                async with _trainer_reported(specs, display):
+                    await supervisor.stop()
+        new_rows = metrics.poll()  # the trainer may have finished a step since it was asked to stop
+        display.show(supervisor.children, metrics.rows, new_rows)
     finally:
         display.close()
-    _tell_result(recipe, folder, metrics, interrupted=stop.is_set())
+    _write_result(folder, metrics, interrupted=stop.is_set())
 
 
 def with_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
@@ -64,51 +92,21 @@ def with_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
     tree["run"]["folder"] = folder.path
     ports = iter(free_ports(4))
     if not recipe.bus.url:
-        tree["bus"]["url"] = f"nats://{_LOCAL}:{next(ports)}"
+        tree["bus"]["url"] = f"nats://{LOCAL}:{next(ports)}"
     for section in ("reward", "router", "trainer"):
         tree[section]["port"] = tree[section]["port"] or next(ports)
     return Recipe.model_validate(tree)
 
 
-def process_specs(live: Recipe, folder: RunFolder, *, own_bus: bool) -> list[ProcessSpec]:
-    """The processes of the run, in the order in which they are shown and started."""
-    environment = child_environment(has_gpu=Path("/proc/driver/nvidia/version").exists())
-    specs: list[ProcessSpec] = []
-    if own_bus:
-        port = int(live.bus.url.rpartition(":")[2])
-        command = server_command(folder.nats, host=_LOCAL, port=port)
-        own = {**environment, **command.environment}
-        specs.append(ProcessSpec(name="nats", command=command.arguments, environment=own, stage=StopStage.BUS))
-
-    def add(service: str, name: str, stage: StopStage, *overrides: str, **options: Any) -> None:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "services.cli",
-            "serve",
-            service,
-            "--config",
-            str(folder.live_file),
-            "--name",
-            name,
-            *overrides,
-        ]
-        specs.append(ProcessSpec(name=name, command=command, environment=environment, stage=stage, **options))
-
-    # First, for they take longest to start.
-    for index in range(live.rollout.replicas):
-        add("rollout", f"rollout-{index}", StopStage.SERVE, "--rollout.role=unified")
-    for index in range(live.rollout.prefill):
-        add("rollout", f"prefill-{index}", StopStage.SERVE, "--rollout.role=prefill")
-    for index in range(live.rollout.decode):
-        add("rollout", f"decode-{index}", StopStage.SERVE, "--rollout.role=decode")
-    add("trainer", "trainer", StopStage.WORK, ends_run=True)
-    add("reward", "reward", StopStage.SERVE)
-    add("router", "router", StopStage.SERVE)
-    for index in range(live.worker.num):
-        add("worker", f"worker-{index}", StopStage.WORK)
-    return specs
+def process_specs(plan: RunPlan, folder: RunFolder) -> list[ProcessSpec]:
+    """How to start the processes of `plan`."""
+    environment = child_environment(has_gpu=bool(plan.gpus.devices))
+    return [
+        _nats_spec(process, folder, environment)
+        if process.service == "nats"
+        else _service_spec(process, folder, {**environment, **plan.gpus.environment(process.name)})
+        for process in plan.processes
+    ]
 
 
 def child_environment(*, has_gpu: bool) -> dict[str, str]:
@@ -120,42 +118,103 @@ def child_environment(*, has_gpu: bool) -> dict[str, str]:
     return {**({} if has_gpu else on_cpu), **os.environ}
 
 
-async def _start(
-    supervisor: Supervisor, specs: Sequence[ProcessSpec], live: Recipe, display: Display, stop: asyncio.Event
-) -> None:
+def _nats_spec(process: PlannedProcess, folder: RunFolder, environment: dict[str, str]) -> ProcessSpec:
+    command = server_command(folder.nats, host=LOCAL, port=int(process.address.rpartition(":")[2]))
+    return ProcessSpec(
+        name=process.name,
+        command=command.arguments,
+        environment={**environment, **command.environment},
+        stage=process.stage,
+        address=process.address,
+        is_ready=serves_nats,
+    )
+
+
+def _service_spec(process: PlannedProcess, folder: RunFolder, environment: dict[str, str]) -> ProcessSpec:
+    error_file = folder.logs / f"{process.name}.error.json"
+    serve = [sys.executable, "-P", "-m", "services.cli", "serve", process.service, "--config", str(folder.live_file)]
+    return ProcessSpec(
+        name=process.name,
+        command=[*serve, "--name", process.name, "--error-file", str(error_file), *process.overrides],
+        environment=environment,
+        stage=process.stage,
+        ends_run=process.ends_run,
+        address=process.address,
+        port_key=process.port_key,
+        is_ready=serves_grpc,
+        error_file=error_file,
+    )
+
+
+async def _start(supervisor: Supervisor, specs: Sequence[ProcessSpec], display: Display, stop: asyncio.Event) -> None:
     """Start the bus and then, as soon as it listens, all others at once."""
-    display.tell(f"starting {', '.join(spec.name for spec in specs)} ...")
+    display.write(f"starting {', '.join(spec.name for spec in specs)} ...")
     for spec in specs:
         supervisor.start(spec.name)
         if spec.stage is StopStage.BUS:
-            await _wait_until_listening(int(live.bus.url.rpartition(":")[2]), stop)
+            await _until_it_listens(spec.address, stop)
 
 
-async def _wait_until_listening(port: int, stop: asyncio.Event) -> None:
-    """Return when it listens, or after a while; then the processes that need it say what is wrong."""
-    deadline = asyncio.get_running_loop().time() + _BUS_START_TIMEOUT_S
-    while not stop.is_set() and asyncio.get_running_loop().time() < deadline:
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(_LOCAL, port), timeout=1.0)
-        except (OSError, TimeoutError):
-            await asyncio.sleep(0.02)
-        else:
-            writer.close()
-            return
+async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
+    """Return when the nats-server listens, or after a while; then the processes that need it say what is wrong."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_BUS_START_TIMEOUT_S):
+            while not stop.is_set() and not await serves_nats(address):  # noqa: ASYNC110 - another process has no event
+                await asyncio.sleep(0.02)
 
 
-async def _watch(supervisor: Supervisor, metrics: MetricsFollower, display: Display) -> None:
-    """Show how the run stands, twice a second."""
-    while True:
-        for child in supervisor.children:
-            if child.look():
-                display.tell(f"{child.spec.name} is up after {child.age_s:.1f} s")
-        new_rows = metrics.poll()
-        display.show(supervisor.children, metrics.rows, new_rows)
-        await asyncio.sleep(_REFRESH_S)
+@asynccontextmanager
+async def _watched(
+    supervisor: Supervisor, metrics: MetricsFollower, display: Display, own_log: BoundedLog
+) -> AsyncIterator[None]:
+    """Show how the run stands, twice a second, and keep the logs within their bound."""
+
+    async def watch() -> None:
+        while True:
+            are_new = await asyncio.gather(*(child.check_ready() for child in supervisor.children))
+            for child, is_new in zip(supervisor.children, are_new, strict=True):
+                if is_new:
+                    display.write(f"{child.spec.name} is up after {child.age_s:.1f} s")
+            new_rows = metrics.poll()
+            display.show(supervisor.children, metrics.rows, new_rows)
+            for log in (own_log, *(child.log for child in supervisor.children)):
+                await asyncio.to_thread(log.bound)
+            await asyncio.sleep(_REFRESH_S)
+
+    async with _background(watch()):
+        yield
 
 
-def _tell_result(recipe: Recipe, folder: RunFolder, metrics: MetricsFollower, *, interrupted: bool) -> None:
+@asynccontextmanager
+async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display) -> AsyncIterator[None]:
+    """Say what the trainer is still doing, whenever that changes: stopping waits for it without a limit."""
+    address = next((spec.address for spec in specs if spec.ends_run), None)
+
+    async def report() -> None:
+        last = ""
+        while address is not None:
+            run = await fetch_run(address)
+            phase = "" if run is None else describe_phase(run)
+            if phase and phase != last:
+                display.write(f"waiting for the trainer: {phase}")
+            last = phase
+            await asyncio.sleep(_REFRESH_S)
+
+    async with _background(report()):
+        yield
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _write_result(folder: RunFolder, metrics: MetricsFollower, *, interrupted: bool) -> None:
     lines = [*describe_run(metrics.rows), f"folder  {folder.path}"]
     for label, path in (("curves", folder.path / "curves.png"), ("samples", folder.path / "samples")):
         if path.exists():

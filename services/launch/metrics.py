@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 StepRow = dict[str, Any]
 """One optimizer step; keys as the trainer names them."""
 
-_GROUP_COUNT = re.compile("num_(?P<name>[a-z]+)_groups")
-"""What became of groups: the trainer counts each kind under such a key."""
+_GROUP_COUNTS = ("trained", "stale", "failed", "filtered", "duplicate")
+"""What became of groups: the trainer counts each kind as num_<kind>_groups."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class MetricsFollower:
-    """The rows of a metrics file, read on from where the last reading ended."""
+    """The rows of a metrics file; each reading goes on where the last one ended."""
 
     def __init__(self, path: Path) -> None:
         """The file need not exist yet."""
@@ -28,7 +27,7 @@ class MetricsFollower:
         self._inode = -1
 
     def poll(self) -> list[StepRow]:
-        """Read and return what is new. A file that was replaced, as by a resumed trainer, is read again in silence."""
+        """Read and return the new rows; steps known from before a resumed trainer replaced the file are not new."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -47,7 +46,7 @@ class MetricsFollower:
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """`values` as a line of bars of at most `width` characters, each the mean of its share, from least to greatest."""
+    """`values` as at most `width` bars, each the mean of its share; the lowest and the highest bar span their range."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -74,14 +73,14 @@ def describe_step(row: StepRow) -> str:
 
 
 def describe_run(rows: Sequence[StepRow]) -> list[str]:
-    """What came of the run: the rise of the reward, and what became of the groups."""
+    """The run in lines: how the reward rose, and what became of the groups."""
     rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
     if not rewards:
         return ["no step was trained"]
     count = max(1, min(10, len(rewards) // 2))
     first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     lines = [f"reward  first {count} steps {first:.3f}, last {count} steps {last:.3f} ({last - first:+.3f})"]
-    counts = {found["name"]: count for key, count in rows[-1].items() if (found := _GROUP_COUNT.fullmatch(key))}
+    counts = {kind: rows[-1][key] for kind in _GROUP_COUNTS if (key := f"num_{kind}_groups") in rows[-1]}
     indices = [index for row in rows for index in row.get("groups", [])]
     if indices:
         counts["trained twice"] = len(indices) - len(set(indices))

@@ -1,35 +1,55 @@
-"""Kills the process groups of a launcher that is gone. Run as a script; imports the standard library only.
+"""The launcher's side of the process that kills the run's processes if the launcher itself is killed."""
 
-The launcher holds the other end of standard input. A process of the run writes `+<group>` there as it starts, and the
-launcher `-<group>` when nothing is left of it. When the launcher ends, however it ends, its end closes and all groups
-named and not taken back die.
-"""
-
+import asyncio
 import os
-import signal
+import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
+from contextlib import suppress
+
+from penstock.runtime.parent_death import dying_with_parent
+from services.launch import reaper_process
 
 
-def groups_left(lines: Iterable[str]) -> set[int]:
-    """The groups that are alive at the end of `lines`."""
-    groups: set[int] = set()
-    for line in lines:
-        if line.startswith("+"):
-            groups.add(int(line[1:]))
-        elif line.startswith("-"):
-            groups.discard(int(line[1:]))
-    return groups
+class Reaper:
+    """Knows the OS process groups of the run, and kills those left when the launcher ends. Use `start`."""
 
+    def __init__(self, process: asyncio.subprocess.Process, pipe: socket.socket) -> None:
+        self._process = process
+        self._pipe = pipe
 
-def main() -> None:
-    """Wait for the end of standard input, then kill."""
-    for group in groups_left(sys.stdin):
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    @classmethod
+    async def start(cls) -> "Reaper":
+        """Start it, out of reach of the terminal's signals."""
+        command = [sys.executable, "-I", "-S", reaper_process.__file__]
+        pipe, its_end = socket.socketpair()
+        with its_end:
+            process = await asyncio.create_subprocess_exec(*command, stdin=its_end.fileno(), start_new_session=True)
+        return cls(process, pipe)
 
+    def forget(self, group: int) -> None:
+        """Nothing is left of this group."""
+        self._send(f"-{group}\n")
 
-if __name__ == "__main__":
-    main()
+    def naming_child(self) -> Callable[[], None]:
+        """A `preexec_fn` that makes the child die with this process, and its group with it.
+
+        The child names its group itself, before it runs a program that could start others: this process may be killed
+        before it has learned the child's id.
+        """
+        die_with_parent = dying_with_parent()
+
+        def name_group() -> None:
+            die_with_parent()
+            self._send(f"+{os.getpid()}\n")
+
+        return name_group
+
+    async def end(self) -> None:
+        """Let it go; it kills the groups that were not taken back."""
+        self._pipe.close()
+        await self._process.wait()
+
+    def _send(self, line: str) -> None:
+        with suppress(ConnectionError):  # lines of several processes do not mix: each is sent whole
+            self._pipe.send(line.encode(), socket.MSG_NOSIGNAL)

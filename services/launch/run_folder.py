@@ -1,12 +1,4 @@
-"""The folder of one run: its recipe, logs, metrics, checkpoints and what NATS stores.
-
-config.toml     the resolved recipe; `penstock train <run>/config.toml` starts a run like it
-live.toml       the same with this launch's addresses; a further process joins by `penstock serve X --config` it
-logs/           one file for each process
-metrics.jsonl   one line for each optimizer step
-checkpoints/, samples/, curves.png    written by the trainer
-nats/           the store of the run's own nats-server
-"""
+"""The folder of one run: its recipe, logs, metrics, checkpoints and the store of its nats-server."""
 
 import dataclasses
 import fcntl
@@ -18,6 +10,15 @@ from pathlib import Path
 from penstock import config as configuration
 from penstock.config import Config, RunConfig
 from penstock.errors import SetupError
+
+_CONTENTS = (
+    ("config.toml", "the resolved recipe; `penstock train <folder>/config.toml` starts a run like it"),
+    ("live.toml", "the same with this launch's addresses; `penstock serve X --config` it adds a process to the run"),
+    ("logs/", "one file for each process, and its predecessor"),
+    ("metrics.jsonl", "one line for each optimizer step"),
+    ("checkpoints/, samples/, curves.png", "written by the trainer"),
+    ("nats/", "the store of the run's own nats-server"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +45,6 @@ class RunFolder:
             else:
                 run.dir.mkdir(parents=True, exist_ok=True)
                 folder = cls(next(run.dir / name for name in names if _made(run.dir / name)))
-            folder.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise SetupError(
                 f"run.dir = {str(run.dir)!r} cannot be written: {error.strerror}; choose another"
@@ -56,15 +56,25 @@ class RunFolder:
         """The folder of an earlier run.
 
         Raises:
-            SetupError: there is no run in it.
+            SetupError: it holds no run.
         """
         folder = cls(path)
         if not folder.config_file.is_file():
             raise SetupError(
                 f"--resume {path}: no config.toml in it; give the folder of an earlier run, runs/<name>-<start>"
             )
-        folder.logs.mkdir(exist_ok=True)
         return folder
+
+    @staticmethod
+    def pattern(run: RunConfig) -> str:
+        """The path that `create` would give the folder, to be shown."""
+        return str(run.folder or run.dir / f"{run.name}-<start>")
+
+    @staticmethod
+    def describe(path: str) -> list[str]:
+        """What the folder at `path` holds, in lines."""
+        width = max(len(name) for name, _ in _CONTENTS)
+        return [f"run folder {path}", *(f"  {name.ljust(width)}  {meaning}" for name, meaning in _CONTENTS)]
 
     @property
     def config_file(self) -> Path:
@@ -98,6 +108,7 @@ class RunFolder:
 
     def write_config(self, recipe: Config) -> None:
         """Keep the recipe, so that the run can be continued and repeated."""
+        self.logs.mkdir(exist_ok=True)
         self.config_file.write_text(configuration.dump(recipe))
 
     @contextmanager
@@ -105,7 +116,7 @@ class RunFolder:
         """Keep other launchers out; the lock ends with the process.
 
         Raises:
-            SetupError: another launcher works here.
+            SetupError: another launcher uses the folder.
         """
         with (self.path / ".lock").open("w") as file:
             try:

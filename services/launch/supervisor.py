@@ -1,7 +1,7 @@
 """Keeps the processes of a run going, and ends them in order.
 
-A process that dies is started again after a pause; one that exits with 2 was told something wrong, which no restart
-mends, so the run ends with its line. Whatever way the run ends, no process of it is left.
+A process that dies is started again after a pause. One that exits with 2 found something that a person must change: no
+restart would help, so the run ends with its error. However the run ends, none of its processes is left.
 """
 
 import asyncio
@@ -13,11 +13,16 @@ from pathlib import Path
 
 from penstock.errors import PenstockError, UserError
 from penstock.runtime.process import EXIT_USER_ERROR
-from services.launch.child import Child, ProcessSpec, Reaper, State, StopStage
+from services.launch.bounded_log import BoundedLog
+from services.launch.child import Child, ProcessSpec, State, StopStage
 from services.launch.config import LaunchConfig
+from services.launch.reaper import Reaper
 
+_FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _KILL_TIMEOUT_S = 5.0
+_FAILED_RUN_GRACE_S = 900.0
+"""Of the process that ends the run, when another has failed: nobody may be there to press Ctrl-C again."""
 _NUM_SHOWN_LINES = 20
 
 
@@ -28,18 +33,27 @@ class ProcessFailedError(PenstockError):
 class Supervisor:
     """The processes of a run. Use `supervised`."""
 
-    def __init__(self, children: Sequence[Child], config: LaunchConfig, report: Callable[[str], None]) -> None:
-        """`report` is told in a line what happens to the processes."""
+    def __init__(
+        self,
+        children: Sequence[Child],
+        config: LaunchConfig,
+        report: Callable[[str], None],
+        *,
+        first_backoff_s: float = _FIRST_BACKOFF_S,
+    ) -> None:
+        """`report` is given a line for everything that happens to a process."""
         self.children = children
         self._config = config
         self._report = report
-        self._stopping = asyncio.Event()
+        self._first_backoff_s = first_backoff_s
+        self._has_failed = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, name: str) -> None:
+    def start(self, name: str) -> Child:
         """Start the process `name`, and again whenever it dies."""
         child = next(child for child in self.children if child.spec.name == name)
         self._tasks[name] = asyncio.create_task(self._keep(child))
+        return child
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Return when the run is done or `stop` is set.
@@ -56,33 +70,25 @@ class Supervisor:
             stopped.cancel()
         for task in running:
             if task.done():
+                self._has_failed = task.exception() is not None
                 task.result()
 
     async def stop(self) -> None:
-        """End all processes, stage by stage; what does not end within its stage's grace is killed."""
-        self._stopping.set()
-        grace_s, started = self._config.stop_grace_s, time.monotonic()
+        """End all processes, stage by stage; a process that exceeds its grace is killed.
+
+        The one that ends the run has no limit, unless another process has failed: it may be in the middle of a step,
+        which then needs a push and a checkpoint. Until it has ended, the processes that it needs are kept going.
+        """
         for stage in StopStage:
-            num_later = len(StopStage) - 1 - stage
-            timeout_s = grace_s * (1 - num_later / 5) - (time.monotonic() - started)
-            tasks = {
-                self._tasks[c.spec.name]: c
-                for c in self.children
-                if c.spec.stage == stage and c.spec.name in self._tasks
-            }
-            for child in tasks.values():
+            ending = [child for child in self.children if child.spec.stage == stage and child.spec.name in self._tasks]
+            for child in ending:
                 child.terminate()
-            if tasks:
-                await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
-            for task, child in tasks.items():
-                if not task.done() and child.pid is not None:
-                    self._report(f"{child.spec.name} did not stop within {timeout_s:.1f} s; killed")
-                child.kill()
+            await asyncio.gather(*(self._end(child) for child in ending))
 
     async def kill(self) -> None:
         """Kill what is left, at once."""
-        self._stopping.set()
         for child in self.children:
+            child.stop_asked.set()
             child.kill()
         tasks = list(self._tasks.values())
         if tasks:
@@ -91,44 +97,58 @@ class Supervisor:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _end(self, child: Child) -> None:
+        task, limit_s = self._tasks[child.spec.name], self._grace_s(child)
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done() and child.pid is not None:
+            self._report(f"{child.spec.name} did not stop within {limit_s:g} s; killed")
+            child.kill()
+
+    def _grace_s(self, child: Child) -> float | None:
+        if not child.spec.ends_run:
+            return self._config.stop_grace_s
+        return _FAILED_RUN_GRACE_S if self._has_failed else None
+
     async def _keep(self, child: Child) -> None:
-        """Run `child` until the run is done with it."""
+        """Run `child` until it is asked to stop or has ended the run."""
         name, config = child.spec.name, self._config
         deaths: deque[float] = deque(maxlen=config.max_restarts + 1)
-        while not self._stopping.is_set():
+        while not child.stop_asked.is_set():
             code = await child.run()
             child.state = State.STOPPED
-            if self._stopping.is_set() or (code == 0 and child.spec.ends_run):
+            if child.stop_asked.is_set() or (code == 0 and child.spec.ends_run):
                 return
             if code == EXIT_USER_ERROR:
-                raise UserError(_error_line(child))
+                raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
             now = time.monotonic()
             deaths.append(now)
             num_recent = sum(now - death <= config.restart_window_s for death in deaths)
             how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             if num_recent > config.max_restarts:
                 raise ProcessFailedError(_describe_failure(child, how, num_recent, config.restart_window_s))
-            backoff_s = min(_MAX_BACKOFF_S, config.restart_backoff_s * 2 ** (num_recent - 1))
+            backoff_s = min(_MAX_BACKOFF_S, self._first_backoff_s * 2 ** (num_recent - 1))
             self._report(f"{name} {how}; starting it again in {backoff_s:g} s")
             child.state = State.RESTARTING
-            await self._pause(backoff_s)
-
-    async def _pause(self, duration_s: float) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), duration_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(child.stop_asked.wait(), backoff_s)
 
 
 @asynccontextmanager
 async def supervised(
-    specs: Sequence[ProcessSpec], *, logs: Path, config: LaunchConfig, report: Callable[[str], None]
+    specs: Sequence[ProcessSpec],
+    *,
+    logs: Path,
+    config: LaunchConfig,
+    report: Callable[[str], None],
+    first_backoff_s: float = _FIRST_BACKOFF_S,
 ) -> AsyncIterator[Supervisor]:
-    """A supervisor of `specs` for the time of the context, at whose end all processes are stopped.
+    """A supervisor of `specs` during the context, at whose end all processes are stopped.
 
     A cancellation while they are being stopped kills them at once.
     """
     reaper = await Reaper.start()
-    children = [Child(spec, log_file=logs / f"{spec.name}.log", reaper=reaper) for spec in specs]
-    supervisor = Supervisor(children, config, report)
+    children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper) for spec in specs]
+    supervisor = Supervisor(children, config, report, first_backoff_s=first_backoff_s)
     try:
         try:
             yield supervisor
@@ -139,15 +159,7 @@ async def supervised(
         await reaper.end()
 
 
-def _error_line(child: Child) -> str:
-    """What the process said was wrong: its last line that starts with `error: `."""
-    for line in reversed(child.log_since_start().splitlines()):
-        if line.startswith("error: "):
-            return line.removeprefix("error: ")
-    return f"{child.spec.name} cannot start; see {child.log_file}"
-
-
 def _describe_failure(child: Child, how: str, num_deaths: int, window_s: float) -> str:
-    lines = child.log_since_start().splitlines()[-_NUM_SHOWN_LINES:]
-    head = f"{child.spec.name} {how}, death {num_deaths} within {window_s:g} s; its log {child.log_file} ends:"
+    lines = child.log.last_lines(_NUM_SHOWN_LINES)
+    head = f"{child.spec.name} {how}, death {num_deaths} within {window_s:g} s; its log {child.log.path} ends:"
     return "\n".join([head, *(f"  {line}" for line in lines)])

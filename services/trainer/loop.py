@@ -152,6 +152,7 @@ class TrainingLoop:
         self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
 
     async def _checkpoint(self) -> None:
+        self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
         ledger = self.ledger.checkpoint()
         state = {
             "run_id": self.progress.run_id,

@@ -1,6 +1,7 @@
 """A run whose processes are small Python programs: `python fake_run.py <folder> <specs as JSON>`.
 
-Each spec is {"name", "program", "stage", "ends_run"}. The folder is the working directory of the programs.
+Each spec is {"name", "program", "stage", "ends_run"}. The folder is the working directory of the programs; the program
+`name` writes the error that ends it to `name.error.json`.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ def main() -> int:
             environment=dict(os.environ),
             stage=StopStage[spec.get("stage", "SERVE")],
             ends_run=spec.get("ends_run", False),
+            error_file=folder / f"{spec['name']}.error.json",
         )
         for spec in specs
     ]
@@ -37,7 +39,7 @@ def main() -> int:
         sys.stdout.flush()
 
     async def run(stop: asyncio.Event) -> None:
-        async with supervised(processes, logs=folder, config=config, report=report) as supervisor:
+        async with supervised(processes, logs=folder, config=config, report=report, first_backoff_s=0.05) as supervisor:
             for spec in processes:
                 supervisor.start(spec.name)
             await supervisor.wait(stop)

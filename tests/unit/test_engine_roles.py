@@ -13,8 +13,7 @@ import pytest
 from penstock.config import load
 from penstock.errors import ConfigError, InvalidRequestError, NotReadyError, SetupError
 from penstock.v1 import common_pb2, generate_pb2
-from services.launch.launcher import process_specs
-from services.launch.run_folder import RunFolder
+from services.launch.run_plan import make_plan
 from services.recipe import Recipe
 from services.rollout.engine import disaggregation, verbs
 from services.rollout.engine.config import RolloutConfig
@@ -35,8 +34,8 @@ def test_half_of_a_pool_is_refused(tmp_path: Path, prefill: int, decode: int, mi
     (tmp_path / "config.json").write_text("{}")
     counts = [f"--model.path={tmp_path}", f"--rollout.prefill={prefill}", f"--rollout.decode={decode}"]
     with pytest.raises(ConfigError, match=f"set {missing} to 1 or more, or add unified engines"):
-        load(Recipe, None, [*counts, "--rollout.replicas=0"])
-    assert load(Recipe, None, [*counts, "--rollout.replicas=1"]).rollout.replicas == 1
+        load(Recipe, (), [*counts, "--rollout.replicas=0"])
+    assert load(Recipe, (), [*counts, "--rollout.replicas=1"]).rollout.replicas == 1
 
 
 def test_one_port_is_not_for_two() -> None:
@@ -49,13 +48,13 @@ def test_train_starts_each_role(tmp_path: Path) -> None:
     """As many of each as the recipe says, told apart by name, whatever role the recipe itself names."""
     (tmp_path / "config.json").write_text("{}")
     counts = ["--rollout.replicas=0", "--rollout.prefill=1", "--rollout.decode=2", "--rollout.role=prefill"]
-    recipe = load(Recipe, None, [f"--model.path={tmp_path}", f"--run.dir={tmp_path}/runs", *counts])
-    specs = process_specs(recipe, RunFolder.create(recipe.run), own_bus=False)
-    roles = {spec.name: spec.command[-1] for spec in specs if "rollout" in spec.command}
+    recipe = load(Recipe, (), [f"--model.path={tmp_path}", f"--run.dir={tmp_path}/runs", *counts])
+    processes = make_plan(recipe, [], own_bus=False).processes
+    roles = {process.name: process.overrides for process in processes if process.service == "rollout"}
     assert roles == {
-        "prefill-0": "--rollout.role=prefill",
-        "decode-0": "--rollout.role=decode",
-        "decode-1": "--rollout.role=decode",
+        "prefill-0": ("--rollout.role=prefill",),
+        "decode-0": ("--rollout.role=decode",),
+        "decode-1": ("--rollout.role=decode",),
     }
 
 

@@ -11,11 +11,15 @@ import pytest
 from penstock.config import load
 from penstock.errors import SetupError
 from penstock.runtime.ports import free_ports
+from penstock.v1 import trainer_pb2
+from services.launch.bounded_log import BoundedLog
 from services.launch.child import StopStage
 from services.launch.launcher import child_environment, process_specs, with_addresses
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
-from services.launch.reaper import groups_left
+from services.launch.reaper_process import groups_left
 from services.launch.run_folder import RunFolder
+from services.launch.run_plan import make_plan
+from services.launch.run_status import describe_phase
 from services.recipe import Recipe
 
 
@@ -27,14 +31,14 @@ def recipe(tmp_path: Path) -> Recipe:
     path.write_text(
         f'[run]\nname = "r"\ndir = "{tmp_path}/runs"\n[model]\npath = "{tmp_path}"\n[rollout]\nreplicas = 2\n'
     )
-    return load(Recipe, path)
+    return load(Recipe, [path])
 
 
 def test_demo_recipe_holds_known_keys_only(tmp_path: Path) -> None:
     """recipes/tiny-cpu.toml is valid, but for its model, which the working directory decides."""
     (tmp_path / "config.json").write_text("{}")
     recipes = Path(__file__).parents[2] / "recipes"
-    assert load(Recipe, recipes / "tiny-cpu.toml", [f"--model.path={tmp_path}"]).rollout.replicas == 2
+    assert load(Recipe, [recipes / "tiny-cpu.toml"], [f"--model.path={tmp_path}"]).rollout.replicas == 2
 
 
 def test_two_runs_in_one_second_have_two_folders(recipe: Recipe) -> None:
@@ -48,7 +52,7 @@ def test_written_config_is_the_recipe(recipe: Recipe) -> None:
     """The run folder's config.toml reads back as the same recipe."""
     folder = RunFolder.create(recipe.run)
     folder.write_config(recipe)
-    assert load(Recipe, folder.config_file) == recipe
+    assert load(Recipe, [folder.config_file]) == recipe
     assert RunFolder.open(folder.path) == folder
 
 
@@ -94,15 +98,92 @@ def test_port_in_use_is_not_free() -> None:
 
 def test_processes_of_a_run(recipe: Recipe) -> None:
     """Replicas have names of their own; only the trainer ends the run; what serves is stopped after what works."""
-    folder = RunFolder.create(recipe.run)
-    live = with_addresses(recipe, folder)
-    specs = {spec.name: spec for spec in process_specs(live, folder, own_bus=True)}
-    assert set(specs) == {"nats", "rollout-0", "rollout-1", "trainer", "reward", "router", "worker-0"}
-    assert [name for name, spec in specs.items() if spec.ends_run] == ["trainer"]
-    stages = {name: spec.stage for name, spec in specs.items()}
+    live = with_addresses(recipe, RunFolder.create(recipe.run))
+    processes = {process.name: process for process in make_plan(live, [], own_bus=True).processes}
+    assert list(processes) == ["nats", "rollout-0", "rollout-1", "trainer", "reward", "router", "worker-0"]
+    assert [name for name, process in processes.items() if process.ends_run] == ["trainer"]
+    stages = {name: process.stage for name, process in processes.items()}
     assert stages["worker-0"] == stages["trainer"] == StopStage.WORK < stages["router"] == stages["rollout-1"]
     assert max(stages, key=lambda name: stages[name]) == "nats"
-    assert "nats" not in {spec.name for spec in process_specs(live, folder, own_bus=False)}
+    assert "nats" not in {process.name for process in make_plan(live, [], own_bus=False).processes}
+
+
+def test_a_plan_says_what_runs_where(recipe: Recipe) -> None:
+    """Before addresses are chosen and after; with GPUs, which process has which."""
+    assert make_plan(recipe, ["0", "1", "2", "3"], own_bus=True).describe() == [
+        "process    address                   GPUs",
+        "nats       127.0.0.1, any free port  -",
+        "rollout-0  127.0.0.1, any free port  0",
+        "rollout-1  127.0.0.1, any free port  1",
+        "trainer    127.0.0.1, any free port  2",
+        "reward     127.0.0.1, any free port  -",
+        "router     127.0.0.1, any free port  -",
+        "worker-0   127.0.0.1, any free port  -",
+        "3 of 4 GPUs are used, each by one process",
+    ]
+    live = with_addresses(recipe, RunFolder.create(recipe.run))
+    lines = make_plan(live, [], own_bus=True).describe()
+    assert ["router", f"127.0.0.1:{live.router.port}", "-"] in [line.split() for line in lines]
+    assert lines[-1] == "no GPU: everything is computed on the CPU"
+
+
+def test_processes_see_their_own_gpus(recipe: Recipe) -> None:
+    """CUDA_VISIBLE_DEVICES of each process is its part of the plan, in an environment without CPU settings."""
+    folder = RunFolder.create(recipe.run)
+    plan = make_plan(with_addresses(recipe, folder), [str(index) for index in range(8)], own_bus=False)
+    visible = {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in process_specs(plan, folder)}
+    assert visible == {
+        "rollout-0": "0", "rollout-1": "1", "trainer": "2", "reward": "", "router": "", "worker-0": "",
+    }  # fmt: skip
+
+
+def test_a_log_is_kept_within_its_bound(tmp_path: Path) -> None:
+    """What outgrew it moves to one predecessor; a process that has the file open for appending writes on."""
+    path = tmp_path / "router.log"
+    log = BoundedLog(path, max_bytes=1000)
+    with path.open("ab", buffering=0) as writer:
+        writer.write(b"old " * 10 + b"\n")
+        log.mark_start()
+        log.bound()
+        assert not (tmp_path / "router.log.1").exists()
+        for number in range(100):
+            writer.write(f"line {number} {'x' * 90}\n".encode())
+            log.bound()
+            assert path.stat().st_size <= 1100
+        writer.write(b"the last words\n")
+    assert (tmp_path / "router.log.1").stat().st_size <= 1100
+    assert log.last_lines(1) == ["the last words"]
+    assert len(log.last_lines(1000)) < 12
+    assert {each.name for each in tmp_path.iterdir()} == {"router.log", "router.log.1"}
+
+
+def test_a_log_s_end_is_that_of_the_newest_start(tmp_path: Path) -> None:
+    """What an earlier start of the process has logged is no explanation of its last death."""
+    path = tmp_path / "router.log"
+    path.write_text("an earlier life\n")
+    log = BoundedLog(path)
+    assert log.last_lines(5) == ["an earlier life"]
+    log.mark_start()
+    assert log.last_lines(5) == []
+    with path.open("a") as writer:
+        writer.write("1\n2\n3\n")
+    assert log.last_lines(2) == ["2", "3"]
+    assert BoundedLog(tmp_path / "none.log").last_lines(5) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (trainer_pb2.RUN_PHASE_STARTING, "loading the model"),
+        (trainer_pb2.RUN_PHASE_TRAINING, "computing step 8 of 20"),
+        (trainer_pb2.RUN_PHASE_PUSHING, "pushing weights to the engines"),
+        (trainer_pb2.RUN_PHASE_SAVING, "writing the checkpoint of step 7"),
+        (trainer_pb2.RUN_PHASE_COLLECTING, "ending the step"),
+    ],
+)
+def test_what_the_trainer_is_still_doing(phase: trainer_pb2.RunPhase.ValueType, words: str) -> None:
+    """As a person reads it who has pressed Ctrl-C."""
+    assert describe_phase(trainer_pb2.GetRunResponse(phase=phase, step=7, num_steps=20)) == words
 
 
 def test_one_computing_thread_each_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

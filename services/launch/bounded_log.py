@@ -1,0 +1,46 @@
+"""A log file that a process of the run appends to, kept within a bound."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+MAX_BYTES = 64 * 2**20
+"""A week of a busy process at level info is less; the newest lines are what one reads after a failure."""
+_TAIL_BYTES = 64 * 2**10
+
+
+class BoundedLog:
+    """The file at `path` and its predecessor `path.1`: together at most about twice `max_bytes`.
+
+    The writers have the file open for appending, and some are not ours (SGLang, nats-server), so it cannot be renamed
+    under them: its content is copied and the file cut to nothing. Lines written in between are lost.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._start = 0
+
+    def mark_start(self) -> None:
+        """What is logged from now on belongs to a new start of the process."""
+        self._start = self._size()
+
+    def bound(self) -> None:
+        """Move the content to `path.1` if it has outgrown the bound. Blocks while it copies."""
+        if self._size() > self._max_bytes:
+            shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
+            os.truncate(self.path, 0)
+            self._start = 0
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines since the newest start, of what the file still holds."""
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(max(self._start, self._size() - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+        return []
+
+    def _size(self) -> int:
+        with suppress(FileNotFoundError):
+            return self.path.stat().st_size
+        return 0

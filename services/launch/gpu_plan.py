@@ -1,0 +1,108 @@
+"""Which GPU each process of a run computes on.
+
+Invariant: where there are two or more GPUs, no two processes share one. With a single GPU they all share it.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+_PROC = Path("/proc/driver/nvidia/gpus")
+_DEV = Path("/dev")
+
+TRAINER = "trainer"
+"""Name of the trainer in a plan."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlan:
+    """The GPUs of each process by its name; a process without any computes on the CPU."""
+
+    devices: Sequence[str]
+    """All that the run may use, as CUDA_VISIBLE_DEVICES names them."""
+    of_process: Mapping[str, Sequence[str]]
+    is_shared: bool
+    """All processes share the only GPU."""
+
+    def environment(self, name: str) -> dict[str, str]:
+        """The variable that shows the process its GPUs and hides the others; none where there is no GPU at all."""
+        if not self.devices:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.of_process.get(name, ()))}
+
+
+def find_gpus(environment: Mapping[str, str] = os.environ, *, proc: Path = _PROC, dev: Path = _DEV) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; neither torch nor the driver is loaded.
+
+    Args:
+        environment: Its CUDA_VISIBLE_DEVICES, if set, is the answer.
+        proc: Folder in which the driver lists its GPUs.
+        dev: Folder of device files, for containers that do not show `proc`.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        # CUDA ignores everything from the first invalid name on; -1 and the empty name are the usual ones.
+        invalid = [index for index, name in enumerate(names) if name in ("", "-1", "NoDevFiles")]
+        return names[: invalid[0]] if invalid else names
+    count = len(list(proc.iterdir())) if proc.is_dir() else 0
+    count = count or sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.glob("nvidia*"))
+    return [str(index) for index in range(count)]
+
+
+def plan_gpus(
+    devices: Sequence[str],
+    engines: Sequence[str],
+    *,
+    tensor_parallel: int,
+    trainer_uses_gpu: bool,
+    memory_fraction: float,
+) -> GpuPlan:
+    """Give each engine `tensor_parallel` GPUs and the trainer one, each its own; a single GPU is shared by all.
+
+    Args:
+        devices: The GPUs, as `find_gpus` returns them.
+        engines: The engines' names.
+        tensor_parallel: GPUs of one engine.
+        trainer_uses_gpu: Whether the trainer computes on a GPU.
+        memory_fraction: Share of a GPU's memory that one engine takes.
+
+    Raises:
+        ConfigError: the GPUs do not suffice, or the engines want more than the whole memory of the GPU they share.
+    """
+    trainer = [TRAINER] if trainer_uses_gpu else []
+    if not devices:
+        return GpuPlan(devices=(), of_process={}, is_shared=False)
+    if len(devices) == 1 and tensor_parallel == 1:
+        if len(engines) * memory_fraction >= 1:
+            raise ConfigError(
+                f"rollout.gpu_memory_fraction = {memory_fraction:g}: {len(engines)} engines with that share do not fit "
+                f"the one GPU; set it below {1 / len(engines):.2f}, or lower rollout.replicas"
+            )
+        shared = {name: tuple(devices) for name in (*engines, *trainer)}
+        return GpuPlan(devices=tuple(devices), of_process=shared, is_shared=len(shared) > 1)
+    num_needed = len(engines) * tensor_parallel + len(trainer)
+    if num_needed > len(devices):
+        raise ConfigError(_explain_shortage(len(devices), len(engines), tensor_parallel, len(trainer)))
+    free = iter(devices)
+    of_process = {name: tuple(next(free) for _ in range(tensor_parallel)) for name in engines}
+    of_process |= {name: (next(free),) for name in trainer}
+    return GpuPlan(devices=tuple(devices), of_process=of_process, is_shared=False)
+
+
+def _explain_shortage(num_devices: int, num_engines: int, tensor_parallel: int, num_trainers: int) -> str:
+    needed = f"{num_engines} engines with rollout.tensor_parallel = {tensor_parallel}"
+    needed += " and the trainer" if num_trainers else ""
+    num_fitting = (num_devices - num_trainers) // tensor_parallel
+    if num_fitting >= 1:
+        remedy = f"lower the number of engines to {num_fitting} (rollout.replicas, prefill, decode)"
+    else:
+        remedy = f"lower rollout.tensor_parallel to at most {max(1, num_devices - num_trainers)}"
+    return (
+        f"{needed} need {num_engines * tensor_parallel + num_trainers} GPUs, and {num_devices} can be used; {remedy}, "
+        "or show the run more GPUs with CUDA_VISIBLE_DEVICES"
+    )

@@ -1,0 +1,39 @@
+"""Whether a process of the run has come up: gRPC servers by grpc.health.v1, nats-server by its greeting."""
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.rpc.channel import connect
+
+_TIMEOUT_S = 2.0
+
+
+async def serves_grpc(address: str) -> bool:
+    """Whether the server at `address` (host:port) says that it is SERVING, with this process's token and TLS."""
+    async with connect(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def serves_nats(address: str) -> bool:
+    """Whether the nats-server at `address` greets who connects; it does so before it asks for token or TLS."""
+    host, _, port = address.rpartition(":")
+    writer = None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            return (await reader.read(5)).startswith(b"INFO")
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()

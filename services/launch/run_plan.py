@@ -1,0 +1,118 @@
+"""What `penstock train` will start: processes, their addresses, GPUs and order. Pure: nothing is opened or written."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from services.launch.child import StopStage
+from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
+from services.recipe import Recipe
+
+LOCAL = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProcess:
+    """One process of the run."""
+
+    name: str
+    service: str
+    """As `penstock serve` calls it."""
+    stage: StopStage
+    address: str
+    """host:port on which it serves; port 0 is any free one."""
+    port_key: str = ""
+    """Setting by which each start is given a port of its own."""
+    overrides: Sequence[str] = ()
+    """Settings in which it differs from the others of its service."""
+    ends_run: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """All processes of a run, in the order in which they are shown and started."""
+
+    processes: Sequence[PlannedProcess]
+    gpus: GpuPlan
+
+    def describe(self) -> list[str]:
+        """The plan in lines: a table of processes, and what the GPUs are used for."""
+        rows = [("process", "address", "GPUs"), *(self._row(process) for process in self.processes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if not self.gpus.devices:
+            lines.append("no GPU: everything is computed on the CPU")
+        elif self.gpus.is_shared:
+            lines.append(f"GPU {self.gpus.devices[0]} is shared by all that compute on a GPU")
+        else:
+            num_used = sum(len(devices) for devices in self.gpus.of_process.values())
+            lines.append(f"{num_used} of {len(self.gpus.devices)} GPUs are used, each by one process")
+        return lines
+
+    def _row(self, process: PlannedProcess) -> tuple[str, str, str]:
+        host, _, port = process.address.rpartition(":")
+        address = process.address if port != "0" else f"{host}, any free port"
+        return process.name, address, ", ".join(self.gpus.of_process.get(process.name, ())) or "-"
+
+
+def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool) -> RunPlan:
+    """The processes of a run of `recipe` on this machine.
+
+    Args:
+        recipe: The recipe, its ports chosen or not.
+        devices: The machine's GPUs, as `find_gpus` returns them.
+        own_bus: Whether the run has a nats-server of its own.
+
+    Raises:
+        ConfigError: the GPUs do not suffice.
+    """
+    processes = list(_processes(recipe, own_bus=own_bus))
+    gpus = plan_gpus(
+        devices,
+        [process.name for process in processes if process.service == "rollout"],
+        tensor_parallel=recipe.rollout.tensor_parallel,
+        trainer_uses_gpu=recipe.trainer.device != "cpu",
+        memory_fraction=recipe.rollout.gpu_memory_fraction,
+    )
+    return RunPlan(processes=processes, gpus=gpus)
+
+
+def _processes(recipe: Recipe, *, own_bus: bool) -> Iterator[PlannedProcess]:
+    if own_bus:
+        port = recipe.bus.url.rpartition(":")[2] or "0"
+        yield PlannedProcess(name="nats", service="nats", stage=StopStage.BUS, address=f"{LOCAL}:{port}")
+    # The engines first, for they take longest to start.
+    counts = {"unified": recipe.rollout.replicas, "prefill": recipe.rollout.prefill, "decode": recipe.rollout.decode}
+    for role, count in counts.items():
+        for index in range(count):
+            yield PlannedProcess(
+                name=f"{'rollout' if role == 'unified' else role}-{index}",
+                service="rollout",
+                stage=StopStage.SERVE,
+                address=_reachable(recipe.rollout.host, recipe.rollout.port),
+                port_key="rollout.port",
+                overrides=(f"--rollout.role={role}",),
+            )
+    yield PlannedProcess(
+        name=TRAINER,
+        service="trainer",
+        stage=StopStage.WORK,
+        address=_reachable(recipe.trainer.host, recipe.trainer.port),
+        ends_run=True,
+    )
+    for service in ("reward", "router"):
+        config = getattr(recipe, service)
+        address = _reachable(config.host, config.port)
+        yield PlannedProcess(name=service, service=service, stage=StopStage.SERVE, address=address)
+    for index in range(recipe.worker.num):
+        yield PlannedProcess(
+            name=f"worker-{index}",
+            service="worker",
+            stage=StopStage.WORK,
+            address=_reachable(recipe.worker.host, recipe.worker.port),
+            port_key="worker.port",
+        )
+
+
+def _reachable(host: str, port: int) -> str:
+    """The address at which this machine reaches a server that listens on `host`."""
+    return f"{LOCAL if host in ('0.0.0.0', '::', '[::]', '') else host}:{port}"

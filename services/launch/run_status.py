@@ -1,0 +1,34 @@
+"""Where the run stands, as the trainer says: TrainerService.GetRun."""
+
+import grpc
+
+from penstock.rpc.channel import connect
+from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+
+_TIMEOUT_S = 2.0
+
+
+async def fetch_run(address: str) -> trainer_pb2.GetRunResponse | None:
+    """The trainer's answer; None while it does not answer."""
+    async with connect(address) as channel:
+        try:
+            return await trainer_pb2_grpc.TrainerServiceStub(channel).GetRun(
+                trainer_pb2.GetRunRequest(), timeout=_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return None
+
+
+def describe_phase(run: trainer_pb2.GetRunResponse) -> str:
+    """What the trainer is doing, for a person who waits for it to end."""
+    match run.phase:
+        case trainer_pb2.RUN_PHASE_STARTING:
+            return "loading the model"
+        case trainer_pb2.RUN_PHASE_TRAINING:
+            return f"computing step {run.step + 1} of {run.num_steps}"
+        case trainer_pb2.RUN_PHASE_PUSHING:
+            return "pushing weights to the engines"
+        case trainer_pb2.RUN_PHASE_SAVING:
+            return f"writing the checkpoint of step {run.step}"
+        case _:
+            return "ending the step"

@@ -1,0 +1,109 @@
+"""Each engine and the trainer compute on GPUs of their own; only a single GPU is shared."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from services.launch.gpu_plan import GpuPlan, find_gpus, plan_gpus
+
+EIGHT = [str(index) for index in range(8)]
+
+
+def plan(devices: list[str], num_engines: int, **options: Any) -> GpuPlan:
+    """A plan for engines named e0, e1, ..."""
+    options = {"tensor_parallel": 1, "trainer_uses_gpu": True, "memory_fraction": 0.4} | options
+    return plan_gpus(devices, [f"e{index}" for index in range(num_engines)], **options)
+
+
+def test_eight_gpus_give_every_process_its_own() -> None:
+    """Seven engines and a trainer; three engines of two GPUs each and a trainer."""
+    devices = plan(EIGHT, 7).of_process
+    assert sorted(device for own in devices.values() for device in own) == EIGHT
+    assert plan(EIGHT, 3, tensor_parallel=2).of_process == {
+        "e0": ("0", "1"),
+        "e1": ("2", "3"),
+        "e2": ("4", "5"),
+        "trainer": ("6",),
+    }
+
+
+@given(
+    num_devices=st.integers(2, 16),
+    num_engines=st.integers(0, 16),
+    tensor_parallel=st.integers(1, 8),
+    trainer=st.booleans(),
+)
+def test_no_gpu_is_given_twice(num_devices: int, num_engines: int, tensor_parallel: int, trainer: bool) -> None:
+    """Whatever is asked for: either every process has as many as it needs, all different, or it is refused."""
+    devices = [f"GPU-{index}" for index in range(num_devices)]
+    needed = num_engines * tensor_parallel + trainer
+    try:
+        found = plan(devices, num_engines, tensor_parallel=tensor_parallel, trainer_uses_gpu=trainer)
+    except ConfigError:
+        assert needed > num_devices
+        return
+    given_out = [device for own in found.of_process.values() for device in own]
+    assert len(given_out) == len(set(given_out)) == needed <= num_devices
+    assert set(given_out) <= set(devices)
+
+
+def test_a_single_gpu_is_shared() -> None:
+    """By the trainer and all engines, if their shares of its memory leave room."""
+    found = plan(["3"], 2)
+    assert found.of_process == {"e0": ("3",), "e1": ("3",), "trainer": ("3",)}
+    assert found.is_shared
+    with pytest.raises(
+        ConfigError, match=r"rollout\.gpu_memory_fraction = 0\.6: 2 engines with that share .*below 0\.50"
+    ):
+        plan(["3"], 2, memory_fraction=0.6)
+
+
+def test_too_few_gpus_are_refused_with_numbers_and_remedy() -> None:
+    """What is needed, what there is, and what would fit."""
+    with pytest.raises(
+        ConfigError, match=r"^8 engines with rollout\.tensor_parallel = 1 and the trainer need 9 GPUs, and 8 can "
+    ):
+        plan(EIGHT, 8)
+    with pytest.raises(ConfigError, match=r"lower the number of engines to 3 \(rollout\.replicas"):
+        plan(EIGHT, 4, tensor_parallel=2)
+    with pytest.raises(
+        ConfigError, match=r"need 3 GPUs, and 2 can be used; lower rollout\.tensor_parallel to at most 1"
+    ):
+        plan(["0", "1"], 1, tensor_parallel=2)
+
+
+def test_every_process_sees_its_gpus_only() -> None:
+    """Those without one see none, so that nothing lands on a GPU by accident; without GPUs nothing is set."""
+    found = plan(["4", "5"], 1)
+    assert found.environment("e0") == {"CUDA_VISIBLE_DEVICES": "4"}
+    assert found.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert found.environment("router") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert plan([], 3).environment("e0") == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [("2,0", ["2", "0"]), ("", []), ("-1", []), ("0,-1,1", ["0"]), ("GPU-8a7b, GPU-9c", ["GPU-8a7b", "GPU-9c"])],
+)
+def test_cuda_visible_devices_decides(visible: str, devices: list[str], tmp_path: Path) -> None:
+    """As CUDA reads it: indices or ids, up to the first that is invalid."""
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": visible}, proc=tmp_path) == devices
+
+
+def test_otherwise_the_driver_s_gpus_count(tmp_path: Path) -> None:
+    """As /proc lists them, or the device files where /proc does not."""
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "nvidia1", "nvidia2"):
+        (tmp_path / name).touch()
+    assert find_gpus({}, proc=tmp_path / "none", dev=tmp_path) == ["0", "1", "2"]
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/0000:01:00.0").mkdir()
+    assert find_gpus({}, proc=tmp_path / "proc", dev=tmp_path) == ["0"]
+    assert find_gpus({}, proc=tmp_path / "none", dev=tmp_path / "none") == []
