@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-nixl check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check test check demo bench bench-push bench-reward bench-reward-soak bench-router churn chaos up down logs test-nixl test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-push bench-reward bench-reward-soak bench-router churn chaos up down logs test-nixl test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -54,6 +54,12 @@ type: setup ## Check types.
 proto: setup ## Generate penstock/v1 from proto/.
 	$(BIN)/python tools/generate_proto.py
 
+settings: setup ## Generate docs/settings.md and the schema of recipes.
+	$(BIN)/python tools/generate_settings.py
+
+settings-check: setup ## Check that docs/settings.md and the schema of recipes are current.
+	$(BIN)/python tools/generate_settings.py --check
+
 proto-check: setup ## Check the contracts, and that the generated code is current.
 	$(BIN)/buf lint proto
 	$(BIN)/python tools/generate_proto.py --check
@@ -65,7 +71,7 @@ test-nixl: setup ## Test prefill/decode pairs whose KV is carried by nixl; fetch
 	$(UV) pip install --quiet --python $(BIN)/python --target .nixl --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 	@PYTHONPATH=.nixl PENSTOCK_TEST_TRANSFER_BACKEND=nixl $(BIN)/pytest tests/integration/test_disaggregation.py $(ARGS)
 
-check: lint type proto-check test ## All that CI runs.
+check: lint type proto-check settings-check test ## All that CI runs.
 
 demo: setup ## Train a tiny vision-language model from start to end, in about ten minutes on two cores.
 	@$(BIN)/penstock train $(RECIPE) $(ARGS)

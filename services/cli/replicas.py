@@ -11,7 +11,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime import security
 from penstock.runtime.security import Security
-from services.recipe import ServiceRecipe
+from services.recipe import Recipe
 
 app = typer.Typer(help="List the replicas that the router sees, or drain one.", invoke_without_command=True)
 
@@ -69,7 +69,7 @@ def _find_router(config: Path | None, address: str) -> str:
         if config is not None:
             raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
         return address
-    recipe = configuration.load(ServiceRecipe, config)
+    recipe = configuration.load(Recipe, [config] if config else ())
     security.install(Security.load(recipe.security))
     router = recipe.router
     if router.port == 0:

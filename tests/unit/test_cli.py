@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_every_command_checks_the_whole_recipe(recipe: Path, command: tuple[str,
         (("fly",), ("fly",)),
         (("train",), ("recipe",)),
         (("train", "nowhere.toml"), ("nowhere.toml", "cannot be read")),
-        (("train", "one.toml", "two.toml"), ("one.toml, two.toml",)),
+        (("train", "one.toml", "two.toml"), ("one.toml", "cannot be read")),
         (("train", "--resume"), ("--resume",)),
         (("train", "--resume", "/nowhere"), ("/nowhere", "config.toml")),
         (("serve",), ("service",)),
@@ -167,6 +168,83 @@ def test_router_and_nats_need_no_model(tmp_path: Path) -> None:
             process.terminate()
             process.wait(20)
             process.stderr.close()
+
+
+def test_recipes_lie_over_each_other(recipe: Path, tmp_path: Path) -> None:
+    """From left to right, between overrides in any order; `serve` takes them as --config."""
+    overlay = tmp_path / "overlay.toml"
+    overlay.write_text('[trainer]\nmax_staleness = 3\n[run]\nname = "over"\n')
+    resolved = tomllib.loads(penstock("config", recipe, "--run.seed=5", overlay).stdout)
+    assert (resolved["trainer"]["num_steps"], resolved["trainer"]["max_staleness"]) == (7, 3)
+    assert (resolved["run"]["name"], resolved["run"]["seed"]) == ("over", 5)
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[router]\nport = 99999\n")
+    assert_mistake(penstock("serve", "reward", "--config", recipe, "--config", bad), "router.port", "99999")
+
+
+def test_settings_explain_themselves() -> None:
+    """Type, range, default and meaning of one section and those inside it, or of all."""
+    result = penstock("config", "--help-settings", "trainer.optimizer")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("[trainer.optimizer]")
+    assert "learning_rate = 1e-06\n      number, > 0\n      Learning rate after warm-up." in result.stdout
+    assert result.stdout.count("[") == 1 + result.stdout.count("= [")
+    everything = penstock("config", "--help-settings").stdout
+    assert everything.index("[run]") < everything.index("[trainer.optimizer]") < everything.index("[launch]")
+    assert_mistake(penstock("config", "--help-settings", "trainer.optimiser"), "did you mean trainer.optimizer?")
+    assert_mistake(penstock("config", "--help-settings", "zzz"), "unknown section zzz", "known: bus, data")
+    assert_mistake(penstock("config", "--help-settings", "--run.seed=1"), "leave out --run.seed=1")
+
+
+def test_a_dry_run_shows_the_plan_and_touches_nothing(recipe: Path) -> None:
+    """Processes, addresses, GPUs and files; no folder, no process."""
+    before = sorted(recipe.parent.iterdir())
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    command = [PENSTOCK, "train", recipe, "--dry-run", "--rollout.replicas=3", "--router.port=7001"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["rollout-2", "127.0.0.1,", "any", "free", "port", "2"] in lines
+    assert ["trainer", "127.0.0.1,", "any", "free", "port", "3"] in lines
+    assert ["router", "127.0.0.1:7001", "-"] in lines
+    assert f"run folder {recipe.parent}/runs/run-<start>" in result.stdout
+    assert sorted(recipe.parent.iterdir()) == before
+    refused = subprocess.run(
+        [*command, "--rollout.replicas=4"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert_mistake(refused, "need 5 GPUs, and 4 can be used", "lower the number of engines to 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("penstock tr", {"train"}),
+        ("penstock train --trainer.loss.clip", {"--trainer.loss.clip_low=", "--trainer.loss.clip_high="}),
+        ("penstock train --dry", {"--dry-run"}),
+        ("penstock serve ro", {"router", "rollout"}),
+        ("penstock serve rollout --rollout.tensor", {"--rollout.tensor_parallel="}),
+    ],
+)
+def test_shells_complete_commands_and_settings(words: str, completions: set[str]) -> None:
+    """What `penstock --install-completion` has the shell ask."""
+    environment = {
+        **os.environ,
+        "_PENSTOCK_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    result = subprocess.run([PENSTOCK], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert set(result.stdout.split()) == completions, result
+
+
+def test_a_process_also_writes_its_error_for_the_launcher(recipe: Path, tmp_path: Path) -> None:
+    """As JSON, so that nobody has to search a log for it."""
+    error_file = tmp_path / "error.json"
+    result = penstock("serve", "trainer", "--config", recipe, "--error-file", error_file, "--model.path=/nowhere")
+    assert_mistake(result, "model.path = '/nowhere'")
+    error = json.loads(error_file.read_text())
+    assert error["error"] == "ConfigError"
+    assert result.stderr == f"error: {error['message']}\n"
 
 
 def test_recipe_that_is_no_toml(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""What several commands share: recipes and overrides in any order, and shell completion of settings."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+from penstock import config as configuration
+from penstock.config import reference
+from penstock.errors import ConfigError
+from services.recipe import Recipe
+
+TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context settings of a command that takes `--section.key=value`."""
+
+
+class RecipeCommand(TyperCommand):
+    """A command that takes overrides; shells complete their keys."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """The command's own options and arguments, and after `--` the settings of a recipe."""
+        found = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("--"):
+            item = type(super().shell_complete(ctx, "--help")[0])  # typer exports the class of its items nowhere
+            found += [item(key, help=text) for key, text in _overrides() if key.startswith(incomplete)]
+        return found
+
+
+def _overrides() -> Iterator[tuple[str, str]]:
+    for section in reference.sections(Recipe):
+        for setting in section.settings:
+            yield f"--{section.key}.{setting.name}=", setting.help
+
+
+def sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path], list[str]]:
+    """Paths and overrides apart, in whatever order they were typed."""
+    arguments = [*([] if first is None else [str(first)]), *rest]
+    overrides = [argument for argument in arguments if argument.startswith("-") and argument != "-"]
+    return [Path(argument) for argument in arguments if argument not in overrides], overrides
+
+
+def load_recipes(recipes: list[Path], overrides: list[str]) -> Recipe:
+    """Read at least one recipe.
+
+    Raises:
+        ConfigError: there is none, or something in them is wrong.
+    """
+    if not recipes:
+        raise ConfigError("give a recipe, for example recipes/tiny-cpu.toml; further ones override it")
+    return configuration.load(Recipe, recipes, overrides)

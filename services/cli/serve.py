@@ -1,0 +1,79 @@
+"""`penstock serve`: one process of a training run."""
+
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock import config as configuration
+from penstock.errors import PenstockError
+from penstock.runtime import process, security
+from penstock.runtime.security import Security
+from penstock.telemetry import log
+from services.cli import service_settings
+from services.cli.extras import import_with_extra
+from services.recipe import Recipe
+
+
+class Service(enum.StrEnum):
+    """What `penstock serve` can start."""
+
+    NATS = "nats"
+    REWARD = "reward"
+    ROUTER = "router"
+    ROLLOUT = "rollout"
+    WORKER = "worker"
+    TRAINER = "trainer"
+
+
+_MODULES = {
+    Service.REWARD: "services.reward.server",
+    Service.ROUTER: "services.router.server",
+    Service.ROLLOUT: "services.rollout.engine.server",
+    Service.WORKER: "services.rollout.worker.main",
+    Service.TRAINER: "services.trainer.main",
+}
+
+_SETTINGS: dict[Service, Callable[[Recipe], Any]] = {
+    Service.REWARD: lambda recipe: recipe.reward,
+    Service.ROUTER: service_settings.for_router,
+    Service.ROLLOUT: service_settings.for_engine,
+    Service.WORKER: service_settings.for_worker,
+    Service.TRAINER: service_settings.for_trainer,
+}
+
+_SHARING_MEMORY = (Service.ROLLOUT, Service.TRAINER)
+"""They pass weights to each other through /proc or CUDA's memory handles, which a process closed to others denies."""
+
+
+def serve(
+    context: typer.Context,
+    service: Annotated[Service, typer.Argument(help="The process to run.", show_default=False)],
+    config: Annotated[
+        list[Path] | None,
+        typer.Option("--config", help="Recipe (TOML); a further --config overrides it.", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Name of this process in its log; default: the service's.")] = "",
+    error_file: Annotated[
+        Path | None,
+        typer.Option("--error-file", help="Also write the error that ends the process here, as JSON."),
+    ] = None,
+) -> int:
+    """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
+    try:
+        recipe = configuration.load(Recipe, config or (), context.args)
+        security.install(Security.load(recipe.security))
+        if service not in _SHARING_MEMORY:
+            security.hide_secrets()
+        log.configure(recipe.log, service=name or service.value)
+        if service is Service.NATS:
+            from penstock.bus.local_server import become_server
+
+            become_server(recipe.bus, (recipe.run.folder or recipe.run.dir / recipe.run.name) / "nats")
+        settings = _SETTINGS[service](recipe)
+        module = import_with_extra(_MODULES[service], f"penstock serve {service}", extra=service.value)
+    except PenstockError as error:
+        return process.report_error(error, file=error_file)
+    return process.run(lambda stop: module.serve(settings, stop), error_file=error_file)

@@ -1,0 +1,101 @@
+"""What each service receives of a recipe: its own section and the shared ones that it uses, never the whole.
+
+Only what a service uses is checked here, so that NATS, the reward service and the router start on machines that have
+neither the model nor the data.
+"""
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.model.folder import require_model
+from services.recipe import Recipe
+from services.rollout.engine.config import EngineSettings
+from services.rollout.worker.config import WorkerSettings
+from services.router.config import RouterSettings
+from services.trainer.config import TrainerSettings
+
+
+def for_router(recipe: Recipe) -> RouterSettings:
+    """What `penstock serve router` receives.
+
+    Raises:
+        ConfigError: the OpenAI-compatible API is switched on, and model.path is not a model folder.
+    """
+    if recipe.router.http_port is not None and recipe.model is not None:
+        require_model(recipe.model.path)
+    return RouterSettings(
+        router=recipe.router, run=recipe.run, bus=recipe.bus, model=recipe.model, sampling=recipe.sampling
+    )
+
+
+def for_engine(recipe: Recipe) -> EngineSettings:
+    """What `penstock serve rollout` receives.
+
+    Raises:
+        ConfigError: there is no model.
+    """
+    return EngineSettings(rollout=recipe.rollout, run=recipe.run, bus=recipe.bus, model=_model(recipe))
+
+
+def for_worker(recipe: Recipe) -> WorkerSettings:
+    """What `penstock serve worker` receives.
+
+    Raises:
+        ConfigError: there is no model, or an address is missing.
+    """
+    worker = recipe.worker
+    return WorkerSettings(
+        worker=worker,
+        run=recipe.run,
+        bus=recipe.bus,
+        model=_model(recipe),
+        sampling=recipe.sampling,
+        context_length=recipe.rollout.context_length,
+        router_address=_address(worker.router_address, recipe.router.port, "router"),
+        reward_address=_address(worker.reward_address, recipe.reward.port, "reward"),
+    )
+
+
+def for_trainer(recipe: Recipe) -> TrainerSettings:
+    """What `penstock serve trainer` receives.
+
+    Raises:
+        ConfigError: there is no model or no data.
+    """
+    recipe.data.require_file()
+    return TrainerSettings(
+        trainer=recipe.trainer,
+        run=recipe.run,
+        bus=recipe.bus,
+        model=_model(recipe),
+        data=recipe.data,
+        sampling=recipe.sampling,
+    )
+
+
+def require_inputs(recipe: Recipe) -> None:
+    """Check what a whole run needs to be there before it starts.
+
+    Raises:
+        ConfigError: there is no model or no data.
+    """
+    _model(recipe)
+    recipe.data.require_file()
+
+
+def _model(recipe: Recipe) -> ModelConfig:
+    if recipe.model is None:
+        raise ConfigError(
+            "section [model] is missing; add it to the recipe that --config names, or give --model.path=, the folder "
+            "of a transformers checkpoint"
+        )
+    require_model(recipe.model.path)
+    return recipe.model
+
+
+def _address(given: str, port: int, service: str) -> str:
+    if not given and port == 0:
+        raise ConfigError(
+            f"worker.{service}_address is empty and {service}.port is 0; give --worker.{service}_address=host:port, "
+            f"or --{service}.port=..."
+        )
+    return given or f"127.0.0.1:{port}"

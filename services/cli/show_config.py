@@ -1,0 +1,51 @@
+"""`penstock config`: the settings of a recipe as the processes would read it, or what each setting means."""
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import config as configuration
+from penstock.config import reference
+from penstock.errors import ConfigError
+from services.cli.arguments import load_recipes, sort_arguments
+from services.recipe import Recipe
+
+
+def show_config(
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE...", help="Recipe (TOML); further ones override it. After --help-settings: sections."
+        ),
+    ] = None,
+    help_settings: Annotated[
+        bool, typer.Option("--help-settings", help="Print type, default and meaning of every setting, or of a section.")
+    ] = False,
+) -> int:
+    """Print the recipe as the processes would read it: overrides applied, defaults filled in."""
+    arguments, overrides = sort_arguments(recipe, context.args)
+    if help_settings:
+        if overrides:
+            raise ConfigError(f"--help-settings takes sections, for example trainer.loss; leave out {overrides[0]}")
+        sys.stdout.write(_explain([str(argument) for argument in arguments]))
+    else:
+        sys.stdout.write(configuration.dump(load_recipes(arguments, overrides)))
+    return 0
+
+
+def _explain(wanted: list[str]) -> str:
+    """The settings of the sections `wanted` and of those inside them; without any, of all."""
+    known = list(reference.sections(Recipe))
+    keys = {".".join(section.key.split(".")[: depth + 1]) for section in known for depth in range(4)}
+    for key in wanted:
+        if key not in keys:
+            similar = difflib.get_close_matches(key, sorted(keys), n=1)
+            top = sorted({section.key.partition(".")[0] for section in known})
+            hint = f"did you mean {similar[0]}?" if similar else f"known: {', '.join(top)}"
+            raise ConfigError(f"unknown section {key}; {hint}")
+    prefixes = tuple(f"{key}." for key in wanted) or ("",)
+    return reference.as_text([section for section in known if f"{section.key}.".startswith(prefixes)])

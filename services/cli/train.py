@@ -1,0 +1,68 @@
+"""`penstock train`: a whole run on this machine."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import config as configuration
+from penstock.errors import ConfigError
+from penstock.runtime import process, security
+from penstock.runtime.security import Security
+from penstock.telemetry import log
+from services.cli import service_settings
+from services.cli.arguments import load_recipes, sort_arguments
+from services.recipe import Recipe
+
+_EXIT_INTERRUPTED = 130
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE...", help="Recipe (TOML); further ones override it.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN_FOLDER", help="Continue the run in this folder.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print processes, addresses, GPUs and files, and start nothing.")
+    ] = False,
+) -> int:
+    """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
+    from services.launch import launcher
+    from services.launch.run_folder import RunFolder
+
+    recipes, overrides = sort_arguments(recipe, context.args)
+    if resume is not None and recipes:
+        raise ConfigError(f"--resume {resume} brings its own recipe; leave out {recipes[0]}")
+    folder = None if resume is None else RunFolder.open(resume)
+    settings = (
+        load_recipes(recipes, overrides)
+        if folder is None
+        else configuration.load(Recipe, [folder.config_file], overrides)
+    )
+    service_settings.require_inputs(settings)
+    security.install(Security.load(settings.security))
+    plan = launcher.plan_run(settings)
+    if dry_run:
+        path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
+        sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
+        return 0
+    folder = folder or RunFolder.create(settings.run)  # only now: no mistake leaves a folder behind
+    security.hide_secrets()
+    with folder.locked():
+        folder.write_config(settings)
+        log.configure(settings.log, service="launcher", file=folder.launcher_log)
+        interrupted = False
+
+        async def run(stop: asyncio.Event) -> None:
+            nonlocal interrupted
+            await launcher.launch(settings, folder, stop)
+            interrupted = stop.is_set()
+
+        code = process.run(run)
+    return _EXIT_INTERRUPTED if interrupted else code
