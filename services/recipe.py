@@ -1,6 +1,6 @@
-"""The recipe: everything that a run is, in one TOML file that all its processes read.
+"""The recipe: all settings of a run, in TOML files that its processes share.
 
-Imports the services' settings only, so that a mistyped key is answered before anything heavy is loaded.
+Imports the services' settings only, so that a mistyped key is reported before anything heavy is loaded.
 """
 
 from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig, SecurityConfig
@@ -12,8 +12,8 @@ from services.router.config import RouterConfig
 from services.trainer.config import DataConfig, TrainerConfig
 
 
-class ServiceRecipe(Config):
-    """All sections of a recipe, for a process that needs no model: none of them must be given."""
+class Recipe(Config):
+    """All settings of a run."""
 
     model: ModelConfig | None = None
     run: RunConfig = RunConfig()
@@ -28,9 +28,3 @@ class ServiceRecipe(Config):
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()
-
-
-class Recipe(ServiceRecipe):
-    """All sections of a recipe; only [model] has no defaults."""
-
-    model: ModelConfig

@@ -10,6 +10,7 @@ from penstock.bus.connection import Bus, Stream
 from penstock.records import Group, ImagePart, Message, Prompt, TextPart
 from penstock.records.codec import decode, encode
 from penstock.v1 import common_pb2, generate_pb2
+from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 from tests.simulated_engine import SimulatedEngine
@@ -50,7 +51,7 @@ def free_port() -> int:
 async def working(recipe: Recipe) -> AsyncIterator[asyncio.Event]:
     """A worker during the context; yields its stop event."""
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(recipe, stop))
+    task = asyncio.create_task(serve(service_settings.for_worker(recipe), stop))
     try:
         yield stop
     finally:

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 from penstock.runtime.process import run
+from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 
 if __name__ == "__main__":
-    recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
-    sys.exit(run(lambda stop: serve(recipe, stop)))
+    settings = service_settings.for_worker(Recipe.model_validate_json(Path(sys.argv[1]).read_text()))
+    sys.exit(run(lambda stop: serve(settings, stop)))

@@ -7,11 +7,23 @@ from typing import Any
 from penstock.errors import ConfigError
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that the file holds; empty where there is no file, or something else than an object in it.
+def require_model(path: Path) -> None:
+    """Check that `path` is a model folder; cheap enough to do before anything else starts.
 
     Raises:
-        ConfigError: the file is no JSON.
+        ConfigError: it has no config.json.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {str(path)!r}: this folder has no config.json; give the folder of a transformers checkpoint"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file; empty if there is no file, or if it holds something else.
+
+    Raises:
+        ConfigError: the file is not JSON.
     """
     if not path.is_file():
         return {}

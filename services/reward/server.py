@@ -5,7 +5,7 @@ import contextlib
 import resource
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.http.server import HttpServer
@@ -19,14 +19,6 @@ from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.worker_process import WorkerDiedError
 from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier
-
-
-class RewardRecipe(Protocol):
-    """The part of a recipe that the reward service reads."""
-
-    @property
-    def reward(self) -> RewardConfig:
-        """Its own section."""
 
 
 class RunningService(NamedTuple):
@@ -92,9 +84,9 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
         await pool.close()
 
 
-async def serve(recipe: RewardRecipe, stop: asyncio.Event) -> None:
+async def serve(config: RewardConfig, stop: asyncio.Event) -> None:
     """Run the reward service until `stop` is set, then drain it. Raises the process's limit of open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client has one; 1024 are soon too few
-    async with running(recipe.reward):
+    async with running(config):
         await stop.wait()

@@ -1,10 +1,11 @@
 """Settings of the router."""
 
+import dataclasses
 import enum
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
 
 
 class BalancingName(enum.StrEnum):
@@ -109,3 +110,16 @@ class RouterConfig(Config):
     """prefix: blocks of 64 tokens whose replica is remembered; the one unused for longest is forgotten first."""
     grace_s: float = pydantic.Field(default=5.0, ge=0)
     """When stopping, how long calls in progress may still take."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """All that a router process receives."""
+
+    router: RouterConfig
+    run: RunConfig
+    bus: BusConfig
+    model: ModelConfig | None = None
+    """Only the OpenAI-compatible API needs it."""
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    """Defaults of that API's requests."""

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.v1 import router_pb2, router_pb2_grpc
-from services.router.config import RouterConfig
+from services.router.config import RouterConfig, RouterSettings
 from services.router.forwarder import SERVICE_NAME, GenerateServicer, RequestForwarder
 from services.router.frontends.router_service import RouterServicer
 from services.router.pool import open_pool
@@ -22,7 +22,6 @@ from services.router.routes import Routes
 from services.router.slot_pool import SlotPool
 
 if TYPE_CHECKING:
-    from services.recipe import ServiceRecipe
     from services.router.frontends.openai.server import ChatBackend
 
 
@@ -50,8 +49,8 @@ async def routing(config: RouterConfig, bus: Bus, *, voice: "ChatBackend | None"
             routes.close()
 
 
-async def serve(recipe: "ServiceRecipe", stop: asyncio.Event) -> None:
-    """Run the router of `recipe` until `stop`.
+async def serve(settings: RouterSettings, stop: asyncio.Event) -> None:
+    """Run a router until `stop`.
 
     Meant for a process of its own: transformers is kept from importing torch.
 
@@ -59,26 +58,26 @@ async def serve(recipe: "ServiceRecipe", stop: asyncio.Event) -> None:
         ConfigError: the OpenAI-compatible face is wanted, and no model or none with a tokenizer is given.
         SetupError: NATS is out of reach, a port is in use, or a package is missing.
     """
-    voice = None if recipe.router.http_port is None else await asyncio.to_thread(_load_voice, recipe)
+    voice = None if settings.router.http_port is None else await asyncio.to_thread(_load_voice, settings)
     async with (
-        connect(recipe.bus, run=recipe.run.name) as bus,
-        routing(recipe.router, bus, voice=voice),
+        connect(settings.bus, run=settings.run.name) as bus,
+        routing(settings.router, bus, voice=voice),
     ):
         with _rare_collections():
             await stop.wait()
 
 
-def _load_voice(recipe: "ServiceRecipe") -> "ChatBackend":
-    if recipe.model is None:
+def _load_voice(settings: RouterSettings) -> "ChatBackend":
+    if settings.model is None:
         raise ConfigError(
-            f"router.http_port = {recipe.router.http_port} needs the model's tokenizer; give --model.path=FOLDER"
+            f"router.http_port = {settings.router.http_port} needs the model's tokenizer; give --model.path=FOLDER"
         )
     try:
         from services.router.frontends.openai.server import ChatBackend
 
         with torch_hidden():
             return ChatBackend.load(
-                recipe.router, run=recipe.run.name, model_path=recipe.model.path, sampling=recipe.sampling
+                settings.router, run=settings.run.name, model_path=settings.model.path, sampling=settings.sampling
             )  # fmt: skip
     except ModuleNotFoundError as error:
         raise SetupError(

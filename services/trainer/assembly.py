@@ -1,4 +1,4 @@
-"""Builds the parts of a run, each from its own section of the recipe, as the newest checkpoint says."""
+"""Builds the parts of a run, each from its own section of the settings, as the newest checkpoint says."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from penstock.bus.lock import Lock
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.config import TrainerConfig, TrainerRecipe, WeightSyncConfig
+from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
@@ -42,7 +42,7 @@ _MAX_GROUPS_IN_HAND = 100_000
 
 
 async def assemble(
-    recipe: TrainerRecipe,
+    settings: TrainerSettings,
     folder: Path,
     bus: Bus,
     stack: AsyncExitStack,
@@ -57,15 +57,15 @@ async def assemble(
     Raises:
         UserError: the model, the data or NATS are not as the run needs them.
     """
-    config = recipe.trainer
+    config = settings.trainer
     ledger = _open_ledger(config, checkpoint)
-    dataset = await asyncio.to_thread(open_dataset, recipe.data, seed=recipe.run.seed)
+    dataset = await asyncio.to_thread(open_dataset, settings.data, seed=settings.run.seed)
     optimizer, reader = await asyncio.to_thread(
         open_policy,
-        recipe.model.path,
+        settings.model.path,
         None if checkpoint is None else checkpoint.path,
-        seed=recipe.run.seed,
-        temperature=recipe.sampling.temperature,
+        seed=settings.run.seed,
+        temperature=settings.sampling.temperature,
         config=config,
     )
     step = 0 if checkpoint is None else checkpoint.step
@@ -86,10 +86,10 @@ async def assemble(
         run_id=progress.run_id,
         trainer_epoch=uuid.uuid4().hex[:8],
         samples_per_group=config.samples_per_group,
-        profile=recipe.data.profile,
-        environment=recipe.data.environment,
+        profile=settings.data.profile,
+        environment=settings.data.environment,
     )
-    ttl_s = recipe.bus.lease_ttl_s
+    ttl_s = settings.bus.lease_ttl_s
     replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
     version = first_version(
         checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
@@ -104,7 +104,7 @@ async def assemble(
     return TrainingLoop(
         config=config,
         folder=folder,
-        base_model=recipe.model.path,
+        base_model=settings.model.path,
         lock=lock,
         versions=versions,
         progress=progress,
@@ -116,7 +116,7 @@ async def assemble(
         batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector),
         checkpoints=store,
         metrics=MetricsLog(folder, last_step=step),
-        recorder=_recorder(recipe, folder, optimizer, progress.run_id) if config.record_groups else None,
+        recorder=_recorder(settings, folder, optimizer, progress.run_id) if config.record_groups else None,
         version=version,
         step=step,
         saved_version=None if checkpoint is None else int(checkpoint.state["version"]),
@@ -133,14 +133,14 @@ def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupL
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
 
 
-def _recorder(recipe: TrainerRecipe, folder: Path, optimizer: PolicyOptimizer, run_id: str) -> StepRecorder:
-    settings = StepSettings.of(
-        model_path=recipe.model.path,
-        seed=recipe.run.seed,
-        temperature=recipe.sampling.temperature,
-        trainer=recipe.trainer,
+def _recorder(settings: TrainerSettings, folder: Path, optimizer: PolicyOptimizer, run_id: str) -> StepRecorder:
+    recorded = StepSettings.of(
+        model_path=settings.model.path,
+        seed=settings.run.seed,
+        temperature=settings.sampling.temperature,
+        trainer=settings.trainer,
     )
-    return StepRecorder(folder, settings, optimizer, run_id=run_id)
+    return StepRecorder(folder, recorded, optimizer, run_id=run_id)
 
 
 def _publisher(config: WeightSyncConfig, folder: Path, replicas: leases.Watch, device: torch.device) -> WeightPublisher:

@@ -1,14 +1,16 @@
 """Configuration of the trainer: sections `[trainer]` and `[data]` of a recipe.
 
-Imports nothing but pydantic, so that a mistyped key is reported before torch is loaded.
+Imports nothing heavy, so that a mistyped key is reported before torch is loaded.
 """
 
+import dataclasses
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
+from penstock.errors import ConfigError
 
 
 class OptimizerConfig(Config):
@@ -164,38 +166,26 @@ class DataConfig(Config):
     environment: str = "single_turn"
     """Environment that plays the prompts."""
 
-    @pydantic.model_validator(mode="after")
-    def _path_exists(self) -> Self:
+    def require_file(self) -> None:
+        """Check that the file exists, if one is configured; cheap enough to do before anything else starts.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
         if self.path and not Path(self.path).is_file():
-            raise ValueError(
-                f"path {self.path!r} is no file; give a .parquet file, or nothing for the built-in data set"
+            raise ConfigError(
+                f"data.path = {self.path!r}: there is no such file; give a .parquet file, or leave it out for the "
+                "built-in data set"
             )
-        return self
 
 
-class TrainerRecipe(Protocol):
-    """The sections of a recipe that the trainer reads."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """All that a trainer process receives."""
 
-    @property
-    def model(self) -> ModelConfig:
-        """The model that is trained."""
-
-    @property
-    def run(self) -> RunConfig:
-        """The run and its folder."""
-
-    @property
-    def data(self) -> DataConfig:
-        """The prompts."""
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """How the policy is sampled."""
-
-    @property
-    def trainer(self) -> TrainerConfig:
-        """The trainer itself."""
-
-    @property
-    def bus(self) -> BusConfig:
-        """NATS."""
+    trainer: TrainerConfig
+    run: RunConfig
+    bus: BusConfig
+    model: ModelConfig
+    data: DataConfig
+    sampling: SamplingConfig

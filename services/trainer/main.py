@@ -12,7 +12,7 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.assembly import assemble, new_run_id
-from services.trainer.config import TrainerRecipe
+from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
 from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.telemetry.curves import draw_curves
@@ -22,37 +22,37 @@ from services.trainer.versions import open_versions
 log = structlog.get_logger()
 
 
-async def serve(recipe: TrainerRecipe, stop: asyncio.Event) -> None:
+async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
     """Train until the recipe's last step or until `stop`, then draw the curves.
 
     Raises:
         UserError: the model, the data, NATS or the checkpoints are not as the run needs them.
     """
-    recipe.sampling.require_trainable()
-    folder = recipe.run.folder or recipe.run.dir / recipe.run.name
+    settings.sampling.require_trainable()
+    folder = settings.run.folder or settings.run.dir / settings.run.name
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))
+        bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name))
         await bus.ensure_streams()
-        lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=recipe.bus.lease_ttl_s))
-        store = CheckpointStore(folder / "checkpoints", keep=recipe.trainer.keep_checkpoints)
+        lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=settings.bus.lease_ttl_s))
+        store = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
         checkpoint = await asyncio.to_thread(store.latest)
         versions = await open_versions(bus)
         if checkpoint is None:
             versions.require_checkpoint(store.folder)
-        run_id = new_run_id(recipe.run.name) if checkpoint is None else str(checkpoint.state["run_id"])
-        progress = Progress(run_id=run_id, num_steps=recipe.trainer.num_steps)
-        await _serve_progress(recipe, progress, stack)
-        assembling = assemble(recipe, folder, bus, stack, store, checkpoint, progress, lock, versions)
+        run_id = new_run_id(settings.run.name) if checkpoint is None else str(checkpoint.state["run_id"])
+        progress = Progress(run_id=run_id, num_steps=settings.trainer.num_steps)
+        await _serve_progress(settings, progress, stack)
+        assembling = assemble(settings, folder, bus, stack, store, checkpoint, progress, lock, versions)
         loop = await unless_stopped(assembling, stop)
         if loop is None:
             return
         await _run_beside_its_tasks(loop, stop)
         await _draw(loop, folder)
-        log.info("run.ended", step=loop.step, num_steps=recipe.trainer.num_steps, folder=str(folder))
+        log.info("run.ended", step=loop.step, num_steps=settings.trainer.num_steps, folder=str(folder))
 
 
-async def _serve_progress(recipe: TrainerRecipe, progress: Progress, stack: AsyncExitStack) -> None:
-    server = RpcServer(host=recipe.trainer.host, port=recipe.trainer.port)
+async def _serve_progress(settings: TrainerSettings, progress: Progress, stack: AsyncExitStack) -> None:
+    server = RpcServer(host=settings.trainer.host, port=settings.trainer.port)
     name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
     await server.start()

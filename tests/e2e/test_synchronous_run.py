@@ -71,7 +71,7 @@ async def assert_closed(train: TrainProcess, certificates: SecurityConfig) -> No
 
     The first engine to join stands for all: the run waits for no other.
     """
-    live = load(Recipe, train.folder / "live.toml")
+    live = load(Recipe, [train.folder / "live.toml"])
     known, stranger = security_of(certificates, token=TOKEN), security_of(certificates, token=WRONG)
     async with RouterClient(f"127.0.0.1:{live.router.port}", security=known) as router:
         engine = await address_of_first_engine(router, train)
@@ -159,7 +159,7 @@ def test_every_push_was_verified(run: TrainProcess) -> None:
 
 def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     """The same samples through a loop without processes, queues or pushes give the same parameters, bit for bit."""
-    recipe = load(Recipe, run.folder / "config.toml")
+    recipe = load(Recipe, [run.folder / "config.toml"])
     torch.manual_seed(recipe.run.seed)
     forbidden = forbidden_token_ids(recipe.model.path)
     policy = load_policy(recipe.model.path, temperature=recipe.sampling.temperature, forbidden_ids=forbidden)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import time
-import types
 from collections.abc import AsyncIterator
 
 import grpc
@@ -16,7 +15,7 @@ from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError,
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.rpc.channel import connect as connect_channel
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, trainer_pb2
-from services.router.config import RouterConfig
+from services.router.config import RouterConfig, RouterSettings
 from services.router.server import routing, serve
 from tests.engine_processes import engine_process
 from tests.routers import Caller, failure, pool, router
@@ -331,9 +330,9 @@ async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_nam
     async with local_port() as port:
         sections = {"bus": bus_config, "run": RunConfig(name=run_name)}
         with pytest.raises(SetupError, match=rf"127.0.0.1:{port}.*in use"):
-            await serve(types.SimpleNamespace(router=RouterConfig(port=port), **sections), asyncio.Event())
+            await serve(RouterSettings(router=RouterConfig(port=port), **sections), asyncio.Event())
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(types.SimpleNamespace(router=RouterConfig(port=port), **sections), stop))
+    task = asyncio.create_task(serve(RouterSettings(router=RouterConfig(port=port), **sections), stop))
     async with connect_channel(f"127.0.0.1:{port}") as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=10.0, wait_for_ready=True)

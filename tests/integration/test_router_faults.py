@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import time
-import types
 
 import grpc
 import pytest
@@ -12,7 +11,7 @@ from penstock.bus.connection import Bus
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import NotReadyError, OverloadedError, UnavailableError
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
-from services.router.config import RouterConfig
+from services.router.config import RouterConfig, RouterSettings
 from services.router.server import serve
 from tests.engine_processes import engine_process
 from tests.routers import failure, ids, pool, router
@@ -207,7 +206,7 @@ async def test_a_router_that_can_no_longer_follow_the_pool_ends(
     bus: Bus, bus_config: BusConfig, run_name: str, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """It would go on with the replicas of that moment for ever, and nobody would know: a bug there is the end of it."""
-    recipe = types.SimpleNamespace(router=RouterConfig(), bus=bus_config, run=RunConfig(name=run_name))
+    recipe = RouterSettings(router=RouterConfig(), bus=bus_config, run=RunConfig(name=run_name))
     serving = asyncio.create_task(serve(recipe, asyncio.Event()))
     async with SimulatedEngine(bus, replica_id="one").running() as engine:
         await asyncio.sleep(0.5)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import config as configuration
 from penstock.config import SecurityConfig
-from services.recipe import ServiceRecipe
+from services.recipe import Recipe
 from tests.certificates import PAGE, security_of
 from tests.reward_process import RewardProcess, reward_process
 from tests.strangers import TOKEN
@@ -54,7 +54,7 @@ def test_the_section_is_one_that_a_process_takes(folder: Path, monkeypatch: pyte
     """With the files that the commands have made, where they have made them."""
     (folder / "recipe.toml").write_text(block("toml"))
     monkeypatch.chdir(folder)
-    tls = security_of(configuration.load(ServiceRecipe, Path("recipe.toml")).security).tls
+    tls = security_of(configuration.load(Recipe, [Path("recipe.toml")]).security).tls
     assert tls is not None
     assert tls.mutual
     tls.require_certificate()

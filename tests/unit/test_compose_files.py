@@ -22,7 +22,7 @@ import yaml
 
 from penstock import config as configuration
 from penstock.runtime.ports import free_ports
-from services.recipe import Recipe, ServiceRecipe
+from services.recipe import Recipe
 from services.router.config import OpenAIConfig
 from tests.compose import stack
 
@@ -221,7 +221,7 @@ def test_what_a_service_may_take_fits_its_memory_limit() -> None:
     for path in (BASE, OVERRIDES[0]):
         command = read(path)["services"]["reward"]["command"]
         (given,) = re.findall(r"(--reward\.http_max_body_mb=\S+) \$\{PENSTOCK_ARGS", command)
-        reward = configuration.load(ServiceRecipe, None, [given]).reward
+        reward = configuration.load(Recipe, (), [given]).reward
         bodies_mb = 2 * reward.http_max_body_mb * 10  # once they are read as JSON
         assert bodies_mb + reward.overtime_memory_mb + 256 <= limits_mb["reward"], path.name
     assert 2 * OpenAIConfig().max_body_mb * 10 + 256 <= limits_mb["router"]
@@ -298,7 +298,7 @@ def test_the_recipe_for_gpus_is_sound(tmp_path: Path) -> None:
     data = tmp_path / "train.parquet"
     data.touch()
     overrides = [f"--model.path={MODEL['path']}", f"--data.path={data}"]
-    recipe = configuration.load(Recipe, ROOT / "recipes" / "qwen3-vl-2b-geo3k.toml", overrides)
+    recipe = configuration.load(Recipe, [ROOT / "recipes" / "qwen3-vl-2b-geo3k.toml"], overrides)
     assert recipe.data.profile == "geo3k"
 
 

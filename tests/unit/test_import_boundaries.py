@@ -1,26 +1,49 @@
-"""Who may import whom: `penstock` knows no service, as docs/architecture.md draws it."""
+"""Who may import whom, as docs/architecture.md draws it."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parents[2]
+_SERVICES = ("reward", "router", "rollout/engine", "rollout/worker", "trainer")
+_MEETING_POINTS = ("services.recipe", "services.cli", "services.launch")
 
 
-def _imports(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+def _imports(folder: str) -> Iterator[tuple[str, str]]:
+    """(file, imported module) for every import of a folder's Python files, those inside functions included."""
+    for file in (_ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            if isinstance(node, ast.Import):
+                yield from ((str(file.relative_to(_ROOT)), alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield str(file.relative_to(_ROOT)), node.module or ""
+
+
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 def test_penstock_imports_nothing_of_the_services() -> None:
     """The library that services share stands without any of them."""
-    guilty = {
-        str(file.relative_to(_ROOT)): module
-        for file in (_ROOT / "penstock").rglob("*.py")
-        for module in _imports(file)
-        if module.partition(".")[0] == "services"
+    assert {found for found in _imports("penstock") if _is_within(found[1], "services")} == set()
+
+
+@pytest.mark.parametrize("service", _SERVICES)
+def test_a_service_imports_penstock_and_itself(service: str) -> None:
+    """Services meet on the wire only: none imports another."""
+    own = f"services.{service.replace('/', '.')}"
+    found = {found for found in _imports(f"services/{service}") if _is_within(found[1], "services")}
+    assert {(file, module) for file, module in found if not _is_within(module, own)} == set()
+
+
+def test_only_recipe_cli_and_launch_know_all_services() -> None:
+    """Nobody else imports them: a service receives its own settings, never the recipe that imports it."""
+    outsiders = {
+        (file, module)
+        for file, module in (*_imports("penstock"), *_imports("services"))
+        if any(_is_within(module, point) for point in _MEETING_POINTS)
+        and not file.startswith(("services/recipe.py", "services/cli/", "services/launch/"))
     }
-    assert guilty == {}
+    assert outsiders == set()

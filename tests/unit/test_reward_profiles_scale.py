@@ -87,7 +87,7 @@ def test_a_pattern_that_is_none_is_an_error_of_the_settings(tmp_path: Path) -> N
     with pytest.raises(
         ConfigError, match=r"profiles.math.format_pattern = '\(<think>': is no regular expression: missing \)"
     ):
-        load(RewardConfig, recipe)
+        load(RewardConfig, [recipe])
 
 
 def test_profiles_and_what_they_say_of_themselves() -> None:

@@ -9,7 +9,7 @@ from penstock.config import SecurityConfig
 from penstock.errors import ConfigError
 from penstock.runtime import security
 from penstock.runtime.security import Security, read_secret
-from services.recipe import ServiceRecipe
+from services.recipe import Recipe
 
 TOKEN = "b2f5ff47436671b6e533d8dc3614845d"
 
@@ -86,8 +86,8 @@ def test_a_token_is_in_no_recipe_and_shows_nowhere(monkeypatch: pytest.MonkeyPat
     """There is no key for it, a dump does not have it, and its owner's repr hides it."""
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     with pytest.raises(ConfigError, match=r"unknown key security\.token"):
-        configuration.load(ServiceRecipe, None, [f"--security.token={TOKEN}"])
-    recipe = configuration.load(ServiceRecipe, None)
+        configuration.load(Recipe, (), [f"--security.token={TOKEN}"])
+    recipe = configuration.load(Recipe, ())
     assert TOKEN not in configuration.dump(recipe)
     assert TOKEN not in repr(Security.load(recipe.security))
 
@@ -104,14 +104,14 @@ def test_a_token_is_in_no_recipe_and_shows_nowhere(monkeypatch: pytest.MonkeyPat
 def test_a_url_with_a_secret_is_refused_without_showing_it(setting: str, remedy: str) -> None:
     """It would be written into the run's folder."""
     with pytest.raises(ConfigError, match=remedy) as caught:
-        configuration.load(ServiceRecipe, None, [setting])
+        configuration.load(Recipe, (), [setting])
     assert TOKEN not in str(caught.value)
 
 
 def test_an_at_sign_behind_the_host_is_no_secret() -> None:
     """It may be part of a path or of a query."""
     for url in ("http://host/@judge", "http://host?by=a@b"):
-        assert configuration.load(ServiceRecipe, None, [f"--reward.remote.url={url}"]).reward.remote.url == url
+        assert configuration.load(Recipe, (), [f"--reward.remote.url={url}"]).reward.remote.url == url
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_an_at_sign_behind_the_host_is_no_secret() -> None:
 def test_half_a_section_is_an_error(settings: dict[str, str], said: str) -> None:
     """Each setting has those that it needs."""
     with pytest.raises(ConfigError, match=f"security: {said}"):
-        configuration.load(ServiceRecipe, None, [f"--security.{key}={value}" for key, value in settings.items()])
+        configuration.load(Recipe, (), [f"--security.{key}={value}" for key, value in settings.items()])
 
 
 def test_a_file_that_is_no_certificate_is_an_error_that_names_its_field(tmp_path: Path) -> None:

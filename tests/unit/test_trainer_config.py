@@ -29,10 +29,9 @@ class Both(Config):
         ),
         ("--trainer.weight_sync.drain_s=0", r"trainer\.weight_sync\.drain_s"),
         ("--trainer.loss.importance=gspo", r"trainer\.loss\.importance = 'gspo'.*'tis' or 'ppo'"),
-        ("--trainer.loss.clip=0.2", r"unknown key trainer\.loss\.clip; known here: .*clip_high, clip_low"),
+        ("--trainer.loss.clip=0.2", r"unknown key trainer\.loss\.clip; did you mean trainer\.loss\.clip_"),
         ("--trainer.optimizer.betas=[0.9, 1.0]", r"trainer\.optimizer\.betas = .*below 1"),
         ("--trainer.optimizer.learning_rate=0", r"trainer\.optimizer\.learning_rate"),
-        ("--data.path=/no/such.parquet", r"data: path '/no/such.parquet' is no file; give a \.parquet file"),
         ("--sampling.temperature=0", r"sampling\.temperature = '0'"),
     ],
 )
@@ -40,7 +39,7 @@ def test_refuses_values_out_of_range(tmp_path: Path, override: str, message: str
     """One line that names key, value and remedy."""
     (tmp_path / "r.toml").write_text("")
     with pytest.raises(ConfigError, match=message):
-        load(Both, tmp_path / "r.toml", [override])
+        load(Both, [tmp_path / "r.toml"], [override])
 
 
 def test_every_setting_is_explained() -> None:

@@ -1,8 +1,10 @@
 """Settings of the rollout engines, section [rollout] of a recipe."""
 
+import dataclasses
+
 import pydantic
 
-from penstock.config import Config
+from penstock.config import BusConfig, Config, ModelConfig, RunConfig
 
 
 class RolloutConfig(Config):
@@ -74,3 +76,13 @@ class RolloutConfig(Config):
                 "machine; set it to 0"
             )
         return self
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """All that an engine process receives."""
+
+    rollout: RolloutConfig
+    run: RunConfig
+    bus: BusConfig
+    model: ModelConfig

@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
@@ -18,12 +17,11 @@ from penstock.bus.connection import connect
 from penstock.bus.image_store import ImageStore
 from penstock.bus.leases import Lease, held
 from penstock.bus.replica_lease import write_replica
-from penstock.config import BusConfig, ModelConfig, RunConfig
 from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.config import EngineSettings, RolloutConfig
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.servicers import GenerateServicer, ReplicaView, RolloutServicer
@@ -36,26 +34,6 @@ log = structlog.get_logger()
 _LOAD_INTERVAL_S = 1.0
 _LAST_WORDS_S = 2.0
 """So long answers that are ready have to be sent."""
-
-
-class RolloutRecipe(Protocol):
-    """The part of a recipe that an engine reads."""
-
-    @property
-    def run(self) -> RunConfig:
-        """The run's name."""
-
-    @property
-    def bus(self) -> BusConfig:
-        """Where the lease is kept."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """What to serve."""
-
-    @property
-    def rollout(self) -> RolloutConfig:
-        """Its own section."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +53,7 @@ class EngineServer:
         await self.drain.run(0.0 if self.engine.died.is_set() else grace_s)
 
 
-async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
+async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
     """Run an engine until `stop` is set, then drain it.
 
     Raises:
@@ -83,20 +61,22 @@ async def serve(recipe: RolloutRecipe, stop: asyncio.Event) -> None:
         UnavailableError: one of SGLang's processes died.
     """
     # Noticed before a minute of loading.
-    require_free_port(recipe.rollout.host, recipe.rollout.port, key="rollout.port")
-    if recipe.rollout.role == "prefill":
-        require_free_port(recipe.rollout.host, recipe.rollout.bootstrap_port, key="rollout.bootstrap_port")
-    async with connect(recipe.bus, run=recipe.run.name):
+    require_free_port(settings.rollout.host, settings.rollout.port, key="rollout.port")
+    if settings.rollout.role == "prefill":
+        require_free_port(settings.rollout.host, settings.rollout.bootstrap_port, key="rollout.bootstrap_port")
+    async with connect(settings.bus, run=settings.run.name):
         log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
-    async with running(recipe.rollout, recipe.model.path) as server:
-        async with connect(recipe.bus, run=recipe.run.name) as bus:
+    async with running(settings.rollout, settings.model.path) as server:
+        async with connect(settings.bus, run=settings.run.name) as bus:
             server.images.attach(ImageStore(bus))
-            bucket = await bus.bucket("replicas", ttl_s=recipe.bus.lease_ttl_s)
-            lease_of_server = held(bucket, server.view.replica_id, lambda: _lease(server), ttl_s=recipe.bus.lease_ttl_s)
+            bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
+            lease_of_server = held(
+                bucket, server.view.replica_id, lambda: _lease(server), ttl_s=settings.bus.lease_ttl_s
+            )
             async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
                 keeping = [tasks.create_task(_renew_on_change(server, lease)), tasks.create_task(_follow_load(server))]
                 await _until_any((stop, server.engine.died))
-                await server.end_service(recipe.rollout.grace_s)  # of which the lease tells
+                await server.end_service(settings.rollout.grace_s)  # of which the lease tells
                 for task in keeping:
                     task.cancel()
         if server.engine.died.is_set():

@@ -1,8 +1,10 @@
 """Configuration of the rollout worker: section `[worker]` of a recipe."""
 
+import dataclasses
+
 import pydantic
 
-from penstock.config import Config
+from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
 
 
 class WorkerConfig(Config):
@@ -38,3 +40,20 @@ class WorkerConfig(Config):
     token by then puts its group back for another delivery; one that has some ends with them."""
     grace_s: float = pydantic.Field(default=5.0, ge=0)
     """When stopping, how long groups in hand may still take; then they are put back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """All that a worker process receives."""
+
+    worker: WorkerConfig
+    run: RunConfig
+    bus: BusConfig
+    model: ModelConfig
+    sampling: SamplingConfig
+    context_length: int
+    """Largest number of tokens of prompt and response together; 0: the model's own limit."""
+    router_address: str
+    """host:port of the router."""
+    reward_address: str
+    """host:port of the reward service."""

@@ -82,7 +82,7 @@ def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Re
     if not path.is_dir():
         recorded = describe_steps(recorded_steps(folder))
         raise SetupError(f"step {step} is not recorded in {folder}; {recorded}")
-    settings = configuration.load(StepSettings, path / "settings.toml", overrides)
+    settings = configuration.load(StepSettings, [path / "settings.toml"], overrides)
     try:
         inputs = msgspec.json.decode((path / "step.json").read_bytes(), type=StepInputs)
         groups = tuple(decode(_group_file(path, index).read_bytes(), Group) for index in inputs.groups)

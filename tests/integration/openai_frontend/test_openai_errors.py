@@ -12,12 +12,11 @@ import openai
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.config import SamplingConfig
+from penstock.config import BusConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError
 from penstock.model.chat_template import Renderer
 from penstock.v1 import common_pb2
-from services.recipe import ServiceRecipe
-from services.router.config import OpenAIConfig, RouterConfig
+from services.router.config import OpenAIConfig, RouterConfig, RouterSettings
 from services.router.frontends.openai import event_stream
 from services.router.frontends.openai.errors import ParameterError, error_body
 from services.router.frontends.openai.parsed_request import Reader
@@ -257,7 +256,7 @@ async def _received(client: socket.socket) -> AsyncIterator[bytes]:
 async def test_the_face_needs_a_model() -> None:
     """Said before anything starts."""
     with pytest.raises(ConfigError, match=r"router.http_port = 0 needs the model's tokenizer; give --model.path"):
-        await serve(ServiceRecipe(router=RouterConfig(http_port=0)), asyncio.Event())
+        await serve(RouterSettings(router=RouterConfig(http_port=0), run=RunConfig(), bus=BusConfig()), asyncio.Event())
 
 
 async def test_what_fails_in_mid_stream_is_told_in_the_stream(stage: Stage) -> None:

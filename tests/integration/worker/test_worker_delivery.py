@@ -9,6 +9,7 @@ from penstock.bus.consumer import consuming
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
+from services.cli import service_settings
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
@@ -40,7 +41,7 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     recipe = make_recipe(f"127.0.0.1:{port}")
     stop_router = asyncio.Event()
     router_recipe = recipe.model_copy(update={"router": RouterConfig(port=port)})
-    router = asyncio.create_task(router_server.serve(router_recipe, stop_router))
+    router = asyncio.create_task(router_server.serve(service_settings.for_router(router_recipe), stop_router))
     prompt = make_prompt(run_name)
     await publish(bus, prompt)
     async with working(recipe):

@@ -8,12 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from penstock.bus.connection import Bus
-from penstock.errors import ConfigError
 from services.recipe import Recipe
-from services.rollout.worker.main import serve
 from tests.speaking_engine import (
     SpeakingEngine,
     count,
@@ -104,11 +100,3 @@ async def test_a_worker_that_stops_puts_back_at_once_what_it_cannot_finish(
     engine.delay_s = 0.0
     async with working(slow_to_expire):
         await until_done(bus, 1, timeout_s=10)
-
-
-async def test_a_worker_without_addresses_says_which_setting_is_missing(make_recipe: Callable[..., Recipe]) -> None:
-    """Ports are 0 in a recipe that no launcher has resolved."""
-    with pytest.raises(ConfigError, match=r"worker\.router_address is empty and router\.port is 0"):
-        await serve(make_recipe(""), asyncio.Event())
-    with pytest.raises(ConfigError, match=r"worker\.reward_address is empty and reward\.port is 0"):
-        await serve(make_recipe("127.0.0.1:1", reward_address=""), asyncio.Event())

@@ -1,0 +1,28 @@
+"""Configuration: frozen pydantic models, read from TOML recipes with `--section.key=value` overrides.
+
+All processes of a run read the same recipe, so a mistyped key fails in each of them before anything starts.
+A service's own section is defined beside the service; the sections that several share are in `sections`.
+"""
+
+from penstock.config.base import Config
+from penstock.config.loading import dump, load
+from penstock.config.sections import (
+    BusConfig,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SecurityConfig,
+)
+
+__all__ = [
+    "BusConfig",
+    "Config",
+    "LogConfig",
+    "ModelConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "SecurityConfig",
+    "dump",
+    "load",
+]

@@ -1,0 +1,33 @@
+"""The base class of all settings, and how sections nest in it."""
+
+import types
+import typing
+from typing import Any
+
+import pydantic
+
+
+class Config(pydantic.BaseModel):
+    """Base of all configuration: immutable, without unknown keys; field docstrings are the help text."""
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+def section_of(annotation: Any) -> type[Config] | None:
+    """The section that a field of this type holds: `C` for `C` and for `C | None`; None for a plain value."""
+    for candidate in (annotation, *_members(annotation, typing.Union, types.UnionType)):
+        if isinstance(candidate, type) and issubclass(candidate, Config):
+            return candidate
+    return None
+
+
+def table_of(annotation: Any) -> type[Config] | None:
+    """The section under each name of a field that holds a table of them: `C` for `dict[str, C]`, else None."""
+    values = _members(annotation, dict)
+    return section_of(values[1]) if values else None
+
+
+def _members(annotation: Any, *origins: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) if typing.get_origin(annotation) in origins else ()

@@ -1,0 +1,151 @@
+"""Reading a recipe: TOML files laid over each other, then overrides, then validation with errors people can act on.
+
+pydantic-settings reads the same sources, but its command line answers mistakes with argparse's usage text, and it has
+neither suggestions for mistyped keys nor values that are text where text is wanted; what remains is the merging here.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import tomli_w
+
+from penstock.config.base import Config, section_of, table_of
+from penstock.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str] = ()) -> ConfigT:
+    """Lay `recipes` over each other from left to right, apply `overrides` in order, and validate.
+
+    Args:
+        model: The model of a whole recipe.
+        recipes: TOML files. A table in a later one adds to the earlier; every other value replaces it.
+            Without any, all settings have their defaults.
+        overrides: `--a.b=c` each; c is read as a TOML value, and as text if it is not one.
+
+    Raises:
+        ConfigError: names each wrong key, its value and what would be right.
+    """
+    tree: dict[str, Any] = {}
+    for path in recipes:
+        _lay_over(tree, _read(path))
+    texts = dict(_apply_override(tree, override) for override in overrides)
+    try:
+        try:
+            return model.model_validate(tree)
+        except pydantic.ValidationError as error:
+            # Only now is it known where text is wanted: --run.name=2026 means "2026".
+            _take_as_text(tree, texts, error)
+            return model.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_explain(model, detail) for detail in error.errors())) from None
+
+
+def dump(config: Config) -> str:
+    """The whole of `config` as TOML, which `load` reads back to the same; settings without a value are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}; give the path of a .toml file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path} is not TOML: it is not UTF-8 text; give the path of a .toml file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not TOML: {error}") from None
+
+
+def _lay_over(tree: dict[str, Any], upper: dict[str, Any]) -> None:
+    for key, value in upper.items():
+        lower = tree.get(key)
+        if isinstance(value, dict) and isinstance(lower, dict):
+            _lay_over(lower, value)
+        else:
+            tree[key] = value
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...], str]:
+    """Put the override's value into `tree`; return its key's parts and its text."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or not equals or "." not in key or "" in key.split("."):
+        raise ConfigError(f"argument {override!r} is not an override; write --section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, leaf = key.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"argument {override!r}: {section} is a value, not a section")
+    node[leaf] = value
+    return (*sections, leaf), text
+
+
+def _take_as_text(tree: dict[str, Any], texts: dict[tuple[str, ...], str], error: pydantic.ValidationError) -> None:
+    for detail in error.errors():
+        if detail["type"] == "string_type" and detail["loc"] in texts:
+            *sections, leaf = (str(part) for part in detail["loc"])
+            node = tree
+            for section in sections:
+                node = node[section]
+            node[leaf] = texts[(*sections, leaf)]
+
+
+def _explain(model: type[Config], detail: Any) -> str:
+    """One validation error as `section.key = value: what is wrong`."""
+    location = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {location}; {_suggest(model, tuple(map(str, detail['loc'])))}"
+    if detail["type"] == "missing":
+        return f"key {location} is missing; add it to the recipe or give --{location}=..."
+    message = detail["msg"].removeprefix("Value error, ")
+    if isinstance(detail["input"], dict):
+        return f"{location}: {message}"
+    return f"{location} = {str(detail['input'])!r}: {message}"
+
+
+def _suggest(model: type[Config], location: tuple[str, ...]) -> str:
+    """What an unknown key was probably meant to be: a similar key beside it, or the same key in another section."""
+    *section, key = location
+    known = sorted(_section_at(model, section).model_fields)
+    similar = difflib.get_close_matches(key, known, n=1)
+    meant = [".".join((*section, name)) for name in similar] or [path for path in _keys(model) if _leaf(path) == key]
+    if not meant:
+        meant = [
+            path for path in _keys(model) if _leaf(path) in difflib.get_close_matches(key, [_leaf(path)], cutoff=0.8)
+        ]
+    if meant:
+        return f"did you mean {' or '.join(meant[:3])}?"
+    return f"known here: {', '.join(known)}"
+
+
+def _section_at(model: type[Config], section: Sequence[str]) -> type[Config]:
+    names = iter(section)
+    for name in names:
+        annotation = model.model_fields[name].annotation
+        if (table := table_of(annotation)) is not None:
+            next(names)  # the name that a person chose
+        model = section_of(annotation) or table or model
+    return model
+
+
+def _keys(model: type[Config], prefix: str = "") -> list[str]:
+    """The keys of all settings, dotted."""
+    keys = []
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        keys += [f"{prefix}{name}"] if section is None else _keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

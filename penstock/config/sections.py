@@ -1,0 +1,117 @@
+"""The sections of a recipe that several services share."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import pydantic
+
+from penstock.config.base import Config
+from penstock.errors import ConfigError
+
+
+class RunConfig(Config):
+    """The run's name, seed and files."""
+
+    name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the run: letters, digits, '_' and '-'. It is also the prefix of everything that the run keeps in NATS."""
+    dir: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    folder: Path | None = None
+    """The run's own folder. Unset: `penstock train` makes <dir>/<name>-<start>; `penstock serve` uses <dir>/<name>."""
+    seed: int = 0
+    """Seed of all random choices outside the engines."""
+
+
+class BusConfig(Config):
+    """Where NATS is, and how long it waits for others."""
+
+    url: str = ""
+    """NATS server, for example nats://127.0.0.1:4222. Empty: `penstock train` starts its own."""
+    connect_timeout_s: float = pydantic.Field(default=10.0, gt=0)
+    """Limit of the first connection."""
+    lease_ttl_s: float = pydantic.Field(default=5.0, ge=1.0)
+    """A replica or trainer whose lease is this old counts as dead; leases are renewed three times as often."""
+    ack_wait_s: float = pydantic.Field(default=10.0, ge=1.0)
+    """A worker that has not reported progress for this long loses its prompt group to another worker."""
+    max_deliveries: int = pydantic.Field(default=20, ge=1)
+    """A prompt group that failed this many times is given up and reported to the trainer as failed."""
+
+    @pydantic.model_validator(mode="after")
+    def _holds_no_secret(self) -> Self:
+        # On the whole section and before anything else, so that no message shows the URL.
+        if "@" in self.url:
+            raise ValueError("url holds a secret, which would be written to the run folder; set PENSTOCK_NATS_TOKEN")
+        return self
+
+
+class SecurityConfig(Config):
+    """TLS for every gRPC, HTTP and NATS connection. Tokens are not settings: they come from the environment only."""
+
+    tls_cert: Path | None = None
+    """This process's certificate, followed by its intermediates (PEM). Setting it or tls_ca switches TLS on."""
+    tls_key: Path | None = None
+    """The certificate's key (PEM, without a passphrase)."""
+    tls_ca: Path | None = None
+    """Certificates of the authorities that sign servers, and with `mutual` clients (PEM). Unset: the public ones."""
+    tls_server_name: str = ""
+    """The name in every server's certificate, for hosts whose names no certificate can know beforehand, such as scaled
+    containers. Empty: a certificate must hold the name under which its server is reached."""
+    mutual: bool = False
+    """Servers also require a client certificate signed by tls_ca."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{given} is given and {missing} is not; a certificate and its key go together")
+        if self.mutual and (self.tls_cert is None or self.tls_ca is None):
+            raise ValueError("mutual = true needs tls_cert, tls_key and tls_ca; give all three")
+        if self.tls_server_name and self.tls_ca is None:
+            raise ValueError(
+                f"tls_server_name = {self.tls_server_name!r} needs tls_ca, the authority that signs for the name; "
+                "give both or neither"
+            )
+        return self
+
+
+class ModelConfig(Config):
+    """The model that is trained."""
+
+    path: Path
+    """Folder with the checkpoint, tokenizer, processor and chat template, in the layout of transformers."""
+
+
+class SamplingConfig(Config):
+    """How the policy is sampled. The trainer computes its log-probabilities at the same temperature."""
+
+    temperature: float = pydantic.Field(default=1.0, gt=0, le=100)
+    """Divides the logits. Greedy decoding (0) has no log-probabilities that a policy gradient could use."""
+    top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 samples from the whole distribution. Training refuses less: the trainer assumes 1."""
+    top_k: int = pydantic.Field(default=-1, ge=-1)
+    """Sample from this many of the likeliest tokens; -1: from all. Training refuses anything else."""
+    max_new_tokens: int = pydantic.Field(default=512, ge=1)
+    """Largest number of tokens in one turn."""
+
+    def require_trainable(self) -> None:
+        """Refuse a distribution that the trainer cannot reproduce.
+
+        Engines report log-probabilities before top_p and top_k cut the distribution, as the trainer computes them.
+        With a cut, tokens were not drawn with these probabilities, and every importance ratio would be wrong.
+
+        Raises:
+            ConfigError: top_p or top_k cuts it.
+        """
+        if self.top_p < 1:
+            raise ConfigError(f"sampling.top_p = {self.top_p} cannot be trained on; set 1 (all of the distribution)")
+        if self.top_k > 0:
+            raise ConfigError(f"sampling.top_k = {self.top_k} cannot be trained on; set -1 (all of the distribution)")
+
+
+class LogConfig(Config):
+    """What is logged and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe events that are logged."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """auto: console on a terminal, JSON otherwise."""

@@ -1,0 +1,76 @@
+"""Each service receives its part of the recipe, and only what it uses must be there."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from services.cli import service_settings
+from services.recipe import Recipe
+from services.reward.config import RewardConfig
+from services.rollout.engine.config import RolloutConfig
+from services.router.config import RouterConfig
+from services.trainer.config import DataConfig
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    """A model folder with nothing but its configuration."""
+    (tmp_path / "config.json").write_text("{}")
+    return ModelConfig(path=tmp_path)
+
+
+NOWHERE = ModelConfig(path=Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    "build", [service_settings.for_engine, service_settings.for_worker, service_settings.for_trainer]
+)
+def test_engine_worker_and_trainer_need_the_model(build) -> None:
+    """The error names the setting and the remedy."""
+    with pytest.raises(ConfigError, match=r"section \[model\] is missing; add it .*--model\.path="):
+        build(Recipe())
+    with pytest.raises(
+        ConfigError, match=r"model\.path = '/nowhere': this folder has no config\.json; give the folder"
+    ):
+        build(Recipe(model=NOWHERE))
+
+
+def test_only_the_trainer_needs_the_data(model: ModelConfig) -> None:
+    """Workers and engines may run on machines that do not have the file."""
+    recipe = Recipe(model=model, data=DataConfig(path="/no/such.parquet"))
+    service_settings.for_engine(recipe)
+    with pytest.raises(ConfigError, match=r"data\.path = '/no/such\.parquet': there is no such file; give a \.parquet"):
+        service_settings.for_trainer(recipe)
+    with pytest.raises(ConfigError, match="no such file"):
+        service_settings.require_inputs(recipe)
+
+
+def test_the_router_needs_a_model_only_for_its_openai_compatible_api(model: ModelConfig) -> None:
+    """It starts on machines without the model, and takes the tokenizer from it only where text is spoken."""
+    assert service_settings.for_router(Recipe(model=NOWHERE)).model == NOWHERE
+    with pytest.raises(ConfigError, match=r"model\.path = '/nowhere'"):
+        service_settings.for_router(Recipe(model=NOWHERE, router=RouterConfig(http_port=0)))
+    assert service_settings.for_router(Recipe(model=model, router=RouterConfig(http_port=0))).model == model
+
+
+def test_a_worker_finds_router_and_reward_service_on_its_machine(model: ModelConfig) -> None:
+    """By their ports, unless addresses are given; without either, the error names both settings."""
+    found = Recipe(
+        model=model,
+        router=RouterConfig(port=7001),
+        reward=RewardConfig(port=7002),
+        rollout=RolloutConfig(context_length=99),
+    )
+    settings = service_settings.for_worker(found)
+    assert (settings.router_address, settings.reward_address) == ("127.0.0.1:7001", "127.0.0.1:7002")
+    assert settings.context_length == 99
+    given = found.model_copy(update={"worker": found.worker.model_copy(update={"router_address": "elsewhere:1"})})
+    assert service_settings.for_worker(given).router_address == "elsewhere:1"
+    with pytest.raises(
+        ConfigError, match=r"worker\.router_address is empty and router\.port is 0; give --worker\.router"
+    ):
+        service_settings.for_worker(Recipe(model=model))
+    with pytest.raises(ConfigError, match=r"worker\.reward_address is empty and reward\.port is 0"):
+        service_settings.for_worker(Recipe(model=model, router=RouterConfig(port=1)))
