@@ -140,7 +140,7 @@ class Bus:
             SetupError: the server has the stream no more.
         """
         # A dead letter fits where its message did: room is kept for its headers.
-        if headers is None and len(payload) > self.max_payload_bytes(message_id):
+        if stream is not self.dead and len(payload) > self.max_payload_bytes(message_id):
             raise InvalidRequestError(
                 f"message {message_id} of {len(payload)} bytes is over what the NATS server takes (max_payload = "
                 f"{self._client.max_payload}); raise max_payload in its configuration (JetStream takes at most "

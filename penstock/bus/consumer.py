@@ -6,7 +6,7 @@ worked on; a process that dies stops telling it, and the message is delivered ag
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import nats.js.errors
@@ -43,8 +43,9 @@ class Delivery:
         self._stream = stream
         self._in_hand = in_hand
         self.payload: bytes = message.data
-        self.message_id: str = (message.headers or {}).get("Nats-Msg-Id", "")
+        self.headers: Mapping[str, str] = message.headers or {}
         self.num_delivered: int = message.metadata.num_delivered
+        self.message_id: str = self.headers.get("Nats-Msg-Id", "")
         self._sequence = message.metadata.sequence.stream
         in_hand[self._sequence] = self
 
@@ -67,6 +68,11 @@ class Delivery:
 
     async def bury(self, reason: str) -> None:
         """Move it to the dead letters, with its reason, its queue and its id beside it."""
+        await self.write_dead_letter(reason)
+        await self.ack()
+
+    async def write_dead_letter(self, reason: str) -> None:
+        """Copy it to the dead letters, and keep it in hand to be acked later."""
         log.error("message.buried", message_id=self.message_id, reason=reason, num_delivered=self.num_delivered)
         await self._bus.publish(
             self._bus.dead,
@@ -78,7 +84,6 @@ class Delivery:
                 "Penstock-Message-Id": self.message_id,
             },
         )
-        await self.ack()
 
     async def heartbeat(self) -> None:
         """Tell the server that the message is being worked on."""
@@ -144,6 +149,11 @@ class Consumer:
             known.renew(message)
             return None
         return Delivery(message, self._bus, self._stream, self._in_hand)
+
+    @property
+    def num_in_hand(self) -> int:
+        """Messages fetched, and neither acked nor put back."""
+        return len(self._in_hand)
 
     async def has_delivered_all(self) -> bool:
         """Whether all that is stored is in this process's hands; for a consumer that no other process uses.

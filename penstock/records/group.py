@@ -4,6 +4,9 @@ from penstock.records.prompt import Prompt
 from penstock.records.record import Record
 from penstock.records.sample import Sample
 
+NUM_DELIVERIES_HEADER = "Penstock-Num-Deliveries"
+"""Header of a group's message: how often its prompt was delivered to workers. Above 1, its samples were drawn again."""
+
 
 class Group(Record, frozen=True):
     """All samples of one prompt, or the reason why there are none."""

@@ -89,7 +89,11 @@ class TrainingLoop:
                 metrics
                 | describe_batch([finished.played for finished in batch])
                 | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)
-                | describe_groups(self.ledger.counts, num_duplicate=self.collector.num_duplicate)
+                | describe_groups(
+                    self.ledger.counts,
+                    num_duplicate=self.collector.num_duplicate,
+                    num_unreadable=self.collector.num_unreadable,
+                )
                 | {
                     "max_staleness": self.config.max_staleness,
                     "wait_s": collected - started,

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from penstock.bus.connection import Bus
+from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Delivery, consuming
+from penstock.config import BusConfig
 from penstock.errors import DataError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group
 from penstock.records.codec import encode
+from penstock.records.group import NUM_DELIVERIES_HEADER
 from penstock.runtime.process import end_task
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger, GroupStatus
@@ -26,7 +28,8 @@ from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
-from tests.train_groups import make_group
+from tests.cuttable_link import CuttableLink
+from tests.train_groups import make_group, num_placeholders, picture
 from tests.waiting import until
 
 RUN = "run"
@@ -60,7 +63,13 @@ class Flow:
 
 @asynccontextmanager
 async def open_flow(
-    bus: Bus, model_path: Path, *, max_staleness: int = 0, groups_per_step: int = 1, run_id: str = RUN
+    bus: Bus,
+    model_path: Path,
+    *,
+    max_staleness: int = 0,
+    groups_per_step: int = 1,
+    run_id: str = RUN,
+    ack_wait_s: float = 60.0,
 ) -> AsyncIterator[Flow]:
     """Open what a trainer has at its start; everything unacknowledged is delivered again."""
     tokens = ModelTokens(
@@ -79,9 +88,9 @@ async def open_flow(
         profile="geo3k",
         environment="single_turn",
     )
-    async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=1000, fresh=True) as consumer:
+    async with consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True) as groups:
         collector = Collector(
-            consumer=consumer, ledger=ledger, reader=GroupReader(tokens, None), run_id=run_id, max_failures_in_a_row=2
+            consumer=groups, ledger=ledger, reader=GroupReader(tokens, None), run_id=run_id, max_failures_in_a_row=2
         )
         yield Flow(bus, ledger, collector, feeder, BatchSource(ledger=ledger, feeder=feeder, collector=collector))
 
@@ -200,6 +209,23 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
             await flow.collector.run()
 
 
+async def test_group_cut_off_on_its_way_comes_again_after_the_ack_wait(
+    bus: Bus, bus_config: BusConfig, run_name: str, tiny_model_path: Path
+) -> None:
+    """The connection breaks in the middle of a group: the server counts it as delivered, and delivers it again."""
+    group = make_group(tiny_model_path, index=0, version=1, own_lengths=[20_000] * 4)
+    async with CuttableLink.to(bus_config.url) as link:
+        async with (
+            connect(bus_config.model_copy(update={"url": link.url}), run=run_name) as trainers_bus,
+            running(trainers_bus, tiny_model_path, ack_wait_s=1.0) as flow,
+        ):
+            link.cut_after(100_000)
+            await publish(bus, group)
+            (finished,) = await flow.next_batch(1)
+        assert link.num_cuts == 1
+    assert finished.ready.index == 0
+
+
 async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
     """A group of another run on the same bus is not trained and not kept."""
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
@@ -240,6 +266,75 @@ async def test_undecodable_group_is_not_waited_for(bus: Bus, tiny_model_path: Pa
     assert finished.ready.index == 1
     assert flow.ledger.counts.failed == 1
     assert (await bus.jetstream.stream_info(bus.dead.name)).state.messages == 1
+
+
+async def test_group_that_contradicts_the_model_is_buried_and_the_run_goes_on(bus: Bus, tiny_model_path: Path) -> None:
+    """It counts as failed, a copy is kept with the reason, and its message leaves the bus only with a checkpoint."""
+    picture_without_patcher = make_group(
+        tiny_model_path, index=0, version=1, images=[picture(0)], placeholders=[num_placeholders((96, 96))]
+    )
+    await publish(bus, picture_without_patcher)
+    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    async with running(bus, tiny_model_path) as flow:
+        (finished,) = await flow.next_batch(1)
+        assert finished.ready.index == 1
+        assert (flow.ledger.counts.failed, flow.collector.num_unreadable) == (1, 1)
+        letter = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
+        assert letter.headers is not None
+        assert "sample 0: it has an image, but the model reads text only" in letter.headers["Penstock-Reason"]
+        assert letter.data == encode(picture_without_patcher)
+        assert await num_stored(bus) == 2
+        flow.ledger.finish_training()
+        assert await flow.settle() == 2
+    assert await num_stored(bus) == 0
+
+
+async def test_lost_group_is_noticed_and_played_again(bus: Bus, tiny_model_path: Path) -> None:
+    """The host of NATS died, and neither queue has what it acknowledged: another attempt is admitted."""
+    async with running(bus, tiny_model_path) as flow:
+        flow.batches.silence_s = 0.01
+        waiting = asyncio.create_task(flow.next_batch(1))
+        await until(lambda: len(flow.ledger.unplayed()) == 1)
+        while await num_prompts(bus) == 0:
+            await asyncio.sleep(0.01)
+        await bus.purge(bus.prompts)
+        await until(lambda: flow.ledger.counts.lost == 1)
+        await publish(bus, make_group(tiny_model_path, index=0, attempt=1, version=1))
+        (finished,) = await waiting
+    assert finished.ready.attempt == 1
+    assert flow.ledger.counts.redrawn == 1
+
+
+async def test_group_that_takes_long_is_not_taken_for_lost(bus: Bus, tiny_model_path: Path) -> None:
+    """While its prompt is with a worker, or the group on its way, nothing is admitted in its place."""
+    async with running(bus, tiny_model_path) as flow:
+        flow.batches.silence_s = 0.01
+        looks = []
+        has_prompts = flow.feeder.has_prompts
+
+        async def look() -> bool:
+            looks.append(await has_prompts())
+            return looks[-1]
+
+        flow.batches.feeder = SimpleNamespace(  # type: ignore[assignment]
+            admit=flow.feeder.admit, has_prompts=look, replace_lost=flow.feeder.replace_lost
+        )
+        waiting = asyncio.create_task(flow.next_batch(1))
+        await until(lambda: len(looks) >= 3)
+        await publish(bus, make_group(tiny_model_path, index=0, version=1))
+        (finished,) = await waiting
+    assert finished.ready.attempt == 0
+    assert flow.ledger.counts.lost == 0
+
+
+async def test_what_a_worker_sampled_again_is_counted(bus: Bus, tiny_model_path: Path) -> None:
+    """Its prompt was delivered twice: to a worker that died, and to the one that finished the group."""
+    group = make_group(tiny_model_path, index=0, version=1)
+    headers = {NUM_DELIVERIES_HEADER: "2"}
+    await bus.publish(bus.groups, encode(group), message_id=group.prompt.message_id, headers=headers)
+    async with running(bus, tiny_model_path) as flow:
+        await flow.next_batch(1)
+    assert (flow.ledger.counts.redrawn, flow.ledger.counts.redrawn_tokens) == (1, 3 + 4 + 5 + 6)
 
 
 async def test_stale_group_that_arrives_while_others_are_admitted(bus: Bus, tiny_model_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The next batch: admit, reject what is stale, and wait until the ledger's selection is in hand.
 
-Invariant: the checks for staleness and the choice of the batch happen without an await between them, so that no group
-can arrive in between and be trained unchecked.
+Invariants: the checks for staleness and the choice of the batch happen without an await between them, so that no group
+can arrive in between and be trained unchecked; a group that is waited for exists.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from services.trainer.flow.feeder import Feeder
 
 log = structlog.get_logger()
 
-_WARN_AFTER_S = 30.0
-"""Seconds without any group, while a batch is waited for, that are worth a warning."""
+_SILENCE_S = 30.0
+"""Seconds without any group, while a batch is waited for, after which the bus is asked whether what is awaited still
+exists. Asking is cheap, and the answer is certain, so this only bounds what a loss costs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class BatchSource:
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
     collector: Collector
+    silence_s: float = _SILENCE_S
 
     async def next(self, version: int, *, num_steps_left: int) -> list[Finished]:
         """Wait for the batch that trains the published `version`, and take it, in order of index.
@@ -41,11 +43,21 @@ class BatchSource:
             selection = self.ledger.select(version)
             if selection.indices:
                 return self.ledger.start_training(selection.indices)
-            if await self.collector.arrival(_WARN_AFTER_S):
+            if await self.collector.arrival(self.silence_s):
                 waited_s = 0.0
-            else:
-                waited_s += _WARN_AFTER_S
-                log.warning("group.awaited", waited_s=waited_s, indices=selection.waiting_for[:16])
+                continue
+            waited_s += self.silence_s
+            log.warning("group.awaited", waited_s=waited_s, indices=selection.waiting_for[:16])
+            if not await self._exists():
+                await self.feeder.replace_lost(version)
+
+    async def _exists(self) -> bool:
+        """Return whether a group that is not in hand is anywhere; True if the bus does not answer.
+
+        A worker stores a group before it acks the prompt. So a group that is in neither queue, if PROMPTS is looked at
+        first, is nowhere: the server acknowledged it and then lost it, as when its host dies.
+        """
+        return await self.feeder.has_prompts() or not await self.collector.has_everything()
 
     def _reject_stale(self, version: int) -> None:
         for stale in self.ledger.reject_stale(version):

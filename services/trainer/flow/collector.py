@@ -13,6 +13,7 @@ from penstock.bus.consumer import Consumer, Delivery
 from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
 from penstock.records import Group, parse_message_id
 from penstock.records.codec import decode
+from penstock.records.group import NUM_DELIVERIES_HEADER
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
 from services.trainer.policy.batch import GroupReader, TrainGroup
 
@@ -43,6 +44,8 @@ class Collector:
     """Copies of groups, since this trainer started."""
     num_foreign: int = 0
     """Groups of other runs, since this trainer started."""
+    num_unreadable: int = 0
+    """Groups that could not be read, since this trainer started. They count as failed too."""
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
     _num_failures_in_a_row: int = 0
@@ -58,7 +61,7 @@ class Collector:
             for delivery in deliveries:
                 await self._receive(delivery)
                 self._arrived.set()
-            if not deliveries and not self._caught_up.is_set() and await self.consumer.has_delivered_all():
+            if not deliveries and not self._caught_up.is_set() and await self.has_everything():
                 self._caught_up.set()
 
     async def wait_until_caught_up(self) -> None:
@@ -74,51 +77,67 @@ class Collector:
             return False
         return True
 
+    async def has_everything(self) -> bool:
+        """Return whether the ledger knows of every group that the bus holds; False if the bus does not answer."""
+        return await self.consumer.has_delivered_all() and self.consumer.num_in_hand == self.ledger.num_receipts
+
     async def _receive(self, delivery: Delivery) -> None:
         try:
             group = decode(delivery.payload, Group)
         except CorruptMessageError as error:
-            await self._bury(delivery, str(error))
+            await self._receive_undecodable(delivery, str(error))
             return
-        delivery.forget_payload()
+        index, attempt = group.prompt.index, group.prompt.attempt
         if group.prompt.run_id != self.run_id:
             self.num_foreign += 1
             await delivery.ack()
             return
-        if not await self._report(group):
+        if not self.ledger.wants(index, attempt):
+            is_of_use = False
+        elif group.error:
+            is_of_use = self._fail(index, attempt, group.error)
+        else:
+            try:
+                ready = await asyncio.to_thread(self.reader.read, group)
+            except InvalidRequestError as error:
+                await self._give_up(delivery, index, attempt, str(error))
+                return
+            is_of_use = self._hold(group, ready, delivery)
+        if not is_of_use:
             self.num_duplicate += 1
             log.info("group.duplicate_ignored", group=group.prompt.message_id)
-        self.ledger.keep_receipt(group.prompt.index, delivery)
+        delivery.forget_payload()
+        self.ledger.keep_receipt(index, delivery)
 
-    async def _report(self, group: Group) -> bool:
-        """Report a group to the ledger; return False if it is of no use."""
-        index, attempt = group.prompt.index, group.prompt.attempt
-        if not self.ledger.wants(index, attempt):
-            return False
-        if group.error:
-            return self._fail(index, attempt, group.error)
-        try:
-            ready = await asyncio.to_thread(self.reader.read, group)
-        except InvalidRequestError as error:
-            raise DataError(str(error)) from None
+    def _hold(self, group: Group, ready: TrainGroup, delivery: Delivery) -> bool:
         self._num_failures_in_a_row = 0
         return self.ledger.hold(
             Arrival(
-                index=index,
-                attempt=attempt,
+                index=group.prompt.index,
+                attempt=group.prompt.attempt,
                 oldest_version=group.oldest_version,
                 newest_version=group.newest_version,
                 num_tokens=sum(sequence.num_own_tokens for sequence in ready.sequences),
+                was_redelivered=delivery.headers.get(NUM_DELIVERIES_HEADER, "1") != "1",
                 group=Finished(played=group, ready=ready),
             )
         )
 
-    async def _bury(self, delivery: Delivery, reason: str) -> None:
-        """Bury a message that nobody can read; its id still names the group that will not arrive."""
+    async def _receive_undecodable(self, delivery: Delivery, reason: str) -> None:
+        """Give up the group that the message id names; bury a message that names none."""
         match parse_message_id(delivery.message_id):
             case (self.run_id, index, attempt):
-                self._fail(index, attempt, reason)
-        await delivery.bury(reason)
+                await self._give_up(delivery, index, attempt, reason)
+            case _:
+                await delivery.bury(reason)
+
+    async def _give_up(self, delivery: Delivery, index: int, attempt: int, reason: str) -> None:
+        """Report a group that cannot be read as failed, and keep a copy among the dead letters."""
+        await delivery.write_dead_letter(reason)
+        self.num_unreadable += 1
+        self._fail(index, attempt, reason)
+        delivery.forget_payload()
+        self.ledger.keep_receipt(index, delivery)
 
     def _fail(self, index: int, attempt: int, reason: str) -> bool:
         if not self.ledger.drop(index, attempt, GroupStatus.FAILED):

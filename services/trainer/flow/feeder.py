@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Prompt
 from penstock.records.codec import encode
@@ -51,6 +52,20 @@ class Feeder:
         await self.bus.purge(self.bus.prompts)
         for admission in self.ledger.unplayed():
             await self._publish(admission)
+
+    async def replace_lost(self, version: int) -> None:
+        """Admit every group again that is not in hand; see `GroupLedger.readmit_lost`."""
+        for admission in self.ledger.readmit_lost(version):
+            log.warning("group.lost", index=admission.index, next_attempt=admission.attempt)
+            await self._publish(admission)
+
+    async def has_prompts(self) -> bool:
+        """Return whether the queue holds prompts, with a worker or not; True if the server does not answer."""
+        try:
+            info = await self.bus.jetstream.stream_info(self.bus.prompts.name)
+        except BUS_ERRORS:
+            return True
+        return info.state.messages > 0
 
     async def _publish(self, admission: Admission) -> None:
         example = await asyncio.to_thread(self.dataset.__getitem__, admission.index)

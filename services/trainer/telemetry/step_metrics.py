@@ -32,8 +32,8 @@ def describe_push(report: PushReport, *, num_live_replicas: int) -> dict[str, An
     }
 
 
-def describe_groups(counts: GroupCounts, *, num_duplicate: int) -> dict[str, int]:
-    """Describe what became of groups since the run began; duplicates are counted since the trainer started."""
+def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: int) -> dict[str, int]:
+    """Describe what became of groups since the run began; the last two are counted since the trainer started."""
     return {
         "num_trained_groups": counts.trained,
         "num_stale_groups": counts.rejected,
@@ -44,4 +44,5 @@ def describe_groups(counts: GroupCounts, *, num_duplicate: int) -> dict[str, int
         "num_redrawn_groups": counts.redrawn,
         "num_redrawn_tokens": counts.redrawn_tokens,
         "num_duplicate_groups": num_duplicate,
+        "num_unreadable_groups": num_unreadable,
     }

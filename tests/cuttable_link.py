@@ -1,0 +1,75 @@
+"""A TCP link between a client and a server that breaks on command, in the middle of what the server sends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self
+from urllib.parse import urlsplit
+
+from penstock.runtime.process import end_task
+
+_BLOCK_BYTES = 4096
+
+
+class CuttableLink:
+    """Forwards connections to a server."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Use `to`."""
+        self.url = ""
+        """Where clients connect."""
+        self.num_cuts = 0
+        self._target = (host, port)
+        self._bytes_left: int | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def to(cls, url: str) -> AsyncIterator[Self]:
+        """A link to the server at `url`, during the context."""
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        link = cls(parts.hostname, parts.port)
+        server = await asyncio.start_server(link._accept, "127.0.0.1", 0)
+        link.url = f"{parts.scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield link
+        finally:
+            server.close()
+            for task in list(link._tasks):
+                await end_task(task)
+
+    def cut_after(self, num_bytes: int) -> None:
+        """Break the connection that carries this many more bytes from the server, and only that one."""
+        self._bytes_left = num_bytes
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        from_server, to_server = await asyncio.open_connection(*self._target)
+        sending = asyncio.create_task(self._forward(reader, to_server))
+        try:
+            await self._deliver(from_server, writer)
+        finally:
+            await end_task(sending)
+            for each in (writer, to_server):
+                each.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_BLOCK_BYTES):
+            writer.write(data)
+            await writer.drain()
+
+    async def _deliver(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_BLOCK_BYTES):
+            if self._bytes_left is not None:
+                self._bytes_left -= len(data)
+                if self._bytes_left < 0:
+                    self._bytes_left = None
+                    self.num_cuts += 1
+                    return
+            writer.write(data)
+            await writer.drain()
