@@ -23,6 +23,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig, LogConfig
 from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.security import Security
 from penstock.telemetry import log
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
@@ -51,6 +52,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         hang_after: int | None = None,
         die_after: int | None = None,
         port: int = 0,
+        security: Security | None = None,
     ) -> None:
         """Make one.
 
@@ -68,6 +70,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             hang_after: After so many tokens a stream sends what it has and then nothing more.
             die_after: After so many tokens of a stream the process is killed.
             port: To listen on; 0 takes any.
+            security: What it asks of callers.
         """
         self.replica = common_pb2.Replica(
             replica_id=replica_id or f"engine-{uuid.uuid4().hex[:8]}",
@@ -90,6 +93,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self.num_running = 0
         self.requests: list[generate_pb2.GenerateRequest] = []
         self.deadlines_s: list[float | None] = []
+        self._security = security
         self._bus = bus
         self._port = port
         self._server: RpcServer | None = None
@@ -220,7 +224,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         await self._serve()
 
     async def _serve(self) -> None:
-        self._server = RpcServer(host="127.0.0.1", port=self._port)
+        self._server = RpcServer(host="127.0.0.1", port=self._port, security=self._security)
         self._server.add(
             generate_pb2_grpc.add_GenerateServiceServicer_to_server,
             self,

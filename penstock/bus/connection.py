@@ -24,7 +24,7 @@ from penstock.bus.failures import BUS_ERRORS, Presence, setting_up
 from penstock.config import BusConfig
 from penstock.errors import AccessError, InvalidRequestError, SetupError, UnavailableError
 from penstock.runtime.process import end_task
-from penstock.runtime.security import NATS_TOKEN, TOKEN, Security, of_process
+from penstock.runtime.security import NATS_TOKEN, TOKEN, Security
 
 log = structlog.get_logger()
 
@@ -234,7 +234,7 @@ async def connect(config: BusConfig, *, run: str, security: Security | None = No
     Args:
         config: Where it is.
         run: Name of the run.
-        security: Token and TLS; None: what this process's say.
+        security: Token and TLS; None: the tokens of the environment.
 
     Raises:
         AccessError: it refuses the token.
@@ -244,7 +244,7 @@ async def connect(config: BusConfig, *, run: str, security: Security | None = No
         raise SetupError(
             "bus.url is empty; start a server with `penstock serve nats` and give --bus.url=nats://host:4222"
         )
-    client, security = Client(), security or of_process()
+    client, security = Client(), security or Security.from_environment()
     has_been_in = False
     last_error: Exception = TimeoutError()
 

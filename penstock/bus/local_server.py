@@ -19,7 +19,7 @@ from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.parent_death import dying_with_parent
 from penstock.runtime.ports import require_free_port
-from penstock.runtime.security import NATS_TOKEN, Security, Tls, of_process
+from penstock.runtime.security import NATS_TOKEN, Security, Tls
 
 _CONFIG = """\
 listen: "{host}:{port}"
@@ -50,13 +50,13 @@ def server_command(
 ) -> ServerCommand:
     """Write the configuration of a nats-server that keeps all it stores in `folder`, and return how to start it.
 
-    It asks for the token and the TLS of `security`; None: this process's.
+    It asks for the token and the TLS of `security`; None: the tokens of the environment.
 
     Raises:
         ConfigError: TLS is on, and there is no certificate to serve with.
         SetupError: the binary is not installed.
     """
-    security = security or of_process()
+    security = security or Security.from_environment()
     beside_python = Path(sys.executable).parent / "nats-server"
     binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
     if binary is None:
@@ -81,7 +81,7 @@ def _tls_block(tls: Tls) -> str:
     return "tls {\n  " + "\n  ".join([*lines, f"verify: {str(tls.mutual).lower()}"]) + "\n}\n"
 
 
-def become_server(config: BusConfig, folder: Path) -> NoReturn:
+def become_server(config: BusConfig, folder: Path, security: Security) -> NoReturn:
     """Turn this process into a nats-server at `bus.url` (where it is empty, at the usual port) that stores in `folder`.
 
     Raises:
@@ -96,9 +96,9 @@ def become_server(config: BusConfig, folder: Path) -> NoReturn:
         raise ConfigError(f"bus.url = {url!r}: {error}; write nats://host:port") from None
     if port is None:
         raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
-    command = server_command(folder, host=host, port=port)
+    command = server_command(folder, host=host, port=port, security=security)
     require_free_port(host, port, key="bus.url")
-    of_process().tell_if_open(host, url, secret=NATS_TOKEN)
+    security.tell_if_open(host, url, secret=NATS_TOKEN)
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
 
 

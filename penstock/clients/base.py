@@ -29,7 +29,7 @@ class Client:
 
         Args:
             address: The server.
-            security: Token and TLS; None: what this process's say, in a script the token in PENSTOCK_TOKEN.
+            security: Tokens and TLS; None: the tokens of the environment (PENSTOCK_TOKEN), in plain text.
         """
         self.address = address
         self._channel = connect(address, security)

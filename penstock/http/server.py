@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from penstock.errors import SetupError
 from penstock.http.boundary import Boundary
 from penstock.http.status import ErrorBodyMaker, error_body
-from penstock.runtime.security import Security, of_process
+from penstock.runtime.security import Security
 
 log = structlog.get_logger()
 
@@ -66,14 +66,14 @@ class HttpServer:
                 from when they arrive until they are answered; a request whose body does not fit is answered 429.
             make_error_body: The JSON of an answer that the application never sees, such as 401, from its status and
                 message.
-            security: What is asked of callers; None: what this process's says.
+            security: What is asked of callers; None: the tokens of the environment.
 
         Raises:
             ConfigError: TLS is on, and there is no certificate to serve with.
         """
         self._host = host
         self._port = port
-        self._security = security or of_process()
+        self._security = security or Security.from_environment()
         self._boundary = Boundary(
             app, max_body_bytes=max_body_bytes, make_error_body=make_error_body, security=self._security
         )

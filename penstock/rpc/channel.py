@@ -9,7 +9,7 @@ import grpc
 
 from penstock.rpc.status import error_of
 from penstock.rpc.token_channel import TokenChannel
-from penstock.runtime.security import Security, of_process
+from penstock.runtime.security import Security
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Largest gRPC message, for clients and servers: a long episode with many images fits."""
@@ -33,9 +33,9 @@ _OPTIONS = (
 def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
     """A channel to `address` (host:port). It connects when first used and reconnects by itself, within a second.
 
-    Its calls carry the tokens of `security` (None: this process's), over TLS if that says so.
+    Its calls carry the tokens of `security` (None: those of the environment), over TLS if that says so.
     """
-    security = security or of_process()
+    security = security or Security.from_environment()
     if security.tls is None:
         channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
     else:

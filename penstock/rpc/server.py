@@ -23,7 +23,7 @@ from penstock.errors import PenstockError, SetupError
 from penstock.rpc.access import token_of
 from penstock.rpc.channel import MAX_MESSAGE_BYTES
 from penstock.rpc.status import code_of
-from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security, of_process, shows
+from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security, shows
 
 log = structlog.get_logger()
 
@@ -59,12 +59,12 @@ class RpcServer:
         Args:
             host: Address to listen on.
             port: Port to listen on.
-            security: What is asked of callers; None: what this process's says.
+            security: What is asked of callers; None: the tokens of the environment.
 
         Raises:
             ConfigError: TLS is on, and there is no certificate to serve with.
         """
-        self._security = security or of_process()
+        self._security = security or Security.from_environment()
         if self._security.tls is not None:
             self._security.tls.require_certificate()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -27,11 +28,13 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | 
 
     SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. An error that
     Penstock raised on purpose is printed as one line; if no person can mend it, the log gets the traceback too.
+    The process may open as many files as the hard limit allows.
 
     Args:
         main: The process's work.
         error_file: Where the error is written as well, for the program that started this process.
     """
+    _raise_file_limit()
     try:
         asyncio.run(_until_signalled(main))
     except PenstockError as error:
@@ -76,6 +79,12 @@ async def end_task(task: asyncio.Task[None]) -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=0.5)
+
+
+def _raise_file_limit() -> None:
+    """Every connection takes a descriptor, also of callers that are not let in; the usual 1024 are soon used up."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:

@@ -1,7 +1,9 @@
-"""Who is let in: the token that every server asks for, and TLS.
+"""Who is let in: the tokens that servers ask for, and TLS.
 
-Invariants: a process that was told a token neither serves nor calls without it, whatever its code says or forgets; a
-token is in the environment and in memory, never in a recipe, a log or the text of an error.
+Every server, client and connection is given a `Security`, or by default has `Security.from_environment`.
+
+Invariants: a process whose environment has a token neither serves nor calls without it; a token is in the environment
+and in memory, never in a recipe, a log or the text of an error.
 """
 
 import contextlib
@@ -107,6 +109,15 @@ class Security:
         control_token = read_secret(CONTROL_TOKEN, environment) or nats_token
         return cls(token=token, nats_token=nats_token, control_token=control_token, tls=_read_tls(config))
 
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The tokens of the environment, and no TLS: enough for a client in a script.
+
+        Raises:
+            ConfigError: a token cannot be read or sent.
+        """
+        return cls.load(SecurityConfig())
+
     def tell_if_open(self, host: str, address: str, *, secret: str = TOKEN) -> None:
         """Warn, where a server at `address` that listens on `host` takes callers from other machines unasked.
 
@@ -138,20 +149,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-_of_process: Security | None = None
-
-
-def install(security: Security) -> None:
-    """Make it the one of this process, for every server and client that is given none of its own."""
-    global _of_process
-    _of_process = security
-
-
-def of_process() -> Security:
-    """What was installed; else the environment's tokens, and no TLS: so clients in a script of one's own work."""
-    return Security.load(SecurityConfig()) if _of_process is None else _of_process
 
 
 def hide_secrets(environment: Mapping[str, str] = os.environ) -> None:

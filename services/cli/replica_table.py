@@ -8,13 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.clients import RouterClient
+from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, router_pb2
 
 _PLAIN_WIDTH = 160
 _TIMEOUT_S = 10.0
 
 
-def fetch_pool(address: str) -> router_pb2.ListReplicasResponse:
+def fetch_pool(address: str, security: Security | None = None) -> router_pb2.ListReplicasResponse:
     """Ask the router at `address`.
 
     Raises:
@@ -22,13 +23,15 @@ def fetch_pool(address: str) -> router_pb2.ListReplicasResponse:
     """
 
     async def fetch() -> router_pb2.ListReplicasResponse:
-        async with RouterClient(address) as client:
+        async with RouterClient(address, security=security) as client:
             return await client.list_replicas(timeout_s=_TIMEOUT_S)
 
     return asyncio.run(fetch())
 
 
-def drain(address: str, replica_id: str, *, grace_s: float) -> router_pb2.RouterServiceDrainReplicaResponse:
+def drain(
+    address: str, replica_id: str, *, grace_s: float, security: Security | None = None
+) -> router_pb2.RouterServiceDrainReplicaResponse:
     """Have the router at `address` drain a replica, and wait until that is empty.
 
     Raises:
@@ -37,7 +40,7 @@ def drain(address: str, replica_id: str, *, grace_s: float) -> router_pb2.Router
     """
 
     async def drain_replica() -> router_pb2.RouterServiceDrainReplicaResponse:
-        async with RouterClient(address) as client:
+        async with RouterClient(address, security=security) as client:
             return await client.drain_replica(replica_id, grace_s=grace_s, timeout_s=grace_s + _TIMEOUT_S)
 
     return asyncio.run(drain_replica())

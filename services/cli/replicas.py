@@ -9,7 +9,6 @@ import typer
 
 from penstock import config as configuration
 from penstock.errors import ConfigError
-from penstock.runtime import security
 from penstock.runtime.security import Security
 from services.recipe import Recipe
 
@@ -31,10 +30,10 @@ def list_replicas(
         if config is not None or address or as_json:
             raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
         return 0
-    router_address = _find_router(config, address)
+    router_address, security = _find_router(config, address)
     from services.cli import replica_table  # gRPC: not before the arguments are known to be sound
 
-    pool = replica_table.fetch_pool(router_address)
+    pool = replica_table.fetch_pool(router_address, security)
     if as_json:
         sys.stdout.write(json.dumps(replica_table.describe_pool(pool), indent=2) + "\n")
     else:
@@ -52,10 +51,10 @@ def drain(
     ] = 30.0,
 ) -> int:
     """Let a replica take nothing new, and wait until nothing runs there any more."""
-    router_address = _find_router(config, address)
+    router_address, security = _find_router(config, address)
     from services.cli import replica_table
 
-    drained = replica_table.drain(router_address, replica_id, grace_s=grace_s)
+    drained = replica_table.drain(router_address, replica_id, grace_s=grace_s, security=security)
     sys.stdout.write(
         f"replica {replica_id} is empty: {drained.num_finished} requests finished, "
         f"{drained.num_handed_over} handed over; it takes no more until it is started again\n"
@@ -63,14 +62,13 @@ def drain(
     return 0
 
 
-def _find_router(config: Path | None, address: str) -> str:
-    """Its address; what the recipe says of TLS is this process's from now on."""
+def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
+    """The router's address, and what to show there."""
     if address:
         if config is not None:
             raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
-        return address
+        return address, Security.from_environment()
     recipe = configuration.load(Recipe, [config] if config else ())
-    security.install(Security.load(recipe.security))
     router = recipe.router
     if router.port == 0:
         source = f"recipe {config}" if config is not None else "without a recipe it"
@@ -78,4 +76,5 @@ def _find_router(config: Path | None, address: str) -> str:
             f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or with --config the live.toml "
             "in the folder of a run"
         )
-    return f"{'127.0.0.1' if router.host == '0.0.0.0' else router.host}:{router.port}"
+    host = "127.0.0.1" if router.host == "0.0.0.0" else router.host
+    return f"{host}:{router.port}", Security.load(recipe.security)

@@ -16,8 +16,8 @@ from penstock.v1 import reward_pb2
 _PATIENCE_S = 3600.0
 """So long a batch may take, waiting for a service that is overloaded or is being restarted included."""
 
-Service = Callable[[], contextlib.AbstractAsyncContextManager[str]]
-"""Has a service, its own or another's, for as long as the context lasts; the context's value is the address."""
+Service = Callable[[], contextlib.AbstractAsyncContextManager[RewardClient]]
+"""Opens a client of a service, which may be started for it; both end with the context."""
 
 Verdicts = concurrent.futures.Future[list[reward_pb2.Verdict]]
 
@@ -86,6 +86,6 @@ class RewardCaller:
 
     async def _live(self) -> None:
         self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
-        async with self._service() as address, RewardClient(address) as client:
+        async with self._service() as client:
             self._ready.set_result(client)
             await self._leave.wait()

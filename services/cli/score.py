@@ -14,7 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from penstock.clients import RewardClient
 from penstock.errors import ConfigError, DataError
+from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2
 from services.cli.reward_caller import RewardCaller, Service, Verdicts
 from services.cli.score_lines import INVALID, Line, LineReader, status_of, write_invalid, write_verdict
@@ -169,15 +171,20 @@ def _progress(total_bytes: int | None) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextlib.asynccontextmanager
-async def running_at(address: str) -> AsyncIterator[str]:
-    """The service that another runs at `address`."""
-    yield address
+async def running_at(address: str, security: Security) -> AsyncIterator[RewardClient]:
+    """A client of the service at `address`."""
+    async with RewardClient(address, security=security) as client:
+        yield client
 
 
 @contextlib.asynccontextmanager
-async def private_service(config: RewardConfig) -> AsyncIterator[str]:
-    """A service for this process alone."""
+async def private_service(config: RewardConfig, security: Security) -> AsyncIterator[RewardClient]:
+    """A client of a service for this process alone."""
     from services.reward.server import running
 
-    async with running(config.model_copy(update={"host": "127.0.0.1", "port": 0, "http_port": 0})) as service:
-        yield service.rpc.address
+    private = config.model_copy(update={"host": "127.0.0.1", "port": 0, "http_port": 0})
+    async with (
+        running(private, security=security) as service,
+        RewardClient(service.rpc.address, security=security) as client,
+    ):
+        yield client

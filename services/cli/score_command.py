@@ -9,8 +9,7 @@ import typer
 from penstock import config as configuration
 from penstock.config import LogConfig
 from penstock.errors import ConfigError
-from penstock.runtime import security
-from penstock.runtime.security import Security
+from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli.arguments import sort_arguments
 from services.cli.extras import import_with_extra
@@ -49,13 +48,15 @@ def score(
                 f"--address {address} names a service with settings of its own; leave out these here, all but "
                 "--security.key=value"
             )
-        security.install(Security.load(configuration.load(Recipe, (), overrides).security))
+        security = Security.load(configuration.load(Recipe, (), overrides).security)
         log.configure(LogConfig(level="warning"), service="score")
-        service, max_queue = functools.partial(scoring.running_at, address), RewardConfig().max_queue
+        service, max_queue = functools.partial(scoring.running_at, address, security), RewardConfig().max_queue
     else:
         recipe = configuration.load(Recipe, config or (), ["--log.level=warning", *overrides])
         log.configure(recipe.log, service="score")
-        security.hide_secrets()
+        hide_secrets()
+        security = Security.load(recipe.security)
         import_with_extra("services.reward.server", "penstock score", extra="reward")
-        service, max_queue = functools.partial(scoring.private_service, recipe.reward), recipe.reward.max_queue
+        service = functools.partial(scoring.private_service, recipe.reward, security)
+        max_queue = recipe.reward.max_queue
     return scoring.score(source=source, output=output, profile=profile, service=service, max_queue=max_queue)

@@ -9,8 +9,8 @@ import typer
 
 from penstock import config as configuration
 from penstock.errors import PenstockError
-from penstock.runtime import process, security
-from penstock.runtime.security import Security
+from penstock.runtime import process
+from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
 from services.cli.extras import import_with_extra
@@ -64,16 +64,17 @@ def serve(
     """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
     try:
         recipe = configuration.load(Recipe, config or (), context.args)
-        security.install(Security.load(recipe.security))
+        security = Security.load(recipe.security)
         if service not in _SHARING_MEMORY:
-            security.hide_secrets()
+            hide_secrets()
         log.configure(recipe.log, service=name or service.value)
         if service is Service.NATS:
             from penstock.bus.local_server import become_server
 
-            become_server(recipe.bus, (recipe.run.folder or recipe.run.dir / recipe.run.name) / "nats")
+            folder = recipe.run.folder or recipe.run.dir / recipe.run.name
+            become_server(recipe.bus, folder / "nats", security)
         settings = _SETTINGS[service](recipe)
         module = import_with_extra(_MODULES[service], f"penstock serve {service}", extra=service.value)
     except PenstockError as error:
         return process.report_error(error, file=error_file)
-    return process.run(lambda stop: module.serve(settings, stop), error_file=error_file)
+    return process.run(lambda stop: module.serve(settings, stop, security=security), error_file=error_file)

@@ -9,8 +9,8 @@ import typer
 
 from penstock import config as configuration
 from penstock.errors import ConfigError
-from penstock.runtime import process, security
-from penstock.runtime.security import Security
+from penstock.runtime import process
+from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
 from services.cli.arguments import load_recipes, sort_arguments
@@ -46,14 +46,14 @@ def train(
         else configuration.load(Recipe, [folder.config_file], overrides)
     )
     service_settings.require_inputs(settings)
-    security.install(Security.load(settings.security))
+    security = Security.load(settings.security)
     plan = launcher.plan_run(settings)
     if dry_run:
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
         return 0
     folder = folder or RunFolder.create(settings.run)  # only now: no mistake leaves a folder behind
-    security.hide_secrets()
+    hide_secrets()
     with folder.locked():
         folder.write_config(settings)
         log.configure(settings.log, service="launcher", file=folder.launcher_log)
@@ -61,7 +61,7 @@ def train(
 
         async def run(stop: asyncio.Event) -> None:
             nonlocal interrupted
-            await launcher.launch(settings, folder, stop)
+            await launcher.launch(settings, folder, stop, security)
             interrupted = stop.is_set()
 
         code = process.run(run)

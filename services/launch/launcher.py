@@ -5,6 +5,7 @@ come back without the others noticing more than its absence.
 """
 
 import asyncio
+import functools
 import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopStage
 from services.launch.config import LaunchConfig
@@ -40,7 +42,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url)
 
 
-async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event) -> None:
+async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, security: Security) -> None:
     """Run `recipe` in `folder` to its end, or until `stop` is set; no process is left afterwards.
 
     Raises:
@@ -51,7 +53,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event) -> None
     folder.live_file.write_text(configuration.dump(live))
     plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
     sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
-    await run_processes(process_specs(plan, folder), folder, recipe.launch, stop)
+    await run_processes(process_specs(plan, folder, security), folder, recipe.launch, stop)
 
 
 async def run_processes(
@@ -98,13 +100,13 @@ def with_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
     return Recipe.model_validate(tree)
 
 
-def process_specs(plan: RunPlan, folder: RunFolder) -> list[ProcessSpec]:
-    """How to start the processes of `plan`."""
+def process_specs(plan: RunPlan, folder: RunFolder, security: Security) -> list[ProcessSpec]:
+    """How to start the processes of `plan`; `security` is what their servers ask for."""
     environment = child_environment(has_gpu=bool(plan.gpus.devices))
     return [
-        _nats_spec(process, folder, environment)
+        _nats_spec(process, folder, environment, security)
         if process.service == "nats"
-        else _service_spec(process, folder, {**environment, **plan.gpus.environment(process.name)})
+        else _service_spec(process, folder, {**environment, **plan.gpus.environment(process.name)}, security)
         for process in plan.processes
     ]
 
@@ -118,8 +120,11 @@ def child_environment(*, has_gpu: bool) -> dict[str, str]:
     return {**({} if has_gpu else on_cpu), **os.environ}
 
 
-def _nats_spec(process: PlannedProcess, folder: RunFolder, environment: dict[str, str]) -> ProcessSpec:
-    command = server_command(folder.nats, host=LOCAL, port=int(process.address.rpartition(":")[2]))
+def _nats_spec(
+    process: PlannedProcess, folder: RunFolder, environment: dict[str, str], security: Security
+) -> ProcessSpec:
+    port = int(process.address.rpartition(":")[2])
+    command = server_command(folder.nats, host=LOCAL, port=port, security=security)
     return ProcessSpec(
         name=process.name,
         command=command.arguments,
@@ -130,7 +135,9 @@ def _nats_spec(process: PlannedProcess, folder: RunFolder, environment: dict[str
     )
 
 
-def _service_spec(process: PlannedProcess, folder: RunFolder, environment: dict[str, str]) -> ProcessSpec:
+def _service_spec(
+    process: PlannedProcess, folder: RunFolder, environment: dict[str, str], security: Security
+) -> ProcessSpec:
     error_file = folder.logs / f"{process.name}.error.json"
     serve = [sys.executable, "-P", "-m", "services.cli", "serve", process.service, "--config", str(folder.live_file)]
     return ProcessSpec(
@@ -141,7 +148,7 @@ def _service_spec(process: PlannedProcess, folder: RunFolder, environment: dict[
         ends_run=process.ends_run,
         address=process.address,
         port_key=process.port_key,
-        is_ready=serves_grpc,
+        is_ready=functools.partial(serves_grpc, security=security),
         error_file=error_file,
     )
 

@@ -7,13 +7,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.rpc.channel import connect
+from penstock.runtime.security import Security
 
 _TIMEOUT_S = 2.0
 
 
-async def serves_grpc(address: str) -> bool:
-    """Whether the server at `address` (host:port) says that it is SERVING, with this process's token and TLS."""
-    async with connect(address) as channel:
+async def serves_grpc(address: str, security: Security | None = None) -> bool:
+    """Whether the server at `address` (host:port) says that it is SERVING; `security` has what is shown to it."""
+    async with connect(address, security) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)

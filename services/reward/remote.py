@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import structlog
 
-from penstock.runtime.security import REMOTE_TOKEN, Tls, of_process, read_secret
+from penstock.runtime.security import REMOTE_TOKEN, Tls, read_secret
 from services.reward.config import RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
@@ -37,7 +37,8 @@ class _RemoteError(Exception):
 class RemoteVerifier:
     """A client of the remote service, with connections that are kept. Close it."""
 
-    def __init__(self, config: RemoteConfig) -> None:
+    def __init__(self, config: RemoteConfig, tls: Tls | None = None) -> None:
+        """Use the authorities of `tls`, beside the public ones, where the service speaks https."""
         self._config = config
         self._places = asyncio.Semaphore(config.max_concurrency)
         # Its token is not that of this process's own ports, for it may be anybody's service.
@@ -49,7 +50,7 @@ class RemoteVerifier:
             ),
             trust_env=False,  # the URL is what was configured, whatever proxies the environment names
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            verify=_tls_context(of_process().tls),
+            verify=_tls_context(tls),
         )
 
     async def close(self) -> None:

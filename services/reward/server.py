@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import resource
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
 from services.reward.faces.http.app import make_http_app
@@ -30,13 +30,14 @@ class RunningService(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
+async def running(config: RewardConfig, *, security: Security | None = None) -> AsyncIterator[RunningService]:
     """Run the service for as long as the context lasts; on leaving it, calls in progress may finish within `grace_s`.
 
     Raises:
         ConfigError: a setting names a profile that there is not, or is wrong for it.
         SetupError: a port is in use, or the worker processes or a custom verifier do not start.
     """
+    security = security or Security.from_environment()
     verifiers = find_verifiers(config.verifiers)
     pool = WorkerPool(
         num_workers=config.workers,
@@ -47,9 +48,9 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
         sandbox=config.sandbox,
         verifiers=verifiers,
     )
-    verifier = Verifier(config, pool, verifiers)
+    verifier = Verifier(config, pool, verifiers, tls=security.tls)
     servicer = RewardServicer(verifier)
-    rpc = RpcServer(host=config.host, port=config.port)
+    rpc = RpcServer(host=config.host, port=config.port, security=security)
     name = service_name(reward_pb2.DESCRIPTOR, "RewardService")
     rpc.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, name)
     try:
@@ -61,6 +62,7 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
         host=config.host,
         port=config.http_port,
         max_body_bytes=config.http_max_body_mb * 2**20,
+        security=security,
     )
     trimming = asyncio.create_task(trim_at_rest(verifier.places))
     try:
@@ -84,9 +86,7 @@ async def running(config: RewardConfig) -> AsyncIterator[RunningService]:
         await pool.close()
 
 
-async def serve(config: RewardConfig, stop: asyncio.Event) -> None:
-    """Run the reward service until `stop` is set, then drain it. Raises the process's limit of open files."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client has one; 1024 are soon too few
-    async with running(config):
+async def serve(config: RewardConfig, stop: asyncio.Event, *, security: Security | None = None) -> None:
+    """Run the reward service until `stop` is set, then drain it."""
+    async with running(config, security=security):
         await stop.wait()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from penstock.errors import InvalidRequestError
+from penstock.runtime.security import Tls
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import sendable
@@ -50,20 +51,28 @@ class _Plan:
 class Verifier:
     """Verifies items by their profiles."""
 
-    def __init__(self, config: RewardConfig, pool: WorkerPool, verifiers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        pool: WorkerPool,
+        verifiers: Mapping[str, str] | None = None,
+        *,
+        tls: Tls | None = None,
+    ) -> None:
         """Make a verifier; close it.
 
         Args:
             config: The settings.
             pool: Worker processes.
             verifiers: The custom verifiers that they have loaded: what, by name.
+            tls: Authorities for the remote service.
 
         Raises:
             ConfigError: the settings of a profile or custom verifier are wrong.
         """
         self._config = config
         self._pool = pool
-        self._remote = RemoteVerifier(config.remote) if config.remote.url else None
+        self._remote = RemoteVerifier(config.remote, tls) if config.remote.url else None
         self.places = Places(config.max_queue)
         """Taken by the items that are in the service."""
         self.metrics = Metrics(pool, self.places)

@@ -18,6 +18,7 @@ from penstock.clients.pd_pair import PDPeer
 from penstock.errors import CorruptMessageError
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, read_published_version
 from penstock.rpc.channel import connect
+from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from services.router.balancing import MISMATCHES, ReplicaStatus, pair_up, sizes
 from services.router.breaker import Breaker
@@ -35,14 +36,14 @@ _LOOK_AGAIN_S = 0.2  # leases end, and breakers open, without an event
 class Member:
     """A replica with its channel."""
 
-    def __init__(self, candidate: ReplicaStatus, lease: bytes) -> None:
+    def __init__(self, candidate: ReplicaStatus, lease: bytes, security: Security) -> None:
         """Prepare the channel; it connects when first used."""
         self.candidate = candidate
         self.lease = lease
         self.is_gone = False
         self.name = f"replica {candidate.replica_id} at {candidate.replica.address}"
         """What it is called in messages."""
-        self.channel = connect(candidate.replica.address)
+        self.channel = connect(candidate.replica.address, security)
         self._unary = self.channel.unary_unary(GENERATE, None, None)  # bytes to bytes
         self._stream = self.channel.unary_stream(GENERATE_STREAM, None, None)
         self.half = PDPeer(name=self.name, channel=self.channel)
@@ -60,8 +61,10 @@ class Member:
 class Pool:
     """What the router knows; it follows the run's buckets `replicas` and `policy`."""
 
-    def __init__(self, config: RouterConfig, replicas: Watch, policy: Watch) -> None:
+    def __init__(self, config: RouterConfig, replicas: Watch, policy: Watch, security: Security) -> None:
         """Use `open_pool`."""
+        self.security = security
+        """What calls of replicas show."""
         self.candidates: dict[str, ReplicaStatus] = {}
         """The replicas that hold their lease, by id: one dict, kept up to date."""
         self.published_version = 0
@@ -121,7 +124,7 @@ class Pool:
     def _add(self, replica: common_pb2.Replica, lease: bytes) -> None:
         limit = Limit(self._config.limit, replica.max_running)
         candidate = ReplicaStatus(replica, limit=limit, breaker=Breaker(self._config.breaker))
-        self._members[replica.replica_id] = Member(candidate, lease)
+        self._members[replica.replica_id] = Member(candidate, lease, self.security)
         self.candidates[replica.replica_id] = candidate
         log.info("replica.joined", replica=replica.replica_id, address=replica.address)
 
@@ -171,7 +174,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def open_pool(config: RouterConfig, bus: Bus) -> AsyncIterator[Pool]:
+async def open_pool(config: RouterConfig, bus: Bus, security: Security) -> AsyncIterator[Pool]:
     """Follow the run's replicas during the context; on entry all of now are known.
 
     The context is cancelled when that fails, and the error raised in its place: it would go on with the replicas of
@@ -183,7 +186,7 @@ async def open_pool(config: RouterConfig, bus: Bus) -> AsyncIterator[Pool]:
         watched(replicas, ttl_s=ttl_s) as replica_watch,
         watched(policy, keys=CURRENT_KEY) as policy_watch,  # beside it the bucket keeps every version's origin
     ):
-        pool = Pool(config, replica_watch, policy_watch)
+        pool = Pool(config, replica_watch, policy_watch, security)
         pool._read_policy()
         pool._refresh()
         try:

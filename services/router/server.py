@@ -13,6 +13,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.hide_torch import torch_hidden
+from penstock.runtime.security import Security
 from penstock.v1 import router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig, RouterSettings
 from services.router.forwarder import SERVICE_NAME, GenerateServicer, RequestForwarder
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def routing(config: RouterConfig, bus: Bus, *, voice: "ChatBackend | None" = None) -> AsyncIterator[RpcServer]:
+async def routing(
+    config: RouterConfig, bus: Bus, *, voice: "ChatBackend | None" = None, security: Security | None = None
+) -> AsyncIterator[RpcServer]:
     """Run a router during the context, with the OpenAI-compatible face if it has a voice; it drains at the end."""
-    async with open_pool(config, bus) as pool:
+    security = security or Security.from_environment()
+    async with open_pool(config, bus, security) as pool:
         places, routes = SlotPool(config, pool), Routes()
         player = RequestForwarder(config, places)
-        server = RpcServer(host=config.host, port=config.port)
+        server = RpcServer(host=config.host, port=config.port, security=security)
         server.add(GenerateServicer.register, GenerateServicer(config, player), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
         servicer = RouterServicer(config, pool, places, routes)
@@ -42,14 +46,14 @@ async def routing(config: RouterConfig, bus: Bus, *, voice: "ChatBackend | None"
                 if voice is not None:
                     from services.router.frontends.openai.server import serving
 
-                    await faces.enter_async_context(serving(config, bus, player, voice))
+                    await faces.enter_async_context(serving(config, bus, player, voice, security))
                 yield server
         finally:
             await server.drain(config.grace_s)
             routes.close()
 
 
-async def serve(settings: RouterSettings, stop: asyncio.Event) -> None:
+async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Run a router until `stop`.
 
     Meant for a process of its own: transformers is kept from importing torch.
@@ -60,8 +64,8 @@ async def serve(settings: RouterSettings, stop: asyncio.Event) -> None:
     """
     voice = None if settings.router.http_port is None else await asyncio.to_thread(_load_voice, settings)
     async with (
-        connect(settings.bus, run=settings.run.name) as bus,
-        routing(settings.router, bus, voice=voice),
+        connect(settings.bus, run=settings.run.name, security=security) as bus,
+        routing(settings.router, bus, voice=voice, security=security),
     ):
         with _rare_collections():
             await stop.wait()

@@ -14,6 +14,7 @@ from penstock.bus import leases
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.lock import Lock
+from penstock.runtime.security import Security
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
@@ -51,6 +52,7 @@ async def assemble(
     progress: Progress,
     lock: Lock,
     versions: PolicyVersions,
+    security: Security | None,
 ) -> TrainingLoop:
     """Build the training loop; what must be closed is pushed on `stack`.
 
@@ -98,7 +100,7 @@ async def assemble(
         newest_held=newest_version_held(replicas),
         max_staleness=config.max_staleness,
     )
-    publisher = _publisher(config.weight_sync, folder, replicas, optimizer.device)
+    publisher = _publisher(config.weight_sync, folder, replicas, optimizer.device, security)
     stack.push_async_callback(publisher.close)
     log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
     return TrainingLoop(
@@ -143,13 +145,16 @@ def _recorder(settings: TrainerSettings, folder: Path, optimizer: PolicyOptimize
     return StepRecorder(folder, recorded, optimizer, run_id=run_id)
 
 
-def _publisher(config: WeightSyncConfig, folder: Path, replicas: leases.Watch, device: torch.device) -> WeightPublisher:
+def _publisher(
+    config: WeightSyncConfig, folder: Path, replicas: leases.Watch, device: torch.device, security: Security | None
+) -> WeightPublisher:
     has_gpu = device.type == "cuda"
     if has_gpu:
         os.environ.update(nccl.environment())  # read when the first process group forms
     return WeightPublisher(
         config=config,
         replicas=replicas,
+        security=security,
         backend="nccl" if has_gpu else "gloo",
         files=WeightFileStore(_weight_files_dir(config, folder)),
     )

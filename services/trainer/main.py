@@ -10,6 +10,7 @@ from penstock.bus.connection import connect
 from penstock.bus.lock import locked
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.process import end_task, unless_stopped
+from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.assembly import assemble, new_run_id
 from services.trainer.config import TrainerSettings
@@ -22,7 +23,7 @@ from services.trainer.versions import open_versions
 log = structlog.get_logger()
 
 
-async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
+async def serve(settings: TrainerSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Train until the recipe's last step or until `stop`, then draw the curves.
 
     Raises:
@@ -31,7 +32,7 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
     settings.sampling.require_trainable()
     folder = settings.run.folder or settings.run.dir / settings.run.name
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name))
+        bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         await bus.ensure_streams()
         lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=settings.bus.lease_ttl_s))
         store = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
@@ -41,8 +42,8 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
             versions.require_checkpoint(store.folder)
         run_id = new_run_id(settings.run.name) if checkpoint is None else str(checkpoint.state["run_id"])
         progress = Progress(run_id=run_id, num_steps=settings.trainer.num_steps)
-        await _serve_progress(settings, progress, stack)
-        assembling = assemble(settings, folder, bus, stack, store, checkpoint, progress, lock, versions)
+        await _serve_progress(settings, progress, security, stack)
+        assembling = assemble(settings, folder, bus, stack, store, checkpoint, progress, lock, versions, security)
         loop = await unless_stopped(assembling, stop)
         if loop is None:
             return
@@ -51,8 +52,10 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
         log.info("run.ended", step=loop.step, num_steps=settings.trainer.num_steps, folder=str(folder))
 
 
-async def _serve_progress(settings: TrainerSettings, progress: Progress, stack: AsyncExitStack) -> None:
-    server = RpcServer(host=settings.trainer.host, port=settings.trainer.port)
+async def _serve_progress(
+    settings: TrainerSettings, progress: Progress, security: Security | None, stack: AsyncExitStack
+) -> None:
+    server = RpcServer(host=settings.trainer.host, port=settings.trainer.port, security=security)
     name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
     await server.start()

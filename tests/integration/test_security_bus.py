@@ -72,11 +72,11 @@ async def test_a_token_that_looks_like_something_else_to_nats_is_taken_as_it_is(
             await enter(url, security_of(nats_token=f"{token}0"))
 
 
-async def test_the_server_has_the_token_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_by_default_the_server_has_the_token_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `penstock train` and `penstock serve nats` start it; PENSTOCK_TOKEN alone closes NATS as well."""
-    monkeypatch.setattr(
-        "penstock.runtime.security._of_process", Security.load(SecurityConfig(), {"PENSTOCK_TOKEN": TOKEN})
-    )
+    monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     async with local_server(tmp_path) as url:
         async with connect(BusConfig(url=url), run="r") as bus:
             await bus.ensure_streams()

@@ -40,17 +40,10 @@ from tests.strangers import TOKEN, WRONG, assert_http_is_closed, assert_rpc_is_c
 GENERATE = "/penstock.v1.GenerateService/Generate"
 
 
-def become(monkeypatch: pytest.MonkeyPatch, security: Security) -> None:
-    """From now on this process has `security`, for all that is not told otherwise."""
-    monkeypatch.setattr("penstock.runtime.security._of_process", security)
-
-
 @pytest.fixture
-def secured(monkeypatch: pytest.MonkeyPatch, certificates: SecurityConfig) -> Security:
-    """A process with a token and with TLS, as the services are that it then starts."""
-    security = security_of(certificates, token=TOKEN)
-    become(monkeypatch, security)
-    return security
+def secured(certificates: SecurityConfig) -> Security:
+    """A token and TLS."""
+    return security_of(certificates, token=TOKEN)
 
 
 def stranger_of(certificates: SecurityConfig, token: str = "") -> Security:
@@ -62,14 +55,13 @@ def turn(**fields: object) -> generate_pb2.GenerateRequest:
     return generate_pb2.GenerateRequest(request_id="r", input_ids=[5, 6], sampling=sampling, **fields)
 
 
-@pytest.mark.usefixtures("secured")
-async def test_reward(certificates: SecurityConfig) -> None:
+async def test_reward(certificates: SecurityConfig, secured: Security) -> None:
     """Both faces, with a judge in a worker process."""
-    async with running(RewardConfig(workers=1)) as service:
+    async with running(RewardConfig(workers=1), security=secured) as service:
         for token in ("", WRONG):
             stranger = stranger_of(certificates, token)
             await assert_rpc_is_closed(service.rpc.address, "/penstock.v1.RewardService/Verify", security=stranger)
-        async with RewardClient(service.rpc.address) as client:
+        async with RewardClient(service.rpc.address, security=secured) as client:
             assert (await client.verify(item_of(*EASY), timeout_s=20.0)).score == 1.0
         tls = stranger_of(certificates).tls
         assert tls is not None
@@ -81,7 +73,6 @@ async def test_reward(certificates: SecurityConfig) -> None:
 
 async def test_processes_that_judge_have_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold what strangers wrote; the service that starts them has the token in its environment."""
-    monkeypatch.setattr("penstock.runtime.security._of_process", None)
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     before = set(psutil.Process().children())
     async with running(RewardConfig(workers=1)) as service, RewardClient(service.rpc.address) as client:
@@ -173,7 +164,7 @@ async def test_the_remote_judge_is_shown_its_own_token_and_no_other(
     statuses = []
     for token in ("", "remotes"):
         monkeypatch.setenv("PENSTOCK_REMOTE_TOKEN", token)
-        remote = RemoteVerifier(RemoteConfig(url=server.url))
+        remote = RemoteVerifier(RemoteConfig(url=server.url), secured.tls)
         judgement, _ = await remote.verify(item, 30.0)
         statuses.append(judgement.status)
         await remote.close()
@@ -183,15 +174,18 @@ async def test_the_remote_judge_is_shown_its_own_token_and_no_other(
 
 
 @contextlib.asynccontextmanager
-async def pool(bus: Bus) -> AsyncIterator[tuple[RpcServer, SimulatedEngine]]:
+async def pool(bus: Bus, security: Security) -> AsyncIterator[tuple[RpcServer, SimulatedEngine]]:
     """A router and one engine that it knows."""
-    async with SimulatedEngine(bus, replica_id="one").running() as engine, routing(RouterConfig(), bus) as router:
+    async with (
+        SimulatedEngine(bus, replica_id="one", security=security).running() as engine,
+        routing(RouterConfig(), bus, security=security) as router,
+    ):
         yield router, engine
 
 
 async def test_router_and_engine(steady_bus: Bus, secured: Security, certificates: SecurityConfig) -> None:
     """Both refuse strangers; a call goes through the router to the engine, and one that was routed goes there alone."""
-    async with pool(steady_bus) as (router, engine):
+    async with pool(steady_bus, secured) as (router, engine):
         for address, method in (
             (router.address, GENERATE),
             (router.address, "/penstock.v1.RouterService/ListReplicas"),
@@ -199,27 +193,35 @@ async def test_router_and_engine(steady_bus: Bus, secured: Security, certificate
             (engine.replica.address, "/penstock.v1.RolloutService/DrainReplica"),
         ):
             await assert_rpc_is_closed(address, method, security=stranger_of(certificates, WRONG))
-        async with GenerateClient(router.address) as proxied, RoutedGenerateClient(router.address) as routed:
+        async with (
+            GenerateClient(router.address, security=secured) as proxied,
+            RoutedGenerateClient(router.address, security=secured) as routed,
+        ):
             for client in (proxied, routed):
                 assert len((await client.generate(turn(), timeout_s=10.0)).output_ids) == 4
                 chunks = [chunk async for chunk in client.stream(turn(), timeout_s=10.0)]
                 assert sum(len(chunk.output_ids) for chunk in chunks) == 4
-        async with RouterClient(router.address) as client:
+        async with RouterClient(router.address, security=secured) as client:
             await client.drain_replica("one", grace_s=1.0, timeout_s=10.0)  # the router calls the engine
         async with GenerateClient(router.address, security=stranger_of(certificates)) as stranger:
             with pytest.raises(AccessError, match="set PENSTOCK_TOKEN"):  # at once: no repetition mends it
                 await stranger.generate(turn(), timeout_s=10.0, retry_until=time.monotonic() + 3600)
 
 
-async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus) -> None:
     """Its refusal is not the caller's: a call goes to another engine, or where there is none, says which refused."""
-    become(monkeypatch, Security(token=WRONG))
-    async with SimulatedEngine(steady_bus, replica_id="odd").running() as odd:
-        become(monkeypatch, Security(token=TOKEN))
-        async with routing(RouterConfig(), steady_bus) as router, GenerateClient(router.address) as client:
+    right, wrong = Security(token=TOKEN), Security(token=WRONG)
+    async with SimulatedEngine(steady_bus, replica_id="odd", security=wrong).running() as odd:
+        async with (
+            routing(RouterConfig(), steady_bus, security=right) as router,
+            GenerateClient(router.address, security=right) as client,
+        ):
             with pytest.raises(UnavailableError, match=r"replica odd at .*token missing or wrong"):
                 await client.generate(turn(), timeout_s=5.0)
-            async with SimulatedEngine(steady_bus, replica_id="one").running(), RouterClient(router.address) as asking:
+            async with (
+                SimulatedEngine(steady_bus, replica_id="one", security=right).running(),
+                RouterClient(router.address, security=right) as asking,
+            ):
                 while len((await asking.list_replicas()).replicas) < 2:
                     await asyncio.sleep(0.02)
                 for number in range(8):
@@ -228,10 +230,9 @@ async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus, m
         assert odd.requests == []
 
 
-@pytest.mark.usefixtures("secured")
-async def test_trainer(certificates: SecurityConfig) -> None:
+async def test_trainer(certificates: SecurityConfig, secured: Security) -> None:
     """Where a run stands is told to those who have the token."""
-    server = RpcServer(host="127.0.0.1", port=0)
+    server = RpcServer(host="127.0.0.1", port=0, security=secured)
     servicer = TrainerServicer(Progress(run_id="secret-run", num_steps=5))
     register = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
     server.add(register, servicer, "penstock.v1.TrainerService")
@@ -239,6 +240,6 @@ async def test_trainer(certificates: SecurityConfig) -> None:
     await assert_rpc_is_closed(
         server.address, "/penstock.v1.TrainerService/GetRun", security=stranger_of(certificates, WRONG)
     )
-    async with TrainerClient(server.address) as client:
+    async with TrainerClient(server.address, security=secured) as client:
         assert (await client.get_run()).run_id == "secret-run"
     await server.drain(0.0)

@@ -11,6 +11,7 @@ import pytest
 from penstock.config import load
 from penstock.errors import SetupError
 from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import StopStage
@@ -131,7 +132,7 @@ def test_processes_see_their_own_gpus(recipe: Recipe) -> None:
     """CUDA_VISIBLE_DEVICES of each process is its part of the plan, in an environment without CPU settings."""
     folder = RunFolder.create(recipe.run)
     plan = make_plan(with_addresses(recipe, folder), [str(index) for index in range(8)], own_bus=False)
-    visible = {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in process_specs(plan, folder)}
+    visible = {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in process_specs(plan, folder, Security())}
     assert visible == {
         "rollout-0": "0", "rollout-1": "1", "trainer": "2", "reward": "", "router": "", "worker-0": "",
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """What becomes of an error that ends a process."""
 
 import asyncio
+import resource
 import signal
 import sys
 
@@ -42,6 +43,17 @@ def test_an_error_out_of_a_task_group_is_one_line(
     """The groups around it are not shown; what a person can mend goes first."""
     assert ending(*errors) == code
     assert capsys.readouterr().err == line
+
+
+def test_a_process_may_open_as_many_files_as_the_system_allows() -> None:
+    """Whatever it was started with: a server with 1024 descriptors is closed by a thousand idle connections."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+    try:
+        assert ending() == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -11,6 +11,7 @@ import pytest
 from penstock.bus.replica_lease import write_replica
 from penstock.clients.stream_attempt import UnreachableError
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
+from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from services.router.balancing import Query
 from services.router.breaker import BreakerState
@@ -32,7 +33,7 @@ async def places(*replicas: common_pb2.Replica) -> AsyncIterator[tuple[SlotPool,
     """With one place at each replica, and a breaker that opens at once."""
     leases = SimpleNamespace(values={each.replica_id: write_replica(each) for each in replicas})
     config = RouterConfig(limit={"factor": 1.0}, breaker={"failures": 1})
-    pool = Pool(config, leases, SimpleNamespace(values={}))
+    pool = Pool(config, leases, SimpleNamespace(values={}), Security())
     pool._refresh()
     yield SlotPool(config, pool), pool
     await pool._close()

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.bus.replica_lease import write_replica
 from penstock.errors import OverloadedError, UnavailableError
+from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from services.router.balancing import Query, ReplicaStatus
 from services.router.config import RouterConfig
@@ -36,7 +37,7 @@ async def places(
         for number in range(num_replicas)
     }
     config = RouterConfig(**settings)
-    pool = Pool(config, SimpleNamespace(values=leases), SimpleNamespace(values={}))
+    pool = Pool(config, SimpleNamespace(values=leases), SimpleNamespace(values={}), Security())
     pool._refresh()
     yield SlotPool(config, pool), pool.candidates.get("r0")
     await pool._close()

@@ -7,7 +7,6 @@ import pytest
 from penstock import config as configuration
 from penstock.config import SecurityConfig
 from penstock.errors import ConfigError
-from penstock.runtime import security
 from penstock.runtime.security import Security, read_secret
 from services.recipe import Recipe
 
@@ -73,13 +72,14 @@ def test_only_the_token_is_let_in(given: str, admitted: bool) -> None:
     assert Security().admits(given.encode())
 
 
-def test_a_process_that_was_told_nothing_has_the_environments_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a client in a user's script works; what a process installed goes before."""
-    monkeypatch.setattr(security, "_of_process", None)
+def test_whoever_is_given_no_security_has_the_environments_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a client in a user's script works, and no process that has a token forgets it."""
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
-    assert security.of_process() == Security(token=TOKEN, nats_token=TOKEN, control_token=TOKEN)
-    security.install(Security(token="other"))
-    assert security.of_process().token == "other"
+    assert Security.from_environment() == Security(token=TOKEN, nats_token=TOKEN, control_token=TOKEN)
+    monkeypatch.setenv("PENSTOCK_NATS_TOKEN", "nats")
+    assert Security.from_environment().control_token == "nats"
+    monkeypatch.setenv("PENSTOCK_CONTROL_TOKEN", "control")
+    assert Security.from_environment() == Security(token=TOKEN, nats_token="nats", control_token="control")
 
 
 def test_a_token_is_in_no_recipe_and_shows_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

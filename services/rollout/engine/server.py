@@ -20,6 +20,7 @@ from penstock.bus.replica_lease import write_replica
 from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
+from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine.config import EngineSettings, RolloutConfig
 from services.rollout.engine.drain import Drain
@@ -53,7 +54,7 @@ class EngineServer:
         await self.drain.run(0.0 if self.engine.died.is_set() else grace_s)
 
 
-async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
+async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Run an engine until `stop` is set, then drain it.
 
     Raises:
@@ -64,10 +65,10 @@ async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
     require_free_port(settings.rollout.host, settings.rollout.port, key="rollout.port")
     if settings.rollout.role == "prefill":
         require_free_port(settings.rollout.host, settings.rollout.bootstrap_port, key="rollout.bootstrap_port")
-    async with connect(settings.bus, run=settings.run.name):
+    async with connect(settings.bus, run=settings.run.name, security=security):
         log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
-    async with running(settings.rollout, settings.model.path) as server:
-        async with connect(settings.bus, run=settings.run.name) as bus:
+    async with running(settings.rollout, settings.model.path, security=security) as server:
+        async with connect(settings.bus, run=settings.run.name, security=security) as bus:
             server.images.attach(ImageStore(bus))
             bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
             lease_of_server = held(
@@ -84,7 +85,9 @@ async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[EngineServer]:
+async def running(
+    config: RolloutConfig, model_path: Path, *, security: Security | None = None
+) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server for as long as the context lasts, without a lease.
 
     On leaving it, calls in progress may finish within `grace_s`, are handed over after that, and every process of
@@ -101,7 +104,7 @@ async def running(config: RolloutConfig, model_path: Path) -> AsyncIterator[Engi
     # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.
     view = ReplicaView(config, engine, receiver)
     images = ImageSource()
-    server = RpcServer(host=config.host, port=config.port)
+    server = RpcServer(host=config.host, port=config.port, security=security)
 
     async def begin_drain() -> None:
         view.draining = True

@@ -21,6 +21,7 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.tokens import context_length, forbidden_token_ids, image_token_id
 from penstock.rpc.server import RpcServer
 from penstock.runtime.hide_torch import torch_hidden
+from penstock.runtime.security import Security
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
@@ -34,7 +35,7 @@ _MAX_IN_HAND = 10_000
 """Unacked prompts over all workers. The trainer's gate is the real bound; this only has to exceed it."""
 
 
-async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Play prompt groups until `stop`, then put back those that do not finish within the grace period.
 
     Needs a process of its own: it keeps transformers from importing torch.
@@ -44,14 +45,15 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
         SetupError: NATS is out of reach.
     """
     config = settings.worker
+    security = security or Security.from_environment()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     environments = EnvironmentRegistry(config.environments)
     with torch_hidden():
         renderer = await asyncio.to_thread(Renderer.load, settings.model.path)
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name))
-        generator = await stack.enter_async_context(GenerateClient(settings.router_address))
-        verifier = await stack.enter_async_context(RewardClient(settings.reward_address))
+        bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
+        generator = await stack.enter_async_context(GenerateClient(settings.router_address, security=security))
+        verifier = await stack.enter_async_context(RewardClient(settings.reward_address, security=security))
         episodes = EpisodePlayer(
             config,
             settings.sampling,
@@ -69,7 +71,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)
         )
-        health = RpcServer(host=config.host, port=config.port)
+        health = RpcServer(host=config.host, port=config.port, security=security)
         await health.start()
         stack.push_async_callback(health.drain, 0.0)
         log.info("worker.started", worker=worker_id, router=settings.router_address, reward=settings.reward_address)

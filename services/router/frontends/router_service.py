@@ -117,7 +117,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             )
         member = self._pool.member(request.replica_id)
         # Not on the pool's channel: that closes when the lease ends, as it does at the end of a replica's life.
-        async with connect(member.candidate.replica.address) as channel:
+        async with connect(member.candidate.replica.address, self._pool.security) as channel:
             pending = rollout_pb2_grpc.RolloutServiceStub(channel).DrainReplica(
                 rollout_pb2.DrainReplicaRequest(grace_s=request.grace_s),
                 timeout=deadline_s(context, default=self._config.max_call_s),

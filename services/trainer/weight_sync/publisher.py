@@ -21,6 +21,7 @@ from penstock.bus.leases import Watch
 from penstock.bus.replica_lease import read_replica
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
+from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
@@ -97,6 +98,8 @@ class WeightPublisher:
     """torch.distributed back end of broadcasts: nccl or gloo."""
     files: WeightFileStore
     """Writes weight files if so configured; late joiners read them."""
+    security: Security | None = None
+    """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
     _current: WeightSnapshot | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
@@ -343,5 +346,5 @@ class WeightPublisher:
 
     def _stub(self, member: Member) -> Stub:
         if member not in self._channels:
-            self._channels[member] = connect(member.address)
+            self._channels[member] = connect(member.address, self.security)
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[member])

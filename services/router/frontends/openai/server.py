@@ -11,6 +11,7 @@ from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.http.server import HttpServer
 from penstock.model.chat_template import Renderer
+from penstock.runtime.security import Security
 from services.router.config import RouterConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.app import make_openai_app
@@ -40,7 +41,7 @@ class ChatBackend:
 
 @asynccontextmanager
 async def serving(
-    config: RouterConfig, bus: Bus, player: RequestForwarder, voice: ChatBackend
+    config: RouterConfig, bus: Bus, player: RequestForwarder, voice: ChatBackend, security: Security
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP during the context; it drains at the end.
 
@@ -64,6 +65,7 @@ async def serving(
         port=config.http_port or 0,
         max_body_bytes=settings.max_body_mb * 2**20,
         make_error_body=error_body,
+        security=security,
     )
     try:
         await server.start()
