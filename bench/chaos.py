@@ -80,7 +80,6 @@ def main() -> int:
         "rollout.prefill": arguments.prefill,
         "rollout.decode": arguments.decode,
         "launch.max_restarts": 10_000,
-        "launch.restart_window_s": 5.0,
         "run.seed": arguments.seed,
         "trainer.weight_sync.transport": arguments.transport,
     }

@@ -18,6 +18,8 @@ from services.launch.child import Child, ProcessSpec, State, StopStage
 from services.launch.config import LaunchConfig
 from services.launch.reaper import Reaper
 
+_RESTART_WINDOW_S = 600.0
+"""A process that has run for longer has recovered from its earlier deaths."""
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _KILL_TIMEOUT_S = 5.0
@@ -113,6 +115,7 @@ class Supervisor:
         """Run `child` until it is asked to stop or has ended the run."""
         name, config = child.spec.name, self._config
         deaths: deque[float] = deque(maxlen=config.max_restarts + 1)
+        backoff_s = self._first_backoff_s / 2
         while not child.stop_asked.is_set():
             code = await child.run()
             child.state = State.STOPPED
@@ -122,11 +125,11 @@ class Supervisor:
                 raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
             now = time.monotonic()
             deaths.append(now)
-            num_recent = sum(now - death <= config.restart_window_s for death in deaths)
+            num_recent = sum(now - death <= _RESTART_WINDOW_S for death in deaths)
             how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             if num_recent > config.max_restarts:
-                raise ProcessFailedError(_describe_failure(child, how, num_recent, config.restart_window_s))
-            backoff_s = min(_MAX_BACKOFF_S, self._first_backoff_s * 2 ** (num_recent - 1))
+                raise ProcessFailedError(_describe_failure(child, how, num_recent))
+            backoff_s = self._first_backoff_s if child.age_s > _MAX_BACKOFF_S else min(_MAX_BACKOFF_S, 2 * backoff_s)
             self._report(f"{name} {how}; starting it again in {backoff_s:g} s")
             child.state = State.RESTARTING
             with suppress(TimeoutError):
@@ -159,7 +162,7 @@ async def supervised(
         await reaper.end()
 
 
-def _describe_failure(child: Child, how: str, num_deaths: int, window_s: float) -> str:
+def _describe_failure(child: Child, how: str, num_deaths: int) -> str:
     lines = child.log.last_lines(_NUM_SHOWN_LINES)
-    head = f"{child.spec.name} {how}, death {num_deaths} within {window_s:g} s; its log {child.log.path} ends:"
+    head = f"{child.spec.name} {how}, death {num_deaths} within {_RESTART_WINDOW_S:g} s; its log {child.log.path} ends:"
     return "\n".join([head, *(f"  {line}" for line in lines)])
