@@ -59,9 +59,10 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """What `penstock serve trainer` receives.
 
     Raises:
-        ConfigError: there is no model or no data.
+        ConfigError: there is no model or no data, or the sampling cannot be trained on.
     """
     recipe.data.require_file()
+    recipe.sampling.require_trainable()
     return TrainerSettings(
         trainer=recipe.trainer,
         run=recipe.run,
@@ -73,13 +74,13 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Check what a whole run needs to be there before it starts.
+    """Check what a whole run needs before it starts.
 
     Raises:
-        ConfigError: there is no model or no data.
+        ConfigError: there is no model or no data, or the sampling cannot be trained on.
     """
-    _model(recipe)
-    recipe.data.require_file()
+    for_engine(recipe)
+    for_trainer(recipe)
 
 
 def _model(recipe: Recipe) -> ModelConfig:

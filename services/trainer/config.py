@@ -97,7 +97,7 @@ class BackendConfig(Config):
     """Tokens of one forward pass, padding included. A longer single sequence passes alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    device: str = pydantic.Field(default="auto", pattern=r"^(auto|cpu|cuda)$")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of computation and of pushed weights: auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""

@@ -29,7 +29,6 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event, *, security: Sec
     Raises:
         UserError: the model, the data, NATS or the checkpoints are not as the run needs them.
     """
-    settings.sampling.require_trainable()
     folder = settings.run.folder or settings.run.dir / settings.run.name
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, SamplingConfig
 from penstock.errors import ConfigError
 from services.cli import service_settings
 from services.recipe import Recipe
@@ -45,6 +45,16 @@ def test_only_the_trainer_needs_the_data(model: ModelConfig) -> None:
         service_settings.for_trainer(recipe)
     with pytest.raises(ConfigError, match="no such file"):
         service_settings.require_inputs(recipe)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])
+def test_a_cut_distribution_cannot_be_trained_on(model: ModelConfig, cut: dict[str, float]) -> None:
+    """A run refuses it before it starts; engines alone may sample so."""
+    recipe = Recipe(model=model, sampling=SamplingConfig.model_validate(cut))
+    service_settings.for_engine(recipe)
+    for build in (service_settings.for_trainer, service_settings.require_inputs):
+        with pytest.raises(ConfigError, match=r"sampling\.top_[pk] = .* cannot be trained on; set"):
+            build(recipe)
 
 
 def test_the_router_needs_a_model_only_for_its_openai_compatible_api(model: ModelConfig) -> None:

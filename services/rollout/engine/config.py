@@ -1,6 +1,7 @@
 """Settings of the rollout engines, section [rollout] of a recipe."""
 
 import dataclasses
+from typing import Literal
 
 import pydantic
 
@@ -16,7 +17,7 @@ class RolloutConfig(Config):
     """Prefill engines that `penstock train` starts beside them. They compute prompts, for decode engines."""
     decode: int = pydantic.Field(default=0, ge=0)
     """Decode engines that `penstock train` starts beside them. They go on where prefill engines end."""
-    role: str = pydantic.Field(default="unified", pattern="^(unified|prefill|decode)$")
+    role: Literal["unified", "prefill", "decode"] = "unified"
     """The part that the engine plays which `penstock serve rollout` starts: unified, prefill or decode."""
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -25,7 +26,7 @@ class RolloutConfig(Config):
     advertise_host: str = ""
     """Host name under which others reach this engine; empty: the address it listens on."""
 
-    transfer_backend: str = pydantic.Field(default="mooncake", pattern="^(mooncake|nixl)$")
+    transfer_backend: Literal["mooncake", "nixl"] = "mooncake"
     """What carries the KV cache from prefill to decode engines: mooncake or nixl; the same in all of them."""
     bootstrap_port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port on which a prefill engine tells decode engines where its KV cache is; 0 takes any that is free. With several
@@ -36,7 +37,7 @@ class RolloutConfig(Config):
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""
 
-    dtype: str = pydantic.Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache. auto: on a GPU the checkpoint's own; on a CPU float32 up to 50 million parameters,
     else bfloat16."""
     context_length: int = pydantic.Field(default=0, ge=0)
