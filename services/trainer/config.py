@@ -122,7 +122,7 @@ class TrainerConfig(BackendConfig):
     max_staleness: int = pydantic.Field(default=1, ge=0)
     """Most versions by which a group's oldest token may lag the published version; 0 is synchronous GRPO."""
     checkpoint_every: int = pydantic.Field(default=10, ge=1)
-    """Steps between checkpoints; a checkpoint is also what releases groups from the bus."""
+    """Steps between checkpoints. Groups stay on the bus until a checkpoint holds what became of them."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)
     """Older checkpoints are deleted."""
     samples_every: int = pydantic.Field(default=10, ge=1)
@@ -130,7 +130,7 @@ class TrainerConfig(BackendConfig):
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     max_failures_in_a_row: int = pydantic.Field(default=32, ge=0)
-    """More groups in a row that could not be played end the run, with the reason of the last."""
+    """More groups in a row than this that could not be played or read end the run, with the reason of the last."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
 
 
@@ -138,7 +138,7 @@ class DataConfig(Config):
     """Where the prompts come from."""
 
     path: str = ""
-    """Parquet file, in the schema of hiyouga/geometry3k or a relative of it. Empty: the built-in data set."""
+    """Parquet file, in the schema of hiyouga/geometry3k or a similar one. Empty: the built-in data set."""
     name: Literal["geometry"] = "geometry"
     """Built-in data set, used when path is empty."""
     kinds: tuple[Literal["x", "y", "length", "distance"], ...] = pydantic.Field(
@@ -150,15 +150,15 @@ class DataConfig(Config):
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of the built-in data set. The order of rows follows run.seed."""
     shuffle: bool = True
-    """Play each epoch in an order of its own; otherwise in the order of the file."""
+    """Shuffle the rows anew for each epoch; otherwise keep the order of the file."""
     images_column: str = "images"
     """Column with each row's images."""
     problem_column: str = "problem"
-    """Column with the text, one `<image>` per image. Where it is missing, `prompt`, a list of messages, is read."""
+    """Column with the text, one `<image>` per image. If it is missing, `prompt`, a list of messages, is read."""
     answer_column: str = "answer"
-    """Column with the correct answer. Where it is missing, `reward_model.ground_truth` is read."""
+    """Column with the correct answer. If it is missing, `reward_model.ground_truth` is read."""
     prompt_suffix: str = ""
-    """Appended to the text of the last user message, for example an instruction how to give the answer."""
+    """Appended to the last user message, for example an instruction on how to give the answer."""
     system_prompt: str = ""
     """System message put before each prompt; empty means none."""
     profile: str = "geo3k"

@@ -81,7 +81,7 @@ def test_refuses_what_is_stale_or_unknown() -> None:
     """Both are errors of the caller, not something to train."""
     with pytest.raises(ValueError, match=r"\[0\] are stale at version 5"):
         select_batch({0: 3}, {0: 3}, version=5, max_staleness=1, groups_per_step=1)
-    with pytest.raises(ValueError, match=r"\[9\] are not outstanding"):
+    with pytest.raises(ValueError, match=r"\[9\] are not admitted"):
         select_batch({9: 3}, {0: 3}, version=3, max_staleness=1, groups_per_step=1)
 
 

@@ -3,16 +3,17 @@
 A group whose oldest token has version o may be trained at published version c only if c - o <= max_staleness. Its
 *deadline* is therefore o + max_staleness; while it is still being played, o is at least its version at admission.
 
-Invariant, for groups_per_step = B and n_k = groups outstanding with a deadline of at most c + k:
+Invariant, for groups_per_step = B and n_k = untrained groups with a deadline of at most c + k:
 
     n_k <= (k + 1) B   for every k >= 0                                                             (feasible)
 
-It is Hall's condition for giving every group one of the B places of each coming step. It holds at the start, because at
-most (max_staleness + 1) B groups are outstanding and a new one has the deadline c + max_staleness. A batch keeps it
-if it holds at least n_k - k B groups of each prefix k: what remains then is at most k B, which is the condition at
+This is Hall's condition for giving every group one of the B places of each coming step. It holds at the start, because
+at most (max_staleness + 1) B groups are admitted and a new one has the deadline c + max_staleness. A batch keeps it if
+it has at least n_k - k B groups of each prefix k: at most k B groups of the prefix then remain, the condition at
 version c + 1, where the same deadlines are one step nearer. In particular at most B groups are ever due (k = 0).
-Playing on can only move deadlines later. Taking finished groups by earliest deadline maximises every prefix at once:
-when that choice breaks a prefix every choice does, and the trainer must wait for an unfinished group of that prefix.
+While a group is being played its deadline only moves later. Taking finished groups by earliest deadline maximises every
+prefix at once: if that choice breaks a prefix, every choice does, and the trainer must wait for an unfinished group of
+that prefix.
 
 Looking one step ahead only (due groups first, then whatever finished first) is not enough: with max_staleness = 2 and
 B = 1, training a fresh group 3 before groups 1 and 2, admitted earlier, leaves two groups due for one place.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The next batch, or whom to wait for. Both are empty when fewer groups than a batch are outstanding at all."""
+    """The next batch, or the groups to wait for. Both are empty if fewer groups than a batch are admitted."""
 
     indices: tuple[int, ...] = ()
     """The batch, in order of index; empty: wait."""
@@ -40,27 +41,26 @@ def select_batch(
     max_staleness: int,
     groups_per_step: int,
 ) -> Selection:
-    """Choose the batch that trains the published `version`, or say whom to wait for.
+    """Choose the batch that trains the published `version`, or say which groups it waits for.
 
-    With `max_staleness` 0 this waits for exactly the groups admitted at `version`.
+    With `max_staleness` 0 the batch is exactly the groups admitted at `version`.
 
     Args:
-        finished: Version of the oldest token of each outstanding group that is ready to train. Groups that are stale
-            already must have been taken out.
-        outstanding: Version at admission of every group that is admitted and untrained, finished ones included.
+        finished: Version of the oldest token of each admitted group in hand. Stale groups must have been rejected.
+        outstanding: Version at admission of every group that is admitted and not yet trained, finished ones included.
         version: The published policy version.
         max_staleness: Most versions that a group may lag when it is trained.
         groups_per_step: Size of a batch.
 
     Raises:
-        ValueError: a finished group is not outstanding, or is stale already.
+        ValueError: a finished group is not admitted, or is stale.
     """
     if unknown := finished.keys() - outstanding.keys():
-        raise ValueError(f"finished groups {sorted(unknown)} are not outstanding")
+        raise ValueError(f"finished groups {sorted(unknown)} are not admitted")
     if stale := [index for index, oldest in finished.items() if version - oldest > max_staleness]:
         raise ValueError(f"finished groups {sorted(stale)} are stale at version {version}")
 
-    slack = {  # steps that a group can still wait; below 0 only for a group that a restart made late
+    slack = {  # steps that a group can still wait; it would be negative only for a group that a restart made late
         index: max(0, finished.get(index, admitted) + max_staleness - version)
         for index, admitted in outstanding.items()
     }

@@ -1,6 +1,6 @@
-"""A built-in geometry data set: small pictures of points on a grid, and a question about each.
+"""A built-in geometry data set: small pictures of points on a grid, each with a question.
 
-Rows have the schema of hiyouga/geometry3k, so whatever reads that data set reads this one.
+Rows have the schema of hiyouga/geometry3k, so code that reads that data set reads this one.
 Invariant: row ``i`` depends only on ``(seed, kinds, i)``, never on the size or on the rows read before it.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 Kind = Literal["x", "y", "length", "distance"]
-"""What is asked: a coordinate of P, the length of an axis-parallel AB, or the grid distance from A to B."""
+"""The question: a coordinate of P, the length of an axis-parallel AB, or the grid distance from A to B."""
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 NUM_CELLS: Final = 5
@@ -26,7 +26,7 @@ _CELL_PX: Final = 16
 _MARGIN_PX: Final = 8
 _RADIUS_PX: Final = 7
 _PAPER: Final = (128, 128, 128)
-"""Mid-grey: image processors that normalise around it turn empty paper into zeros, so that a small model learns to see
+"""Mid-grey: image processors that normalise around it turn empty paper into zeros. A small model then learns to see
 points from several times fewer pictures than on white."""
 _GRID: Final = (160, 160, 160)
 _AXIS: Final = (0, 0, 0)
@@ -59,7 +59,7 @@ class DrawnRow(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeometryProblem:
-    """What is drawn and what is asked, before it becomes a row."""
+    """A picture and its question, before they become a row."""
 
     kind: Kind
     """The kind of question."""
@@ -68,7 +68,7 @@ class GeometryProblem:
 
     @property
     def text(self) -> str:
-        """The problem as the row carries it: one image placeholder, the question, the instruction."""
+        """The text of the row: one image placeholder, the question, the instruction."""
         return f"<image>{_QUESTIONS[self.kind]} {INSTRUCTION}"
 
     @property
@@ -107,12 +107,12 @@ def draw_problem(problem: GeometryProblem) -> Image.Image:
 class GeometryDataset(Sequence[DrawnRow]):
     """Seeded geometry problems with random access.
 
-    Two data sets with the same seed and kinds agree on every row that both have; different seeds are
-    independent draws, so a held-out set is the same class with another seed.
+    Two data sets with the same seed and kinds agree on every row that both have. Different seeds draw independently,
+    so a held-out set needs only another seed.
     """
 
     def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = KINDS) -> None:
-        """Describe a data set of ``size`` rows; nothing is drawn until a row is read.
+        """Describe a data set of ``size`` rows. Pictures are drawn when a row is read.
 
         Raises:
             ValueError: size or seed is negative, or kinds is empty or names an unknown kind.
@@ -136,7 +136,7 @@ class GeometryDataset(Sequence[DrawnRow]):
         """Draw row ``index``; negative indices count from the end.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: the row does not exist.
         """
         problem = self.problem(index)
         png = io.BytesIO()
@@ -150,10 +150,10 @@ class GeometryDataset(Sequence[DrawnRow]):
         return (self[index] for index in range(self.size))
 
     def problem(self, index: int) -> GeometryProblem:
-        """Return what row ``index`` draws and asks, without drawing it.
+        """Return the problem of row ``index``, without drawing it.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: the row does not exist.
         """
         if not -self.size <= index < self.size:
             raise IndexError(f"row {index} of a geometry data set of {self.size} rows")

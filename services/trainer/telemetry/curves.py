@@ -1,4 +1,4 @@
-"""The picture of a run: reward, staleness and |train - rollout logprob| over steps."""
+"""Curves of a run: reward, staleness and |train - rollout logprob| over steps."""
 
 from collections.abc import Sequence
 from pathlib import Path

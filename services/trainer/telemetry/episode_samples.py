@@ -1,4 +1,4 @@
-"""Sample episodes for people: a group with its pictures, texts and verdicts, as files in the run folder."""
+"""Sample episodes for people to read: a group with its images, texts and verdicts, as files in the run folder."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ _SUFFIX_OF_MAGIC = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif"
 
 
 def write_group(group: Group, folder: Path) -> None:
-    """Write `group.json` and the prompt's pictures into `folder`, which is made."""
+    """Write `group.json` and the prompt's images into `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in enumerate(group.prompt.images):
         suffix = next((s for magic, s in _SUFFIX_OF_MAGIC.items() if image.startswith(magic)), ".bin")
