@@ -9,6 +9,7 @@ from penstock.bus.consumer import consuming
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
+from penstock.records.group import NUM_DELIVERIES_HEADER
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.reward import server as reward_server
@@ -96,6 +97,22 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
         [group] = await until_done(bus, 1)
     assert group.worker_id == "died"
     assert engine.num_answered == 4
+
+
+async def test_a_group_says_how_often_its_prompt_was_delivered(
+    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """So the trainer can count what was sampled more than once."""
+    recipe = make_recipe(engine.replica.address)
+    await publish(bus, make_prompt(run_name))
+    async with consuming(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10_000) as consumer:
+        [delivery] = await consumer.fetch(1)
+        await delivery.put_back()
+    async with working(recipe):
+        await until_done(bus, 1)
+    message = await bus.jetstream.get_last_msg(bus.groups.name, bus.groups.subject)
+    assert message.headers is not None
+    assert message.headers[NUM_DELIVERIES_HEADER] == "2"
 
 
 async def test_a_router_that_is_down_and_comes_back_loses_nothing(
