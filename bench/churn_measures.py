@@ -50,32 +50,32 @@ def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: 
     that of the moment in which the call was given; of the load, that of each moment times the calls then in flight.
     """
     by_id = {life.replica_id: life for life in lives}
-    legs = [leg for turn in itertools.chain.from_iterable(sessions) for leg in _legs(turn, by_id)]
+    attempts = [attempt for turn in itertools.chain.from_iterable(sessions) for attempt in _attempts(turn, by_id)]
     num_calls, load_s = dict.fromkeys(by_id, 0), dict.fromkeys(by_id, 0.0)
-    for replica_id, start, end in legs:
+    for replica_id, start, end in attempts:
         num_calls[replica_id] += 1
         load_s[replica_id] += end - start
     events: list[tuple[float, int, str]] = []  # at one moment: who comes, who leaves, what ends, what begins
     for life in (each for each in by_id.values() if each.came_at < until):
         events += [(life.came_at, 0, life.replica_id), (min(life.left_at, until), 1, life.replica_id)]
-    for _, start, end in legs:
+    for _, start, end in attempts:
         events += [(end, 2, ""), (start, 3, "")]
-    num_places = num_in_flight = 0
-    calls_per_place = load_per_place_s = before = 0.0
+    num_slots = num_in_flight = 0
+    calls_per_slot = load_per_slot_s = before = 0.0
     came_with: dict[str, tuple[float, float]] = {}
     found = []
     for at, what, replica_id in sorted(events):
-        load_per_place_s += (at - before) * num_in_flight / num_places if num_places else 0.0
+        load_per_slot_s += (at - before) * num_in_flight / num_slots if num_slots else 0.0
         before = at
         if what == 0:
-            num_places += by_id[replica_id].max_running
-            came_with[replica_id] = calls_per_place, load_per_place_s
+            num_slots += by_id[replica_id].max_running
+            came_with[replica_id] = calls_per_slot, load_per_slot_s
         elif what == 1:
             life = by_id[replica_id]
-            num_places -= life.max_running
+            num_slots -= life.max_running
             calls_before, load_before_s = came_with[replica_id]
-            even_calls = life.max_running * (calls_per_place - calls_before)
-            even_load_s = life.max_running * (load_per_place_s - load_before_s)
+            even_calls = life.max_running * (calls_per_slot - calls_before)
+            even_load_s = life.max_running * (load_per_slot_s - load_before_s)
             if even_calls and even_load_s:
                 calls, load = num_calls[replica_id] / even_calls, load_s[replica_id] / even_load_s
                 found.append(Share(life=life, lived_s=at - life.came_at, calls=calls, load=load))
@@ -83,11 +83,11 @@ def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: 
             num_in_flight -= 1
         else:
             num_in_flight += 1
-            calls_per_place += 1 / num_places if num_places else 0.0
+            calls_per_slot += 1 / num_slots if num_slots else 0.0
     return found
 
 
-def _legs(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, float]]:
+def _attempts(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, float]]:
     """Replica, beginning and end of each part of a call; one part ends when its replica begins to leave."""
     start = turn.started_at
     for number, replica_id in enumerate(turn.replica_ids, 1):

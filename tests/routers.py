@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -13,13 +14,15 @@ from penstock.rpc.channel import connect
 from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
+from services.router.tuning import BreakerTuning, LimitTuning, Tuning
 from tests.simulated_engine import FIRST_ID, SimulatedEngine
 
 
 class Caller:
     """Calls a router."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self.address = address
         self._generate = generate_pb2_grpc.GenerateServiceStub(channel)
         self.router = router_pb2_grpc.RouterServiceStub(channel)
 
@@ -65,12 +68,20 @@ def ids(num_tokens: int) -> list[int]:
     return list(range(FIRST_ID, FIRST_ID + num_tokens))
 
 
+def configured(*, limit: dict | None = None, breaker: dict | None = None, **settings) -> tuple[RouterConfig, Tuning]:
+    """A router's config and tuning."""
+    names = {field.name for field in dataclasses.fields(Tuning)}
+    constants = {name: settings.pop(name) for name in list(settings) if name in names}
+    tuning = Tuning(limit=LimitTuning(**(limit or {})), breaker=BreakerTuning(**(breaker or {})), **constants)
+    return RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings)), tuning
+
+
 @contextlib.asynccontextmanager
 async def router(bus: Bus, **settings) -> AsyncIterator[Caller]:
-    """A router that waits a second at most, unless told otherwise."""
-    config = RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings))
-    async with routing(config, bus) as server, connect(server.address) as channel:
-        yield Caller(channel)
+    """A router that waits a second at most, unless told otherwise; `settings` are those of its config and tuning."""
+    config, tuning = configured(**settings)
+    async with routing(config, bus, tuning=tuning) as server, connect(server.address) as channel:
+        yield Caller(channel, server.address)
 
 
 @contextlib.asynccontextmanager

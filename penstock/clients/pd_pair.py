@@ -1,82 +1,71 @@
-"""Pairs: one leg of a turn, played by a prefill and a decode replica together.
+"""One attempt on a PD pair: a prefill and a decode replica together.
 
-Both are sent the same request. The prefill replica is done when it has handed its KV cache over, and from then on the
-leg is the decode replica's alone; the chunks are all its own. Invariants: the half that fails first ends the other at
-once, and one of the two is blamed for it, never both.
+Both get the same request. The prefill replica is done when it has handed its KV cache over; from then on the attempt is
+the decode replica's alone, and all chunks are its own. Invariants: the peer that fails first ends the other's call at
+once, and exactly one of the two is blamed.
 """
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.clients.stream_attempt import UnreachableError, reach, seconds_until, stream_attempt
+from penstock.clients.stream_attempt import Peer, UnreachableError, reach, seconds_until, stream_attempt
 from penstock.errors import PenstockError, UnavailableError
 from penstock.rpc.status import error_of
 
+RequestT = TypeVar("RequestT")
 ChunkT = TypeVar("ChunkT")
 
-_ANSWER_TIMEOUT_S = 1.0
-"""A replica that says nothing for so long when asked whether it lives is taken for dead."""
+_HEALTH_TIMEOUT_S = 1.0
+"""A replica that does not answer a health check within this time counts as dead."""
 _LINGER_S = 2.0
-"""A prefill replica whose part is done has so long to say so when the answer is whole; nobody waits for it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PDPeer:
-    """A replica that plays one part of a leg."""
-
-    name: str
-    """What it is called in messages."""
-    channel: grpc.aio.Channel
-    """To it."""
+"""How long a prefill call may still run after the whole answer has come; nobody waits for it."""
 
 
 class PDPeerError(Exception):
-    """A pair failed; this is the half to blame, and its error."""
+    """A pair failed."""
 
-    def __init__(self, half: PDPeer, error: PenstockError) -> None:
-        """`half` failed with `error`."""
+    def __init__(self, error: PenstockError, *, is_prefill: bool) -> None:
+        """`error` is that of the peer to blame: the prefill replica, or else the decode replica."""
         super().__init__(str(error))
-        self.half = half
         self.error = error
+        self.is_prefill = is_prefill
 
 
 async def stream_pair(
-    prefill: PDPeer,
-    decode: PDPeer,
+    prefill: Peer[RequestT, ChunkT],
+    decode: Peer[RequestT, ChunkT],
+    request: RequestT,
     *,
-    start_prefill: Callable[[float], Awaitable[Any]],
-    start_decode: Callable[[float], grpc.aio.UnaryStreamCall[Any, ChunkT]],
     on_handover: Callable[[], None],
     is_last: Callable[[ChunkT], bool],
     deadline: float,
 ) -> AsyncGenerator[ChunkT, None]:
-    """The chunks that the decode replica streams. Leaving early cancels both calls.
+    """Yield the chunks that the decode replica streams. Leaving early cancels both calls.
 
     Args:
-        prefill: Reads the prompt.
+        prefill: Computes the prompt.
         decode: Answers.
-        start_prefill: Starts the call to `prefill`, which may take so many seconds.
-        start_decode: The same of `decode`.
-        on_handover: Called once, when the part of `prefill` is done; it cannot fail the leg any more.
-        is_last: As of `penstock.clients.stream_attempt.stream_attempt`.
-        deadline: Time of `time.monotonic()` at which it is over.
+        request: The GenerateRequest, with its bootstrap.
+        on_handover: Called once, when `prefill` is done and can no longer fail the attempt.
+        is_last: As in `stream_attempt`.
+        deadline: Time of `time.monotonic()` at which both calls are cancelled.
 
     Raises:
-        PDPeerError: with the error of the half that failed, as of `penstock.clients.stream_attempt.stream_attempt`.
+        PDPeerError: with the error of the peer to blame, as in `stream_attempt`.
     """
-    for half in (prefill, decode):  # before either waits for one that cannot come
+    for peer in (prefill, decode):  # before either waits for a partner that cannot come
         try:
-            await reach(half.channel, name=half.name, deadline=deadline)
+            await reach(peer, deadline=deadline)
         except PenstockError as error:
-            raise PDPeerError(half, error) from None
-    chunks = stream_attempt(decode.channel, start_decode, name=decode.name, is_last=is_last, deadline=deadline)
-    prefilling: asyncio.Task[Any] = asyncio.create_task(_prefill(prefill, start_prefill, deadline))
+            raise PDPeerError(error, is_prefill=peer is prefill) from None
+    chunks = stream_attempt(decode, request, is_last=is_last, deadline=deadline)
+    prefilling: asyncio.Task[None] = asyncio.create_task(_prefill(prefill, request, deadline))
     beginning = asyncio.create_task(_first_of(chunks))
+    del request  # it may be large, and the calls last
     is_over = False
     try:
         await asyncio.wait((prefilling, beginning), return_when=asyncio.FIRST_COMPLETED)
@@ -85,22 +74,22 @@ async def stream_pair(
             on_handover()
             await asyncio.wait((beginning,))
         if not beginning.done():
-            raise await _blame(prefill, prefilling, partner=decode, playing=beginning)
+            raise await _blame(prefilling, partner=decode, partner_call=beginning, is_prefill=True)
         if beginning.exception() is not None:
-            raise await _blame(decode, beginning, partner=prefill, playing=prefilling)
+            raise await _blame(beginning, partner=prefill, partner_call=prefilling, is_prefill=False)
         if not is_prefilled:
-            on_handover()  # who decodes has been given what it takes
+            on_handover()  # the decode replica answers, so it has the KV cache
         if (first := beginning.result()) is not None:
             yield first
         try:
             async for chunk in chunks:
                 yield chunk
         except PenstockError as error:
-            raise PDPeerError(decode, error) from None
+            raise PDPeerError(error, is_prefill=False) from None
         is_over = True
     finally:
         if is_over:
-            _leave(prefilling)
+            _let_end(prefilling)
         else:
             prefilling.cancel()
             beginning.cancel()
@@ -108,15 +97,15 @@ async def stream_pair(
         await chunks.aclose()
 
 
-async def _prefill(half: PDPeer, start: Callable[[float], Awaitable[Any]], deadline: float) -> None:
+async def _prefill(peer: Peer[RequestT, Any], request: RequestT, deadline: float) -> None:
     try:
-        await start(seconds_until(deadline))
+        await peer.generate(request, timeout_s=seconds_until(deadline))
     except grpc.aio.AioRpcError as failure:
-        raise error_of(failure, peer=half.name) from None
+        raise error_of(failure, peer=peer.name) from None
 
 
-def _leave(prefilling: asyncio.Task[Any]) -> None:
-    """Nothing depends on it any more."""
+def _let_end(prefilling: asyncio.Task[None]) -> None:
+    """Nothing depends on the call any more."""
     if not prefilling.done():
         asyncio.get_running_loop().call_later(_LINGER_S, prefilling.cancel)
     prefilling.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -127,29 +116,36 @@ async def _first_of(chunks: AsyncGenerator[ChunkT, None]) -> ChunkT | None:
 
 
 async def _blame(
-    half: PDPeer, failed: asyncio.Task[Any], *, partner: PDPeer, playing: asyncio.Task[Any]
+    failed: asyncio.Task[Any], *, partner: Peer[Any, Any], partner_call: asyncio.Task[Any], is_prefill: bool
 ) -> PDPeerError:
-    """Whose fault it is that `half` failed, where its partner was `playing` or had done its part.
+    """Whose fault it is that a peer's call failed while its partner's was running or done.
 
-    A replica that dies or refuses in mid-transfer makes its partner fail too, and that may be heard first. So the
-    partner is asked whether it is there: if it is not, or its own refusal comes before it says so, it is to blame.
+    A replica that dies or rejects the request makes its partner fail too, and the partner's failure may arrive first.
+    So the partner is asked whether it lives: if it does not, or its own rejection arrives meanwhile, it is to blame.
+
+    Args:
+        failed: The call that failed.
+        partner: The other peer.
+        partner_call: Its call.
+        is_prefill: Whether the call that failed is the prefill replica's.
     """
     error = failed.exception()
     if not isinstance(error, PenstockError):
-        raise error or AssertionError("it has failed")
-    if not isinstance(error, UnavailableError) or (playing.done() and playing.exception() is None):
-        return PDPeerError(half, error)
-    if not await _answers(partner):
-        return PDPeerError(partner, UnreachableError(f"{partner.name}: does not answer; its partner said: {error}"))
-    refusal = playing.exception() if playing.done() else None
-    if isinstance(refusal, PenstockError) and not isinstance(refusal, UnavailableError):
-        return PDPeerError(partner, refusal)
-    return PDPeerError(half, error)
+        raise error or AssertionError("the call has failed")
+    if not isinstance(error, UnavailableError) or (partner_call.done() and partner_call.exception() is None):
+        return PDPeerError(error, is_prefill=is_prefill)
+    if not await _is_alive(partner):
+        dead = UnreachableError(f"{partner.name}: does not answer; its partner said: {error}")
+        return PDPeerError(dead, is_prefill=not is_prefill)
+    rejection = partner_call.exception() if partner_call.done() else None
+    if isinstance(rejection, PenstockError) and not isinstance(rejection, UnavailableError):
+        return PDPeerError(rejection, is_prefill=not is_prefill)
+    return PDPeerError(error, is_prefill=is_prefill)
 
 
-async def _answers(half: PDPeer) -> bool:
-    """Whether the replica lives, whatever else is with it."""
-    check = health_pb2_grpc.HealthStub(half.channel).Check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_TIMEOUT_S)
+async def _is_alive(peer: Peer[Any, Any]) -> bool:
+    """Whether the replica answers a health check, whatever it says."""
+    check = health_pb2_grpc.HealthStub(peer.channel).Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
     try:
         await check
     except grpc.aio.AioRpcError as failure:

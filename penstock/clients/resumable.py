@@ -1,8 +1,8 @@
-"""One turn over several replicas: what was delivered so far, and the request that plays the rest elsewhere.
+"""One turn over several replicas: what was delivered so far, and the request for the rest.
 
-The policy needs nothing but its tokens to go on, so a turn whose replica dies is not played again: another replica
-takes the delivered tokens as part of the prompt. Invariant: in whatever legs and chunks the tokens come, the response
-has the form of an unbroken one.
+The policy needs nothing but its tokens to go on. So when a replica dies, the turn does not start over: another replica
+gets the delivered tokens as part of the prompt. Invariant: over however many attempts and chunks the tokens come, the
+response has the form of an unbroken one.
 """
 
 from penstock.errors import NotReadyError, PenstockError
@@ -10,14 +10,15 @@ from penstock.v1 import common_pb2, generate_pb2
 
 
 class ResumableTurn:
-    """One turn. Play `remaining()` and `add` its chunks; repeat until `is_finished`; then take the `response()`."""
+    """One turn (`penstock.clients.turn.TurnProgress`). Send `remaining()` and `add` its chunks; repeat until
+    `is_finished`; then read the `response()`."""
 
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
-        """Nothing of `request` was played yet; it is not changed."""
+        """Nothing of `request` was delivered yet; it is not changed."""
         self._request = request
         self._response = generate_pb2.GenerateResponse()
-        self._num_legs = 0
-        self._in_first_leg = True
+        self._num_attempts = 0
+        self._is_first_attempt = True
 
     @property
     def num_tokens(self) -> int:
@@ -30,25 +31,37 @@ class ResumableTurn:
         return self._response.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
 
     def remaining(self) -> generate_pb2.GenerateRequest:
-        """A new leg: the request that plays what is left. The first is the turn's own, the n-th after it is named `#n`.
+        """Begin an attempt: the request for what is left. The first is the turn's own, the n-th after it has `#n`
+        appended to its id.
 
         Raises:
             NotReadyError: nothing is left.
         """
         if self.is_finished:
-            raise NotReadyError(f"request {self._request.request_id!r} is finished; take its response")
-        leg = generate_pb2.GenerateRequest()
-        leg.CopyFrom(self._request)
-        if self._num_legs > 0:
-            leg.request_id = f"{leg.request_id}#{self._num_legs}"
-        leg.input_ids.extend(self._response.output_ids)
-        leg.sampling.max_new_tokens -= self.num_tokens
-        self._num_legs += 1
-        self._in_first_leg = self.num_tokens == 0
-        return leg
+            raise NotReadyError(f"request {self._request.request_id!r} is finished; read its response")
+        attempt = generate_pb2.GenerateRequest()
+        attempt.CopyFrom(self._request)
+        if self._num_attempts > 0:
+            attempt.request_id = f"{attempt.request_id}#{self._num_attempts}"
+        attempt.input_ids.extend(self._response.output_ids)
+        attempt.sampling.max_new_tokens -= self.num_tokens
+        self._num_attempts += 1
+        self._is_first_attempt = self.num_tokens == 0
+        return attempt
+
+    def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> generate_pb2.GenerateRequest:
+        """`remaining()` with the bootstrap of a PD pair."""
+        attempt = self.remaining()
+        if bootstrap is not None:
+            attempt.bootstrap.CopyFrom(bootstrap)
+        return attempt
+
+    def is_last(self, chunk: generate_pb2.GenerateChunk) -> bool:
+        """Whether nothing follows this chunk."""
+        return chunk.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
 
     def add(self, chunk: generate_pb2.GenerateChunk) -> None:
-        """Take what a leg delivered.
+        """Take what an attempt delivered.
 
         Raises:
             PenstockError: the chunk breaks the contract of GenerateStream; nothing of it was taken.
@@ -61,17 +74,17 @@ class ResumableTurn:
             self._add_span(span)
         response.finish_reason = chunk.finish_reason
         response.replica_id = chunk.replica_id
-        if self._in_first_leg and chunk.HasField("usage"):
+        if self._is_first_attempt and chunk.HasField("usage"):
             response.usage.CopyFrom(chunk.usage)
         response.usage.num_output_tokens = self.num_tokens
 
-    def relay(self, chunk: generate_pb2.GenerateChunk) -> None:
-        """Take what a leg delivered, and make `chunk` what the turn's caller should see in its place.
+    def take(self, chunk: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:
+        """`add` the chunk, and return it changed to what the turn's caller should see.
 
-        A later leg counts what was delivered before as prompt; the caller is told the usage of the turn.
+        A later attempt counts what was delivered before as prompt; the caller sees the usage of the turn.
 
         Raises:
-            PenstockError: as `add` does.
+            PenstockError: as in `add`.
         """
         is_first = self.num_tokens == 0
         self.add(chunk)
@@ -79,6 +92,11 @@ class ResumableTurn:
             chunk.usage.CopyFrom(self._response.usage)
         elif not is_first:
             chunk.ClearField("usage")
+        return chunk
+
+    def end_attempt(self) -> bool:
+        """Whether the turn is whole."""
+        return self.is_finished
 
     def cut(self, reason: generate_pb2.FinishReason.ValueType) -> None:
         """End the turn for `reason` with the tokens delivered so far.
@@ -91,14 +109,14 @@ class ResumableTurn:
         self._response.finish_reason = reason
 
     def response(self) -> generate_pb2.GenerateResponse:
-        """The whole turn. Its usage counts the prompt of the first leg; its replica is the one that ended it.
+        """The whole turn. Its usage counts the prompt of the first attempt; its replica is the last attempt's.
 
         Raises:
             NotReadyError: tokens are missing.
         """
         if not self.is_finished:
             raise NotReadyError(
-                f"request {self._request.request_id!r} has {self.num_tokens} tokens and no end yet; play remaining()"
+                f"request {self._request.request_id!r} has {self.num_tokens} tokens and no end yet; send remaining()"
             )
         return self._response
 
@@ -113,18 +131,17 @@ class ResumableTurn:
         num_ids, num_logprobs = len(chunk.output_ids), len(chunk.logprobs)
         num_spanned = sum(span.num_tokens for span in chunk.version_spans)
         left = self._request.sampling.max_new_tokens - self.num_tokens
-        is_last = chunk.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
         if self.is_finished:
-            fault = "it comes after the last one"
+            fault = "it follows the last one"
         elif not num_ids or not num_ids == num_logprobs == num_spanned:
             fault = f"it has {num_ids} ids, {num_logprobs} logprobs and spans of {num_spanned} tokens"
         elif num_ids > left:
             fault = f"it has {num_ids} tokens where {left} were left"
-        elif num_ids == left and not is_last:
+        elif num_ids == left and not self.is_last(chunk):
             fault = "it has the last token that was asked for, but no finish reason"
         else:
             return
         raise PenstockError(
             f"replica {chunk.replica_id!r} broke the contract of GenerateStream: a chunk of request "
-            f"{self._request.request_id!r} cannot be, {fault}"
+            f"{self._request.request_id!r} is invalid, {fault}"
         )

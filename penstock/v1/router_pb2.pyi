@@ -30,21 +30,21 @@ class _BreakerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BreakerS
     BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
     """Not set: never valid."""
     BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
-    """It answers, and is given calls."""
+    """It answers, and gets calls."""
     BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
-    """It failed, and is given none for a while."""
+    """It failed, and gets no calls for a while."""
     BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
     """It failed, and has one call as a probe."""
 
 class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
-    """Where the circuit breaker of a replica stands."""
+    """State of the circuit breaker of a replica."""
 
 BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
 """Not set: never valid."""
 BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
-"""It answers, and is given calls."""
+"""It answers, and gets calls."""
 BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
-"""It failed, and is given none for a while."""
+"""It failed, and gets no calls for a while."""
 BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
 """It failed, and has one call as a probe."""
 Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
@@ -58,27 +58,27 @@ class _RouteOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RouteOut
     ROUTE_OUTCOME_UNSPECIFIED: _RouteOutcome.ValueType  # 0
     """The client does not say."""
     ROUTE_OUTCOME_SUCCEEDED: _RouteOutcome.ValueType  # 1
-    """The replica did what it was asked to."""
+    """The replica did its part."""
     ROUTE_OUTCOME_FAILED: _RouteOutcome.ValueType  # 2
     """The replica broke the call off, or did not answer."""
     ROUTE_OUTCOME_UNREACHABLE: _RouteOutcome.ValueType  # 3
     """The replica could not be reached."""
-    ROUTE_OUTCOME_REFUSED: _RouteOutcome.ValueType  # 4
-    """The replica turned the call away, being full or too old."""
+    ROUTE_OUTCOME_REJECTED: _RouteOutcome.ValueType  # 4
+    """The replica rejected the call because it is full or too old."""
 
 class RouteOutcome(_RouteOutcome, metaclass=_RouteOutcomeEnumTypeWrapper):
-    """Why a place is given back."""
+    """Why a slot is released."""
 
 ROUTE_OUTCOME_UNSPECIFIED: RouteOutcome.ValueType  # 0
 """The client does not say."""
 ROUTE_OUTCOME_SUCCEEDED: RouteOutcome.ValueType  # 1
-"""The replica did what it was asked to."""
+"""The replica did its part."""
 ROUTE_OUTCOME_FAILED: RouteOutcome.ValueType  # 2
 """The replica broke the call off, or did not answer."""
 ROUTE_OUTCOME_UNREACHABLE: RouteOutcome.ValueType  # 3
 """The replica could not be reached."""
-ROUTE_OUTCOME_REFUSED: RouteOutcome.ValueType  # 4
-"""The replica turned the call away, being full or too old."""
+ROUTE_OUTCOME_REJECTED: RouteOutcome.ValueType  # 4
+"""The replica rejected the call because it is full or too old."""
 Global___RouteOutcome: _TypeAlias = RouteOutcome  # noqa: Y015
 
 @_typing.final
@@ -112,17 +112,17 @@ class RoutedReplica(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     BREAKER_FIELD_NUMBER: _builtins.int
     routable: _builtins.bool
-    """Whether it may be given calls now."""
+    """Whether it can take calls now."""
     unroutable_reason: _builtins.str
     """If not, why not."""
     num_in_flight: _builtins.int
-    """Calls that this router has with it now, and places that it gave out."""
+    """Slots of it that this router has given out, for its own calls and for routes."""
     limit: _builtins.int
-    """The most calls that this router gives it at once, as of now."""
+    """Most slots that this router gives out at once, as of now."""
     load: _builtins.float
-    """Calls per place: those of this router, and what the replica reports beyond them, by its max_running."""
+    """Its calls (this router's, and what its lease reports beyond them), divided by its max_running."""
     breaker: Global___BreakerState.ValueType
-    """Where its circuit breaker stands."""
+    """State of its circuit breaker."""
     @_builtins.property
     def replica(self) -> _common_pb2.Replica:
         """The replica, as in its lease."""
@@ -156,12 +156,15 @@ class ListReplicasResponse(_message.Message):
     PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_BYTES_FIELD_NUMBER: _builtins.int
     published_version: _builtins.int
-    """The policy version that the trainer published last; 0 when none was."""
+    """The policy version that the trainer published last; 0 before the first."""
     min_policy_version: _builtins.int
     """The oldest policy version inside the staleness bound."""
     num_waiting: _builtins.int
-    """Calls that wait in this router for a place."""
+    """Calls in this router's wait queue."""
+    num_waiting_bytes: _builtins.int
+    """Memory that their requests take."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutedReplica]:
         """The replicas, by id."""
@@ -173,10 +176,11 @@ class ListReplicasResponse(_message.Message):
         published_version: _builtins.int = ...,
         min_policy_version: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
+        num_waiting_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_policy_version", b"min_policy_version", "num_waiting", b"num_waiting", "published_version", b"published_version", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_policy_version", b"min_policy_version", "num_waiting", b"num_waiting", "num_waiting_bytes", b"num_waiting_bytes", "published_version", b"published_version", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -184,7 +188,7 @@ Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
 
 @_typing.final
 class RouteRequest(_message.Message):
-    """What the client wants to play."""
+    """What the client's call wants."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,18 +203,18 @@ class RouteRequest(_message.Message):
     min_policy_version: _builtins.int
     """The oldest policy version that may answer; 0 takes any."""
     ttl_s: _builtins.float
-    """How long the place may be kept, in seconds; 0, or more than router.route_ttl_s: so long."""
+    """How long the slot may be kept, in seconds; 0 or more than ten minutes: ten minutes."""
     num_prompt_ids: _builtins.int
-    """How many ids the prompt has, those delivered of the turn included: replicas that cannot take one token more are not
-    chosen. INVALID_ARGUMENT: no replica can. 0: it is not said.
+    """Ids of the prompt, including those of the turn that were delivered already: replicas that cannot take one more token
+    are not chosen. INVALID_ARGUMENT: no replica can. 0: not known.
     """
     @_builtins.property
     def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt's first ids, as many as the client cares to send; they count only where router.balancing = "prefix"."""
+        """The prompt's first ids, as many as the client cares to send; they matter only if router.balancing = "prefix"."""
 
     @_builtins.property
     def excluded_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Replicas that failed this very call; they are the last to be chosen."""
+        """Replicas that failed this call; they are chosen last."""
 
     def __init__(
         self,
@@ -232,7 +236,7 @@ Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
 @_typing.final
 class RouteResponse(_message.Message):
-    """A place with a replica."""
+    """A slot on a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -244,22 +248,22 @@ class RouteResponse(_message.Message):
     BOOTSTRAP_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     route_id: _builtins.str
-    """Names the place, for ReleaseRoute."""
+    """Names the slot, for ReleaseRoute."""
     replica_id: _builtins.str
     """The replica that answers."""
     address: _builtins.str
     """host:port of its GenerateService."""
     ttl_s: _builtins.float
-    """After so many seconds the router counts the place, and that with a prefill replica, as given back."""
+    """After this many seconds the router releases the slot, and that on a prefill replica."""
     max_tokens: _builtins.int
-    """The most tokens of prompt and response together that the replica, or the pair, takes; 0: it does not say."""
+    """Most tokens of prompt and response together that the replica or the pair takes; 0: the leases do not say."""
     @_builtins.property
     def prefill(self) -> Global___PrefillRoute:
-        """Set where the replica only decodes: who reads the prompt for it."""
+        """Set if the replica only decodes: the one that computes the prompt for it."""
 
     @_builtins.property
     def bootstrap(self) -> _generate_pb2.Bootstrap:
-        """Set with `prefill`: what both requests have to carry."""
+        """Set with `prefill`: what both requests must carry."""
 
     def __init__(
         self,
@@ -282,7 +286,7 @@ Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
 
 @_typing.final
 class PrefillRoute(_message.Message):
-    """A place with the prefill half of a pair. It is given back by itself: when the replica has answered, or the leg ended."""
+    """A slot on the prefill replica of a pair. It is released by itself: when the replica has answered, or the attempt ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,11 +294,11 @@ class PrefillRoute(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     route_id: _builtins.str
-    """Names the place, for ReleaseRoute."""
+    """Names the slot, for ReleaseRoute."""
     replica_id: _builtins.str
     """The replica."""
     address: _builtins.str
-    """host:port of its GenerateService. It is sent the request by Generate, before or while the other is by GenerateStream."""
+    """host:port of its GenerateService. It gets the request by Generate, before or while the other gets it by GenerateStream."""
     def __init__(
         self,
         *,
@@ -312,16 +316,16 @@ Global___PrefillRoute: _TypeAlias = PrefillRoute  # noqa: Y015
 
 @_typing.final
 class ReleaseRouteRequest(_message.Message):
-    """Gives a place back."""
+    """Releases a slot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTE_ID_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     route_id: _builtins.str
-    """The place."""
+    """The slot."""
     outcome: Global___RouteOutcome.ValueType
-    """What came of the call: it moves the replica's circuit breaker."""
+    """What became of the call: it moves the replica's circuit breaker."""
     def __init__(
         self,
         *,
@@ -338,7 +342,7 @@ Global___ReleaseRouteRequest: _TypeAlias = ReleaseRouteRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseRouteResponse(_message.Message):
-    """The place was given back."""
+    """The slot was released."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,7 +351,7 @@ class ReleaseRouteResponse(_message.Message):
     was_kept: _builtins.bool
     """Whether it was still kept; false if its time had passed."""
     was_pushed: _builtins.bool
-    """Whether a push to the replica, or to the other half of its pair, broke the call off: then nobody failed. Only with
+    """Whether a push to the replica, or to its partner, broke the call off: then nobody failed. Only with
     ROUTE_OUTCOME_FAILED.
     """
     def __init__(

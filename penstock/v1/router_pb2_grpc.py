@@ -62,30 +62,31 @@ class RouterServiceServicer:
     """
 
     def ListReplicas(self, request, context):
-        """ListReplicas tells which replicas live, and which of them may be given calls now.
+        """ListReplicas lists the replicas that hold a lease, and which of them can take calls now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
-        replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-        the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
+        """Route chooses a replica or a PD pair as for a Generate call, and keeps a slot there for a client that then calls the
+        replicas itself. Like Generate it waits while there is no slot, and fails as Generate does. If the client cancels the
+        call while the response is on its way, the slot stays kept until its time is over; penstock.clients.routed waits for
+        the response instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseRoute(self, request, context):
-        """ReleaseRoute gives the place back. One that has ended already is no error.
+        """ReleaseRoute releases the slot. It is no error if the slot has ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainReplica(self, request, context):
-        """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+        """DrainReplica lets a replica take no new calls, and returns when none runs there any more; its sessions move to
         other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

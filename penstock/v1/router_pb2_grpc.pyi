@@ -34,16 +34,17 @@ class RouterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
-    """ListReplicas tells which replicas live, and which of them may be given calls now."""
+    """ListReplicas lists the replicas that hold a lease, and which of them can take calls now."""
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
-    """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
-    replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-    the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
+    """Route chooses a replica or a PD pair as for a Generate call, and keeps a slot there for a client that then calls the
+    replicas itself. Like Generate it waits while there is no slot, and fails as Generate does. If the client cancels the
+    call while the response is on its way, the slot stays kept until its time is over; penstock.clients.routed waits for
+    the response instead.
     """
     ReleaseRoute: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]
-    """ReleaseRoute gives the place back. One that has ended already is no error."""
+    """ReleaseRoute releases the slot. It is no error if the slot has ended already."""
     DrainReplica: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouterServiceDrainReplicaRequest, _router_pb2.RouterServiceDrainReplicaResponse]
-    """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+    """DrainReplica lets a replica take no new calls, and returns when none runs there any more; its sessions move to
     other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
     """
 
@@ -53,16 +54,17 @@ class RouterServiceAsyncStub(RouterServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """ListReplicas tells which replicas live, and which of them may be given calls now."""
+    """ListReplicas lists the replicas that hold a lease, and which of them can take calls now."""
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
-    """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
-    replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-    the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
+    """Route chooses a replica or a PD pair as for a Generate call, and keeps a slot there for a client that then calls the
+    replicas itself. Like Generate it waits while there is no slot, and fails as Generate does. If the client cancels the
+    call while the response is on its way, the slot stays kept until its time is over; penstock.clients.routed waits for
+    the response instead.
     """
     ReleaseRoute: _aio.UnaryUnaryMultiCallable[_router_pb2.ReleaseRouteRequest, _router_pb2.ReleaseRouteResponse]  # type: ignore[assignment]
-    """ReleaseRoute gives the place back. One that has ended already is no error."""
+    """ReleaseRoute releases the slot. It is no error if the slot has ended already."""
     DrainReplica: _aio.UnaryUnaryMultiCallable[_router_pb2.RouterServiceDrainReplicaRequest, _router_pb2.RouterServiceDrainReplicaResponse]  # type: ignore[assignment]
-    """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+    """DrainReplica lets a replica take no new calls, and returns when none runs there any more; its sessions move to
     other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
     """
 
@@ -75,7 +77,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListReplicasResponse, _abc.Awaitable[_router_pb2.ListReplicasResponse]]:
-        """ListReplicas tells which replicas live, and which of them may be given calls now."""
+        """ListReplicas lists the replicas that hold a lease, and which of them can take calls now."""
 
     @_abc_1.abstractmethod
     def Route(
@@ -83,9 +85,10 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
-        """Route chooses a replica or a pair as for a Generate call, and keeps a place there for a client that then talks to the
-        replicas itself. Like Generate it waits while there is none, and fails as Generate does. A client that cancels the call while
-        the answer is on its way leaves the place kept until its time is over; penstock.clients.routed waits for the answer instead.
+        """Route chooses a replica or a PD pair as for a Generate call, and keeps a slot there for a client that then calls the
+        replicas itself. Like Generate it waits while there is no slot, and fails as Generate does. If the client cancels the
+        call while the response is on its way, the slot stays kept until its time is over; penstock.clients.routed waits for
+        the response instead.
         """
 
     @_abc_1.abstractmethod
@@ -94,7 +97,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ReleaseRouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ReleaseRouteResponse, _abc.Awaitable[_router_pb2.ReleaseRouteResponse]]:
-        """ReleaseRoute gives the place back. One that has ended already is no error."""
+        """ReleaseRoute releases the slot. It is no error if the slot has ended already."""
 
     @_abc_1.abstractmethod
     def DrainReplica(
@@ -102,7 +105,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RouterServiceDrainReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouterServiceDrainReplicaResponse, _abc.Awaitable[_router_pb2.RouterServiceDrainReplicaResponse]]:
-        """DrainReplica lets a replica take nothing new, and returns when nothing runs there any more; its sessions go on with
+        """DrainReplica lets a replica take no new calls, and returns when none runs there any more; its sessions move to
         other replicas. INVALID_ARGUMENT: no replica of this id holds a lease.
         """
 

@@ -1,7 +1,8 @@
-"""One call's answer while it comes, from one replica after another if need be. Pure.
+"""The answer to one call while it streams, from one replica after another if need be. Pure.
 
-Requests and chunks stay the bytes that they came as for as long as no replica fails: serialized messages of one type,
-one after the other, are the serialized message with their lists joined, and that is read once, at the end.
+While no replica fails, requests and chunks stay the bytes that came: serialized messages of one type, concatenated, are
+the serialized message with their lists joined, and that is parsed once, at the end. Invariant: the request is kept
+once; what an attempt sends is made when it is sent.
 """
 
 from google.protobuf.message import DecodeError
@@ -13,19 +14,19 @@ from services.router.balancing import Query, hash_blocks
 
 
 def read_query(raw: bytes, *, with_blocks: bool) -> Query:
-    """What the serialized GenerateRequest wants; nothing else of it is kept, for images are large.
+    """What the serialized GenerateRequest wants. Nothing else of it is kept, because images are large.
 
     Raises:
-        InvalidRequestError: it is none, or one for no tokens, or half of a pair's.
+        InvalidRequestError: it is not a GenerateRequest, asks for no tokens, or is one part of a PD pair's call.
     """
     try:
         request = generate_pb2.GenerateRequest.FromString(raw)
     except DecodeError:
-        raise InvalidRequestError(f"{len(raw)} bytes are no GenerateRequest") from None
-    if request.sampling.max_new_tokens < 1:  # what is left of a turn is counted by it
+        raise InvalidRequestError(f"{len(raw)} bytes are not a GenerateRequest") from None
+    if request.sampling.max_new_tokens < 1:  # the rest of a turn is counted by it
         raise InvalidRequestError(f"sampling.max_new_tokens = {request.sampling.max_new_tokens} must be at least 1")
     if request.HasField("bootstrap"):
-        raise InvalidRequestError("bootstrap is for whoever pairs replicas; leave it out of calls to a router")
+        raise InvalidRequestError("bootstrap is set by routers; leave it out of calls to a router")
     contents = (image.stored.sha256.encode() or image.data for image in request.images)
     blocks = hash_blocks(request.input_ids, contents) if with_blocks else ()
     return Query(
@@ -37,60 +38,74 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
     )
 
 
-def is_last(chunk: bytes) -> bool:
-    """Whether a serialized GenerateChunk ends its turn."""
-    reason = generate_pb2.GenerateChunk.FromString(chunk).finish_reason
-    return bool(reason != generate_pb2.FINISH_REASON_UNSPECIFIED)
-
-
 class ResumableStream:
-    """What was delivered of a turn. Play `leg`, `take` each chunk, `end_leg`; repeat until that says it is whole."""
+    """One call (`penstock.clients.turn.TurnProgress` over bytes)."""
 
-    def __init__(self, raw: bytes, *, chunk_tokens: int = 0) -> None:
-        """Nothing of the serialized GenerateRequest `raw` was played; `chunk_tokens` above 0 overrides its own."""
-        self._raw = raw
-        self._chunking = generate_pb2.GenerateRequest(chunk_tokens=chunk_tokens).SerializeToString()
+    def __init__(self, *parts: bytes, chunk_tokens: int = 0) -> None:
+        """Begin the call of the serialized GenerateRequest whose `parts` these are; calls may share parts.
+
+        `chunk_tokens` above 0 overrides the request's own.
+        """
+        self._parts = parts
+        self._chunk_tokens = chunk_tokens
         self._first_chunks: list[bytes] = []
-        self._continuation: ResumableTurn | None = None
-        self.leg = raw + self._chunking
-        """The serialized request to play next."""
+        self._turn: ResumableTurn | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the request takes."""
+        return sum(len(part) for part in self._parts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens delivered up to the last `end_leg`."""
-        return 0 if self._continuation is None else self._continuation.num_tokens
+        """Tokens delivered up to the last `end_attempt`."""
+        return 0 if self._turn is None else self._turn.num_tokens
+
+    def read_query(self, *, with_blocks: bool) -> Query:
+        """What the call wants; see `read_query`."""
+        return read_query(self._raw(), with_blocks=with_blocks)
+
+    def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> bytes:
+        """The serialized request of the next attempt."""
+        added = generate_pb2.GenerateRequest(chunk_tokens=self._chunk_tokens, bootstrap=bootstrap)
+        raw = self._raw() if self._turn is None else self._turn.remaining().SerializeToString()
+        return raw + added.SerializeToString()  # no copy if nothing is added
+
+    def is_last(self, chunk: bytes) -> bool:
+        """Whether nothing follows this serialized GenerateChunk."""
+        reason = generate_pb2.GenerateChunk.FromString(chunk).finish_reason
+        return bool(reason != generate_pb2.FINISH_REASON_UNSPECIFIED)
 
     def take(self, chunk: bytes) -> bytes:
-        """Take a chunk that the leg delivered; return it as the caller should see it.
+        """Take a chunk that the attempt delivered; return it as the caller should see it.
 
         Raises:
-            PenstockError: the chunk breaks the contract of GenerateStream. In the first leg `end_leg` says so.
+            PenstockError: the chunk breaks the contract of GenerateStream. In the first attempt `end_attempt` raises.
         """
-        if self._continuation is None:
+        if self._turn is None:
             self._first_chunks.append(chunk)
             return chunk
-        message = generate_pb2.GenerateChunk.FromString(chunk)
-        self._continuation.relay(message)
-        return message.SerializeToString()
+        return self._turn.take(generate_pb2.GenerateChunk.FromString(chunk)).SerializeToString()
 
-    def end_leg(self) -> bool:
-        """The leg has ended, well or not. Returns whether the answer is whole; if not, `leg` is what is left to play.
+    def end_attempt(self) -> bool:
+        """The attempt has ended, well or not; return whether the answer is whole.
 
         Raises:
             PenstockError: what the replica sent breaks the contract of GenerateStream.
         """
-        if self._continuation is None:
-            self._continuation = ResumableTurn(generate_pb2.GenerateRequest.FromString(self._raw))
-            if self._first_chunks:
-                self._continuation.add(generate_pb2.GenerateChunk.FromString(b"".join(self._first_chunks)))
-            if not self._continuation.is_finished:
-                self._continuation.remaining()  # the leg that has been played: the next is told apart by name
-        if self._continuation.is_finished:
-            return True
-        self.leg = self._continuation.remaining().SerializeToString() + self._chunking
-        return False
+        if self._turn is None:
+            self._turn = ResumableTurn(generate_pb2.GenerateRequest.FromString(self._raw()))
+            chunks, self._first_chunks, self._parts = b"".join(self._first_chunks), [], ()
+            if chunks:
+                self._turn.add(generate_pb2.GenerateChunk.FromString(chunks))
+            if not self._turn.is_finished:
+                self._turn.remaining()  # stands for the attempt that has ended, so that the next gets an id of its own
+        return self._turn.is_finished
 
     def response(self) -> bytes:
-        """The whole turn, as a serialized GenerateResponse; only after `end_leg` said that it is whole."""
-        assert self._continuation is not None
-        return self._continuation.response().SerializeToString()
+        """The whole turn as a serialized GenerateResponse; only after `end_attempt` returned true."""
+        assert self._turn is not None
+        return self._turn.response().SerializeToString()
+
+    def _raw(self) -> bytes:
+        return b"".join(self._parts)  # no copy of a single part

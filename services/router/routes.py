@@ -1,6 +1,6 @@
-"""SlotPool that clients keep for themselves, to talk to a replica without the router between.
+"""Slots that clients hold by themselves, to call a replica without the router in between.
 
-Invariant: each ends exactly once, by being given back or by its time.
+Invariant: each ends exactly once, by its release or by its time.
 """
 
 import asyncio
@@ -18,68 +18,66 @@ log = structlog.get_logger()
 _ERROR_OF_OUTCOME: dict[int, type[PenstockError]] = {
     router_pb2.ROUTE_OUTCOME_FAILED: UnavailableError,
     router_pb2.ROUTE_OUTCOME_UNREACHABLE: UnreachableError,
-    router_pb2.ROUTE_OUTCOME_REFUSED: NotReadyError,
+    router_pb2.ROUTE_OUTCOME_REJECTED: NotReadyError,
 }
 
 
 class Routes:
-    """The places given out."""
+    """The slots that clients hold."""
 
     def __init__(self) -> None:
-        """None yet."""
-        self._places: dict[str, tuple[Slot, asyncio.TimerHandle]] = {}
+        """Hold none."""
+        self._slots: dict[str, tuple[Slot, asyncio.TimerHandle]] = {}
 
-    def open(self, place: Slot, *, ttl_s: float) -> str:
-        """Keep the place for `ttl_s`; returns its name."""
+    def open(self, slot: Slot, *, ttl_s: float) -> str:
+        """Keep the slot for `ttl_s`; return the route's id."""
         route_id = uuid.uuid4().hex
-        ending = asyncio.get_running_loop().call_later(ttl_s, self._expire, route_id)
-        self._places[route_id] = place, ending
+        expiry = asyncio.get_running_loop().call_later(ttl_s, self._expire, route_id)
+        self._slots[route_id] = slot, expiry
         return route_id
 
     async def release(
         self, route_id: str, outcome: router_pb2.RouteOutcome.ValueType
     ) -> router_pb2.ReleaseRouteResponse:
-        """Give the place back.
+        """Release the slot.
 
         Args:
-            route_id: Its name.
-            outcome: What came of the call.
+            route_id: The route's id.
+            outcome: What became of the call.
         """
-        place = self._end(route_id)
-        if place is None:
+        slot = self._end(route_id)
+        if slot is None:
             return router_pb2.ReleaseRouteResponse(was_kept=False)
         was_pushed = False
-        with place:
+        try:
             if outcome == router_pb2.ROUTE_OUTCOME_SUCCEEDED:
-                place.settle(None)
+                slot.succeed()
             elif outcome in _ERROR_OF_OUTCOME:
                 error = _ERROR_OF_OUTCOME[outcome]()
-                judged = await place.judge(error)
-                was_pushed = judged is not error
-                if place.culprit is place:
-                    place.settle(judged)
+                was_pushed = await slot.fail(error, is_prefill=False) is not error
+        finally:
+            slot.release()
         return router_pb2.ReleaseRouteResponse(was_kept=True, was_pushed=was_pushed)
 
     def close(self) -> None:
-        """Give all back."""
-        for route_id in list(self._places):
-            self._give_back(route_id)
+        """Release all slots."""
+        for route_id in list(self._slots):
+            self._release(route_id)
 
     def _expire(self, route_id: str) -> None:
-        place, _ = self._places[route_id]
-        log.warning("route.expired", route=route_id, replica=place.member.candidate.replica_id)
-        self._give_back(route_id)
+        slot, _ = self._slots[route_id]
+        log.warning("route.expired", route=route_id, replica=slot.replica_id)
+        self._release(route_id)
 
-    def _give_back(self, route_id: str) -> None:
-        place = self._end(route_id)
-        if place is not None:
-            place.give_back()
+    def _release(self, route_id: str) -> None:
+        slot = self._end(route_id)
+        if slot is not None:
+            slot.release()
 
     def _end(self, route_id: str) -> Slot | None:
-        """The place, which is no route's any more."""
-        kept = self._places.pop(route_id, None)
+        kept = self._slots.pop(route_id, None)
         if kept is None:
             return None
-        place, ending = kept
-        ending.cancel()
-        return place
+        slot, expiry = kept
+        expiry.cancel()
+        return slot

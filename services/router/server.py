@@ -1,9 +1,10 @@
-"""The router's server: how it starts, what it serves, how it stops.
+"""The router's server: start, services, stop.
 
-It keeps nothing that another router would need: several serve one pool, and nothing is shared but NATS.
+It keeps nothing that another router would need: several can serve one pool and share nothing but NATS.
 """
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -15,12 +16,15 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.runtime.security import Security
 from penstock.v1 import router_pb2, router_pb2_grpc
+from services.router import tuning as constants
 from services.router.config import RouterConfig, RouterSettings
-from services.router.forwarder import SERVICE_NAME, GenerateServicer, RequestForwarder
+from services.router.forwarder import RequestForwarder
+from services.router.frontends.generate_service import SERVICE_NAME, GenerateServicer
 from services.router.frontends.router_service import RouterServicer
 from services.router.pool import open_pool
 from services.router.routes import Routes
 from services.router.slot_pool import SlotPool
+from services.router.tuning import Tuning
 
 if TYPE_CHECKING:
     from services.router.frontends.openai.server import ChatBackend
@@ -28,25 +32,40 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def routing(
-    config: RouterConfig, bus: Bus, *, voice: "ChatBackend | None" = None, security: Security | None = None
+    config: RouterConfig,
+    bus: Bus,
+    *,
+    backend: "ChatBackend | None" = None,
+    tuning: Tuning = constants.DEFAULT,
+    security: Security | None = None,
 ) -> AsyncIterator[RpcServer]:
-    """Run a router during the context, with the OpenAI-compatible face if it has a voice; it drains at the end."""
+    """Run a router during the context; drain it at the end.
+
+    Args:
+        config: Its settings.
+        bus: The run.
+        backend: What the OpenAI-compatible frontend serves; None: there is none.
+        tuning: Constants.
+        security: Who may call, and what calls to replicas carry; None: by the environment.
+    """
     security = security or Security.from_environment()
-    async with open_pool(config, bus, security) as pool:
-        places, routes = SlotPool(config, pool), Routes()
-        player = RequestForwarder(config, places)
+    async with (
+        open_pool(bus) as pool,
+        contextlib.aclosing(SlotPool(config, pool, tuning=tuning, security=security)) as slots,
+    ):
+        routes, forwarder = Routes(), RequestForwarder(config, slots)
         server = RpcServer(host=config.host, port=config.port, security=security)
-        server.add(GenerateServicer.register, GenerateServicer(config, player), SERVICE_NAME)
+        server.add(GenerateServicer.register, GenerateServicer(config, forwarder, tuning), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
-        servicer = RouterServicer(config, pool, places, routes)
+        servicer = RouterServicer(config, pool, slots, routes, tuning=tuning, security=security)
         server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, servicer, router_name)
         await server.start()
         try:
-            async with AsyncExitStack() as faces:
-                if voice is not None:
+            async with AsyncExitStack() as frontends:
+                if backend is not None:
                     from services.router.frontends.openai.server import serving
 
-                    await faces.enter_async_context(serving(config, bus, player, voice, security))
+                    await frontends.enter_async_context(serving(config, bus, forwarder, backend, security))
                 yield server
         finally:
             await server.drain(config.grace_s)
@@ -59,19 +78,19 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Secu
     Meant for a process of its own: transformers is kept from importing torch.
 
     Raises:
-        ConfigError: the OpenAI-compatible face is wanted, and no model or none with a tokenizer is given.
-        SetupError: NATS is out of reach, a port is in use, or a package is missing.
+        ConfigError: router.http_port is set, and there is no model, or its folder has no usable tokenizer.
+        SetupError: NATS is unreachable, a port is in use, or a package is missing.
     """
-    voice = None if settings.router.http_port is None else await asyncio.to_thread(_load_voice, settings)
+    backend = None if settings.router.http_port is None else await asyncio.to_thread(_load_backend, settings)
     async with (
         connect(settings.bus, run=settings.run.name, security=security) as bus,
-        routing(settings.router, bus, voice=voice, security=security),
+        routing(settings.router, bus, backend=backend, security=security),
     ):
         with _rare_collections():
             await stop.wait()
 
 
-def _load_voice(settings: RouterSettings) -> "ChatBackend":
+def _load_backend(settings: RouterSettings) -> "ChatBackend":
     if settings.model is None:
         raise ConfigError(
             f"router.http_port = {settings.router.http_port} needs the model's tokenizer; give --model.path=FOLDER"
@@ -92,8 +111,8 @@ def _load_voice(settings: RouterSettings) -> "ChatBackend":
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Have garbage collection look at fewer objects and less often: thousands of calls in flight are many objects, and
-    each full collection is a pause for all of them."""
+    """Let garbage collection see fewer objects and run less often: thousands of calls in flight are many objects, and
+    each full collection pauses all of them."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,10 +1,9 @@
-"""A place with a replica, and what is learnt of the replica by what becomes of the call that had it.
+"""A slot: the right to one call on one replica, and what its call reveals about the replica.
 
-Invariant: a place is given back exactly once.
+Invariant: a slot is released exactly once.
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from penstock.clients.stream_attempt import UnreachableError
@@ -17,137 +16,157 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.v1 import common_pb2, generate_pb2
-from services.router.pool import Member
+from services.router.connection import ReplicaConnection
+from services.router.replica_slots import ReplicaSlots
 
-TRY_AGAIN_S = 0.25
-"""A replica that failed or refused a call is offered it again after so long, if nobody else takes it."""
-_LEASE_S = 0.1
-"""So long it may take until a replica's lease is heard of."""
+_LEASE_DELAY_S = 0.1
+"""How long news of a replica's lease may take to arrive."""
 
 
 class Slot:
-    """One place with one replica; where that only decodes, it comes with a place with the prefill replica.
+    """A slot on one replica; on a decode replica it comes with the slot on its prefill replica.
 
-    Leaving the context gives both back, and an error of ours that leaves it tells of the culprit.
+    It is what attempts run in (`penstock.clients.turn.AttemptSlot`).
     """
 
     __slots__ = (
-        "_free",
-        "_is_given_back",
+        "_clock",
         "_is_probe",
+        "_is_released",
         "_is_settled",
+        "_on_release",
         "_policy_version",
+        "_replica",
         "bootstrap",
         "culprit",
-        "member",
         "prefill",
         "sibling",
     )
 
     def __init__(
         self,
-        member: Member,
-        free: Callable[[Member], None],
+        replica: ReplicaSlots,
+        on_release: Callable[[ReplicaSlots], None],
+        clock: Callable[[], float],
         *,
         prefill: "Slot | None" = None,
         bootstrap: generate_pb2.Bootstrap | None = None,
     ) -> None:
         """Use `SlotPool.take`."""
-        self.member = member
         self.prefill = prefill
-        """The prefill half's, where the replica only decodes."""
+        """The slot on the prefill replica, if this one only decodes."""
         self.sibling: Slot | None = None
-        """The other half's, after `split`."""
+        """The other slot of the pair after `split`."""
         self.bootstrap = bootstrap
-        """How the two halves find each other."""
+        """How the peers of the pair find each other."""
         self.culprit = self
-        """Whose failure it is if the call fails: this place, or `prefill`."""
-        self._free = free
-        self._is_given_back = False
+        """Whose failure it is if the call fails: this slot, or `prefill`."""
+        self._replica = replica
+        self._on_release = on_release
+        self._clock = clock
+        self._is_released = False
         self._is_settled = False
-        candidate = member.candidate
-        candidate.num_in_flight += 1
-        candidate.limit.use(candidate.num_in_flight)
-        self._policy_version = candidate.policy_version
-        self._is_probe = candidate.breaker.begin(time.monotonic())
+        self._policy_version = replica.status.policy_version
+        self._is_probe = replica.begin(clock())
 
-    def __enter__(self) -> "Slot":
-        """The place itself."""
-        return self
+    @property
+    def replica_id(self) -> str:
+        """The replica's id."""
+        return self._replica.replica_id
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Give it back, and that of the prefill half."""
-        if isinstance(error, PenstockError) and not self.culprit._is_settled:
-            self.culprit.settle(error)
-        self.give_back()
+    @property
+    def peer(self) -> ReplicaConnection:
+        """The replica."""
+        return self._replica.connection
+
+    @property
+    def prefill_peer(self) -> ReplicaConnection | None:
+        """The prefill replica, if this one only decodes."""
+        return None if self.prefill is None else self.prefill.peer
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of prompt and response together that fit; 0: nobody says."""
-        own = self.member.candidate.replica.max_tokens
-        other = 0 if self.prefill is None else self.prefill.member.candidate.replica.max_tokens
+        """Most tokens of prompt and response together; 0: the leases do not say."""
+        own = self._replica.lease.max_tokens
+        other = 0 if self.prefill is None else self.prefill.max_tokens
         return min(own, other) if own and other else own or other
 
-    def answered(self) -> None:
-        """The first part of an answer came. A probe need not wait for the last: that may take minutes."""
+    def begin_answer(self) -> None:
+        """The first chunk came. A probe has succeeded then; the last chunk may take minutes."""
         if self._is_probe:
             self._is_probe = False
-            self.member.candidate.breaker.succeed(probe=True)
+            self._replica.succeed(probe=True)
+
+    def hand_over(self) -> None:
+        """The prefill replica is done: settle and release its slot."""
+        assert self.prefill is not None
+        self.prefill.settle(None)
+        self.prefill.release()
+
+    def succeed(self) -> None:
+        """The call's answer is whole."""
+        self.settle(None)
+
+    async def fail(self, error: PenstockError, *, is_prefill: bool) -> PenstockError:
+        """The call failed with `error`; settle the culprit. Returns what the call should take the error for."""
+        if is_prefill and self.prefill is not None:
+            self.culprit = self.prefill
+        error = await self.judge(error)
+        if self.culprit is not self.sibling and not self.culprit._is_settled:
+            self.culprit.settle(error)
+        return error
 
     def settle(self, error: PenstockError | None) -> None:
-        """What came of the call; without this, nothing is learnt of the replica."""
+        """Note what became of the call; without this, nothing is learnt about the replica."""
         self._is_settled = True
-        candidate, now = self.member.candidate, time.monotonic()
+        replica, now = self._replica, self._clock()
         if isinstance(error, UnavailableError) and not isinstance(error, UnreachableError) and self._is_pushed:
             error = NotReadyError(str(error))
-        if isinstance(error, OverloadedError | NotReadyError):  # it is well, and turned the call away
-            if isinstance(error, OverloadedError) and candidate.refusing_until <= now:  # once for calls of one moment
-                candidate.limit.refuse()
-            candidate.refusing_until = now + TRY_AGAIN_S
+        if isinstance(error, OverloadedError | NotReadyError):  # it is well, and rejected the call
+            replica.reject(now, is_overload=isinstance(error, OverloadedError))
         if error is None or isinstance(error, OverloadedError | NotReadyError | InvalidRequestError):
-            candidate.breaker.succeed(probe=self._is_probe)
-        elif isinstance(error, DeadlineError):  # which may be the caller's impatience
-            candidate.breaker.abandon(probe=self._is_probe)
+            replica.succeed(probe=self._is_probe)
+        elif isinstance(error, DeadlineError):  # perhaps the caller's impatience
+            replica.abandon(probe=self._is_probe)
         else:
-            unreachable = isinstance(error, UnreachableError)
-            candidate.breaker.fail(now, probe=self._is_probe, unreachable=unreachable)
+            replica.fail(now, probe=self._is_probe, unreachable=isinstance(error, UnreachableError))
 
     async def judge(self, error: PenstockError) -> PenstockError:
-        """What the error of a pair, or of a half, is to be taken for, once it is clear whether it came of a push.
+        """Whether the call failed by an event that its replica's lease explains: NotReadyError then, else `error`.
 
-        A push breaks off what a prefill or a decode replica does, and with it what its partner does: that is no failure
-        of theirs, nor of the call. Sets `culprit`.
+        A replica that drains, or breaks in a push, hands its calls over. A push to one peer of a PD pair breaks off its
+        calls and thereby its partner's; the lease may report that a moment later. None of this is a failure of the
+        replica, nor of the call. May set `culprit`.
         """
-        if (
-            self.member.candidate.partners is None
-            or not isinstance(error, UnavailableError)
-            or isinstance(error, UnreachableError)
-        ):
+        if not isinstance(error, UnavailableError) or isinstance(error, UnreachableError):
             return error
+        if self._replica.partners.replica_ids is None:
+            reason = self._replica.status.unroutable
+            return error if reason is None else NotReadyError(f"{error} (the replica is {reason.value})")
         both = (self.prefill or self.sibling, self)
-        halves = [each for each in both if each is not None and not each._is_settled]
-        if not any(each._is_pushed for each in halves):
-            await asyncio.sleep(_LEASE_S)
-        pushed = next((each for each in halves if each._is_pushed), None)
+        unsettled = [each for each in both if each is not None and not each._is_settled]
+        if not any(each._is_pushed for each in unsettled):
+            await asyncio.sleep(_LEASE_DELAY_S)
+        pushed = next((each for each in unsettled if each._is_pushed), None)
         if pushed is None:
             return error
         self.culprit = pushed
-        return NotReadyError(f"{error} (broken off by a push)")
+        return NotReadyError(f"{error} (a push broke it off)")
 
-    def give_back(self) -> None:
-        """The next in line may have it. The same of the prefill half."""
+    def release(self) -> None:
+        """Free the slot for the next call, and that on the prefill replica; no effect the second time."""
         if self.prefill is not None:
-            self.prefill.give_back()
-        if self._is_given_back:
+            self.prefill.release()
+        if self._is_released:
             return
-        self._is_given_back = True
+        self._is_released = True
         if not self._is_settled:
-            self.member.candidate.breaker.abandon(probe=self._is_probe)
-        self.member.candidate.num_in_flight -= 1
-        self._free(self.member)
+            self._replica.abandon(probe=self._is_probe)
+        self._replica.end()
+        self._on_release(self._replica)
 
     def split(self) -> "Slot | None":
-        """Part with the prefill half's place: from now on it is given back by itself."""
+        """Part with the slot on the prefill replica, which is then released by itself."""
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
             self.sibling, prefill.sibling = prefill, self
@@ -155,9 +174,9 @@ class Slot:
 
     @property
     def _is_pushed(self) -> bool:
-        """Whether the replica, half of a pair, takes a push or has taken one since the call began."""
-        candidate = self.member.candidate
-        return candidate.partners is not None and (
-            candidate.replica.state == common_pb2.REPLICA_STATE_UPDATING
-            or candidate.policy_version != self._policy_version
+        """Whether the replica, a peer of a pair, takes a push or has taken one since the call began."""
+        replica = self._replica
+        return replica.partners.replica_ids is not None and (
+            replica.lease.state == common_pb2.REPLICA_STATE_UPDATING
+            or replica.status.policy_version != self._policy_version
         )

@@ -1,9 +1,9 @@
-"""SlotPool with replicas, given out first come, first served.
+"""The slots of all replicas, given out first come, first served.
 
-A call has a place from the moment its replica is chosen until the place is given back; where prefill and decode are two
-replicas, it is given both places at once or none, so that no call holds one and waits for the other. When nobody has a
-place left, calls wait in a bounded line. Invariant: a place that becomes free goes to the call that waits longest among
-those that may use it, and wakes no other.
+A call holds a slot from the moment its replica is chosen until its attempt ends. On a PD pair it gets both slots at
+once or none, so that no call holds one while it waits for the other. While there is no slot, calls wait in queues
+bounded in calls and in bytes. Invariant: a slot that becomes free goes to the call that has waited longest among those
+that can use it, and wakes no other.
 """
 
 import asyncio
@@ -11,195 +11,299 @@ import bisect
 import itertools
 import secrets
 import time
+from collections.abc import Callable
 
 import structlog
 
 from penstock.errors import OverloadedError, PenstockError, PromptTooLongError, UnavailableError
-from penstock.v1 import generate_pb2
+from penstock.runtime.security import Security
+from penstock.v1 import common_pb2, generate_pb2
 from services.router.balancing import (
-    PASSING,
+    MISMATCHES,
+    TRANSIENT,
     Balancer,
     NoReplica,
+    PoolView,
     Query,
     ReplicaStatus,
     UnroutableReason,
-    explain,
-    find_reason,
-    largest,
     make_balancer,
+    pair_up,
 )
 from services.router.config import RouterConfig
-from services.router.pool import Member, Pool
-from services.router.slot import TRY_AGAIN_S, Slot
+from services.router.connection import ReplicaConnection
+from services.router.pool import Pool
+from services.router.replica_slots import REJECT_PAUSE_S, ReplicaSlots
+from services.router.slot import Slot
+from services.router.tuning import Tuning
 from services.router.wait_queue import Ticket, Waiter, WaitQueue
 
 log = structlog.get_logger()
 
-_LOOK_AGAIN_S = 5.0
-"""How often a call that waits for a place looks whether there is anything left to wait for."""
-_LOOK_OFTEN_S = 1.0
-"""The same for one that has waited for nothing nearly as long as it may."""
+_RECHECK_S = 5.0
+"""How often a waiting call checks whether there is still something to wait for."""
+_RECHECK_SOON_S = 1.0
+"""The same for a call that has used up most of `wait_for_replica_s`."""
 _TIME_TO_ANSWER_S = 0.2
-"""Waiting ends so long before the caller's deadline, so that the caller still hears why."""
+"""Waiting ends this long before the caller's deadline, so that the caller still hears why."""
 
 
 class SlotPool:
-    """The places of a pool."""
+    """The slots of a pool. It owns all counters; balancing gets immutable views of them."""
 
-    def __init__(self, config: RouterConfig, pool: Pool) -> None:
-        """Give out the places of `pool` by the policy that the configuration names."""
-        self.balancer: Balancer = make_balancer(config)
+    def __init__(
+        self,
+        config: RouterConfig,
+        pool: Pool,
+        *,
+        tuning: Tuning,
+        security: Security,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Give out the slots of `pool`.
+
+        Args:
+            config: How to balance, and how long to wait.
+            pool: The replicas.
+            tuning: Constants.
+            security: What calls to replicas carry.
+            clock: Seconds; monotonic.
+        """
+        self.balancer: Balancer = make_balancer(config.balancing, tuning)
         self.num_waiting = 0
-        """Calls in line."""
+        """Calls in the wait queues."""
+        self.num_waiting_bytes = 0
+        """Memory that their requests take."""
         self._config = config
         self._pool = pool
+        self._tuning = tuning
+        self._security = security
+        self._clock = clock
+        self._statuses: dict[str, ReplicaStatus] = {}
+        self.view = PoolView(self._statuses)
+        """The replicas as balancing sees them."""
+        self.replicas: dict[str, ReplicaSlots] = {}
+        """The slots of each replica; read only."""
+        self._closing: set[asyncio.Task[None]] = set()
         self._orders = itertools.count(1)
-        self._lines: dict[tuple[int, frozenset[str], int], WaitQueue[Slot]] = {}
-        """By need: a call never waits behind one that wants what it does not want. None is empty."""
-        self._sizes = pool.sizes
-        """Those by which the calls in line were told apart."""
-        pool.on_change = self._serve_lines
+        self._queues: dict[tuple[int, frozenset[str], int], WaitQueue[Slot]] = {}
+        """By need: no call waits behind one with other needs. None is empty."""
+        self._sizes: list[int] = []
+        """The pool's sizes, by which needs are told apart."""
+        pool.on_change = self._follow
+        pool.on_lease_interval = self._adapt_limits
+        self._follow()
+
+    async def aclose(self) -> None:
+        """Close the channels of all replicas without running calls."""
+        self._pool.on_change = self._pool.on_lease_interval = lambda: None
+        for replica_id in list(self.replicas):
+            self._remove(replica_id)
+        await asyncio.gather(*self._closing)
 
     async def take(self, ticket: Ticket) -> Slot:
-        """A place, after waiting for one if need be.
+        """A slot, after waiting for one if need be.
 
         Raises:
-            OverloadedError: too many wait already, or all replicas were full or refused for as long as the call waited.
-                A call that had a place before is let in line in any case: others' tokens would be lost with it.
-            UnavailableError: for `wait_for_replica_s` there was no replica that could take the call.
-            InvalidRequestError: no replica is large enough for it.
+            OverloadedError: the wait queue is full, or all replicas were full or rejected the call for as long as it
+                waited. A call that has had a slot may always wait: otherwise the tokens it already has would be lost.
+            UnavailableError: for `wait_for_replica_s` no replica could take the call.
+            PromptTooLongError: no replica is large enough for it.
         """
-        place = self._take_now(ticket.query)
-        if place is None and ticket.order == 0:
-            self._require_room(ticket.query)
-        if place is None and ticket.order == 0 and self.num_waiting >= self._config.max_waiting:
-            raise OverloadedError(
-                f"router.max_waiting = {self._config.max_waiting} calls wait for a replica already; send fewer at "
-                "once, add replicas or raise it"
-            )
+        slot = self._take_now(ticket.query)
+        if slot is None and ticket.order == 0:
+            self._require_size(ticket.query)
+            self._require_room(ticket)
         ticket.order = ticket.order or next(self._orders)
-        return place or await self._wait(ticket)
-
-    def free(self, member: Member) -> None:
-        """A place with this replica was given back."""
-        self._pool.close_if_unused(member)
-        if self._lines:
-            self._serve_lines()
+        return slot or await self._wait(ticket)
 
     def is_too_long(self, query: Query) -> bool:
-        """Whether no replica of now is large enough for the call."""
-        return query.num_tokens > largest(self._pool.candidates.values())
+        """Whether no present replica is large enough for the call."""
+        return query.num_tokens > self.view.largest()
 
-    def _require_room(self, query: Query) -> None:
-        """A call that has been with a replica may wait for another as large; a new one has none to wait for."""
+    def _follow(self) -> None:
+        """Bring the replicas in line with their leases, and serve the queues."""
+        leases = self._pool.leases
+        for replica_id in self.replicas.keys() - leases.keys():
+            self._remove(replica_id)
+        for replica_id, lease in leases.items():
+            replica = self.replicas.get(replica_id)
+            if replica is not None and replica.connection.address != lease.address:
+                self._remove(replica_id)
+                replica = None
+            if replica is None:
+                self._add(lease)
+            elif replica.lease is not lease:
+                replica.update(lease)
+        self._pair_up()
+        sizes = self.view.sizes()
+        if sizes != self._sizes:
+            self._sizes = sizes
+            for queue in self._queues.values():
+                queue.dissolve()
+            self._queues.clear()
+        self._serve_queues()
+
+    def _add(self, lease: common_pb2.Replica) -> None:
+        connection = ReplicaConnection(lease.replica_id, lease.address, self._security)
+        self.replicas[lease.replica_id] = ReplicaSlots(lease, connection, self._tuning, self._publish)
+        log.info("replica.joined", replica=lease.replica_id, address=lease.address)
+
+    def _remove(self, replica_id: str) -> None:
+        replica = self.replicas.pop(replica_id)
+        del self._statuses[replica_id]
+        replica.is_gone = True
+        log.info("replica.left", replica=replica_id, num_in_flight=replica.num_in_flight)
+        self._close_if_unused(replica)
+
+    def _publish(self, replica: ReplicaSlots, status: ReplicaStatus) -> None:
+        if not replica.is_gone:
+            self._statuses[status.replica_id] = status
+
+    def _pair_up(self) -> None:
+        for replica_id, partners in pair_up(self._pool.leases.values()).items():
+            if self.replicas[replica_id].pair(partners):
+                assert partners.lack is not None
+                level = log.warning if partners.lack in MISMATCHES else log.debug
+                level("replica.unpaired", replica=replica_id, reason=partners.lack.value)
+
+    def _adapt_limits(self) -> None:
+        for replica in self.replicas.values():
+            replica.adapt_limit()
+        self._serve_queues()
+
+    def _close_if_unused(self, replica: ReplicaSlots) -> None:
+        """Close the channel of a replica that has left, unless a call still runs there."""
+        if replica.is_gone and replica.num_in_flight == 0:
+            task = asyncio.create_task(replica.connection.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _on_release(self, replica: ReplicaSlots) -> None:
+        self._close_if_unused(replica)
+        if self._queues:
+            self._serve_queues()
+
+    def _require_size(self, query: Query) -> None:
+        """A call that has been with a replica may wait for another as large; a new one would wait in vain."""
         if self.is_too_long(query) and not query.excluded:
-            most = largest(self._pool.candidates.values())
             raise PromptTooLongError(
-                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {most} tokens, the "
-                "response included; shorten it, or start a replica with a larger rollout.context_length"
+                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self.view.largest()} "
+                "tokens, the response included; shorten it, or start a replica with a larger rollout.context_length"
+            )
+
+    def _require_room(self, ticket: Ticket) -> None:
+        config = self._config
+        if self.num_waiting >= config.max_waiting:
+            raise OverloadedError(
+                f"router.max_waiting = {config.max_waiting} calls wait for a replica already; send fewer at once, add "
+                "replicas or raise it"
+            )
+        if self.num_waiting_bytes + ticket.size_bytes > config.max_waiting_mb * 2**20:
+            raise OverloadedError(
+                f"the requests that wait for a replica take {self.num_waiting_bytes} bytes, and "
+                f"{ticket.size_bytes} more exceed router.max_waiting_mb = {config.max_waiting_mb}; send fewer at once, "
+                "add replicas or raise it"
             )
 
     def _take_now(self, query: Query) -> Slot | None:
-        """A place, if there is one and nobody waits for it."""
+        """A slot, if there is one and nobody waits for it."""
         query.min_version = max(query.min_version, self._pool.min_version)
         self._measure(query)
-        return None if query.need in self._lines else self._choose(query, time.monotonic())
+        return None if query.need in self._queues else self._choose(query)
 
     def _measure(self, query: Query) -> None:
-        """By the sizes of now."""
-        query.num_small = bisect.bisect_left(self._pool.sizes, query.num_tokens)
+        query.num_small = bisect.bisect_left(self._sizes, query.num_tokens)
 
-    def _choose(self, query: Query, now: float) -> Slot | None:
+    def _choose(self, query: Query) -> Slot | None:
         query.min_version = max(query.min_version, self._pool.min_version)
-        candidate = self.balancer.choose(query, self._pool.candidates, now)
-        if candidate is None:
+        now = self._clock()
+        chosen = self.balancer.choose(query, self.view, now)
+        if chosen is None:
             return None
-        self.balancer.record(query, candidate.replica_id)
-        if candidate.partners is None:
-            return Slot(self._pool.member(candidate.replica_id), self.free)
-        partner = candidate.find_partner(query, now)
-        assert partner is not None, "a prefill replica is fit with a partner only"
-        prefill = Slot(self._pool.member(candidate.replica_id), self.free)
-        decode = self._pool.member(partner.replica_id)
-        return Slot(decode, self.free, prefill=prefill, bootstrap=_bootstrap(candidate))
+        self.balancer.record(query, chosen.replica_id)
+        replica = self.replicas[chosen.replica_id]
+        if chosen.partner_ids is None:
+            return Slot(replica, self._on_release, self._clock)
+        partner = self.view.find_partner(chosen, query, now)
+        assert partner is not None, "a prefill replica is fit only with a partner"
+        prefill = Slot(replica, self._on_release, self._clock)
+        decode = self.replicas[partner.replica_id]
+        return Slot(decode, self._on_release, self._clock, prefill=prefill, bootstrap=_bootstrap(replica.lease))
 
-    def _serve_lines(self) -> None:
-        """Give what is free to those who wait, the oldest first; of each line only the head is looked at."""
-        if self._pool.sizes != self._sizes:
-            self._sizes = self._pool.sizes
-            for line in self._lines.values():
-                line.dissolve()
-            self._lines.clear()
-        lines, now = dict(self._lines), time.monotonic()
-        while lines:
-            need = min(lines, key=lambda each: lines[each].head().ticket.order)
-            line, query = lines[need], lines[need].head().ticket.query
-            place = self._choose(query, now)
-            line.look(now, is_hopeless=place is None and self._is_hopeless(query, now))
-            if place is None:
-                del lines[need]
+    def _serve_queues(self) -> None:
+        """Give free slots to waiting calls, the oldest first; of each queue only the head is looked at."""
+        queues, now = dict(self._queues), self._clock()
+        while queues:
+            need = min(queues, key=lambda each: queues[each].head().ticket.order)
+            queue, query = queues[need], queues[need].head().ticket.query
+            slot = self._choose(query)
+            queue.check(now, is_starved=slot is None and self._is_starved(query, now))
+            if slot is None:
+                del queues[need]
                 continue
-            line.serve(place)
-            if not line:
-                del self._lines[need], lines[need]
+            queue.serve(slot)
+            if not queue:
+                del self._queues[need], queues[need]
 
-    def _is_hopeless(self, query: Query, now: float) -> bool:
-        """Whether none of the replicas is busy with calls, or a push, that will end; none of them is fit."""
-        return all(find_reason(each, query, now) not in PASSING for each in self._pool.candidates.values())
+    def _is_starved(self, query: Query, now: float) -> bool:
+        """Whether no replica is merely busy, with calls or a push that will end."""
+        return all(self.view.find_reason(each, query, now) not in TRANSIENT for each in self._statuses.values())
 
     async def _wait(self, ticket: Ticket) -> Slot:
         self.num_waiting += 1
+        self.num_waiting_bytes += ticket.size_bytes
         try:
-            while (place := await self._stand_in_line(ticket)) is None:
+            while (slot := await self._wait_in_queue(ticket)) is None:
                 ticket.query.excluded = frozenset()
                 self._measure(ticket.query)
-            return place
+            return slot
         finally:
             self.num_waiting -= 1
+            self.num_waiting_bytes -= ticket.size_bytes
 
-    async def _stand_in_line(self, ticket: Ticket) -> Slot | None:
-        """The place that the call was given, or None when it is time for it to look around again.
+    async def _wait_in_queue(self, ticket: Ticket) -> Slot | None:
+        """The slot that the call got, or None when it is time to look again.
 
         Raises:
-            PenstockError: there is nothing to wait for any more.
+            PenstockError: there is nothing left to wait for.
         """
         waiter, need = Waiter[Slot](ticket), ticket.query.need
-        line = self._lines.setdefault(need, WaitQueue())
-        line.join(waiter)
-        self._serve_lines()
-        hopeless_s = line.hopeless_s
+        queue = self._queues.setdefault(need, WaitQueue())
+        queue.join(waiter)
+        self._serve_queues()
+        starved_s = queue.starved_s
         try:
-            patience_s = self._patience_s(ticket, is_hopeless=line.is_hopeless)
-            if patience_s <= 0 and not waiter.place.done():
-                raise _gave_up(ticket, explain(self._pool.candidates.values(), ticket.query, line.looked_at))
-            await asyncio.wait((waiter.place,), timeout=patience_s)
-            if not waiter.place.done():
-                self._serve_lines()
+            patience_s = self._patience_s(ticket, is_starved=queue.is_starved)
+            if patience_s <= 0 and not waiter.slot.done():
+                raise _gave_up(ticket, self.view.explain(ticket.query, queue.checked_at))
+            await asyncio.wait((waiter.slot,), timeout=patience_s)
+            if not waiter.slot.done():
+                self._serve_queues()
         except asyncio.CancelledError:
-            if waiter.place.done():
-                waiter.place.result().give_back()
+            if waiter.slot.done() and not waiter.slot.cancelled():
+                waiter.slot.result().release()
             raise
         finally:
-            ticket.waited_s += line.hopeless_s - hopeless_s
-            line.leave(waiter)
-            if not line and self._lines.get(need) is line:
-                del self._lines[need]
-        return None if waiter.place.cancelled() else waiter.place.result()
+            ticket.waited_s += queue.starved_s - starved_s
+            queue.leave(waiter)
+            if not queue and self._queues.get(need) is queue:
+                del self._queues[need]
+        return None if waiter.slot.cancelled() else waiter.slot.result()
 
-    def _patience_s(self, ticket: Ticket, *, is_hopeless: bool) -> float:
-        """How long to stand in line before looking around again; 0 or less: not any more."""
+    def _patience_s(self, ticket: Ticket, *, is_starved: bool) -> float:
+        """How long to wait before looking again; 0 or less: no longer."""
         allowed_s = self._config.wait_for_replica_s - ticket.waited_s
-        if (
-            allowed_s > 0 and not is_hopeless
-        ):  # it may become so, and then not much of what is allowed should be over unnoticed
-            allowed_s = min(max(allowed_s, _LOOK_OFTEN_S), _LOOK_AGAIN_S)
-        left_s = min(ticket.deadline - time.monotonic() - _TIME_TO_ANSWER_S, allowed_s)
-        return min(left_s, TRY_AGAIN_S) if ticket.query.excluded else left_s
+        if allowed_s > 0 and not is_starved:
+            # Look again often, so that a pool that becomes unusable is noticed before most of the time is over.
+            allowed_s = min(max(allowed_s, _RECHECK_SOON_S), _RECHECK_S)
+        left_s = min(ticket.deadline - self._clock() - _TIME_TO_ANSWER_S, allowed_s)
+        return min(left_s, REJECT_PAUSE_S) if ticket.query.excluded else left_s
 
 
-def _bootstrap(prefill: ReplicaStatus) -> generate_pb2.Bootstrap:
-    """How both halves of a call find each other: in a room of its own."""
-    described = prefill.replica.disaggregation
+def _bootstrap(prefill: common_pb2.Replica) -> generate_pb2.Bootstrap:
+    """How both peers of a call find each other: in a room of its own."""
+    described = prefill.disaggregation
     return generate_pb2.Bootstrap(
         host=described.bootstrap_host,
         port=described.bootstrap_port,
@@ -209,11 +313,11 @@ def _bootstrap(prefill: ReplicaStatus) -> generate_pb2.Bootstrap:
 
 
 def _gave_up(ticket: Ticket, why: NoReplica) -> PenstockError:
-    last = f"; the last refusal: {ticket.last_error}" if ticket.last_error is not None else ""
+    last = f"; the last rejection: {ticket.last_error}" if ticket.last_error is not None else ""
     if UnroutableReason.FULL in why.reasons:
-        return OverloadedError(f"no place became free in time: {why}{last}")
+        return OverloadedError(f"no slot became free in time: {why}{last}")
     is_overload = isinstance(ticket.last_error, OverloadedError) or (
-        ticket.last_error is None and UnroutableReason.REFUSING in why.reasons
+        ticket.last_error is None and UnroutableReason.REJECTING in why.reasons
     )
     kind = OverloadedError if is_overload else UnavailableError
     return kind(f"no replica could take the request within {ticket.waited_s:.1f} s: {why}{last}")

@@ -1,6 +1,6 @@
-"""Calls that wait for a place.
+"""Calls that wait for a slot.
 
-Invariant: of the calls that wait for the same, the one that came first is the first to be given one.
+Invariant: of the calls with equal needs, the oldest is the first to get a slot.
 """
 
 import asyncio
@@ -16,90 +16,92 @@ SlotT = TypeVar("SlotT")
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A call's right to a place, over all its tries; who came first keeps that when it has to wait again."""
+    """A call's position in the wait queue; it keeps it over all its attempts."""
 
     query: Query
-    """What it wants."""
+    """What the call wants."""
     deadline: float
-    """Time of `time.monotonic()` at which its caller stops to wait."""
+    """Time of `time.monotonic()` at which its caller stops waiting."""
+    size_bytes: int = 0
+    """Memory that its request takes while it waits."""
     order: int = 0
-    """Its number in the line; 0 until it first asks."""
+    """Its number, ascending; 0 before it first asks."""
     waited_s: float = 0.0
-    """How long it waited while nobody could have taken it; whoever gave it tokens ended that."""
+    """How long it has waited while no replica could have taken it; a replica that gives it tokens resets this."""
     last_error: PenstockError | None = None
-    """What its last try met with."""
+    """The failure of its last attempt."""
 
 
 class Waiter(Generic[SlotT]):
-    """A ticket that stands in line."""
+    """A ticket in a queue."""
 
-    __slots__ = ("place", "ticket")
+    __slots__ = ("slot", "ticket")
 
     def __init__(self, ticket: Ticket) -> None:
-        """Stand for `ticket`, from now on."""
+        """Wait on behalf of `ticket`."""
         self.ticket = ticket
-        self.place: asyncio.Future[SlotT] = asyncio.get_running_loop().create_future()
-        """What it is given; cancelled when it has left, or is to."""
+        self.slot: asyncio.Future[SlotT] = asyncio.get_running_loop().create_future()
+        """The slot that it gets; cancelled when it has left or must."""
 
     def __lt__(self, other: "Waiter[SlotT]") -> bool:
         return self.ticket.order < other.ticket.order
 
 
 class WaitQueue(Generic[SlotT]):
-    """Waiters of equal needs, the oldest first. Those that left are passed over and cleared out now and then.
+    """Waiters with equal needs, the oldest first. Those that left are skipped, and cleared out now and then.
 
-    It also keeps the time in which there was no replica for them that works. A waiter cannot tell that by itself: when
-    it happens to look, a replica that turns everybody away may be full of the next ones to be turned away.
+    The queue, not the waiter, accumulates time without a usable replica: at the moment when a single waiter looks, a
+    replica that rejects everybody may be full of the next calls that it will reject.
     """
 
-    __slots__ = ("_heap", "_num_left", "hopeless_s", "is_hopeless", "looked_at")
+    __slots__ = ("_heap", "_num_left", "checked_at", "is_starved", "starved_s")
 
     def __init__(self) -> None:
         """Nobody waits."""
         self._heap: list[Waiter[SlotT]] = []
         self._num_left = 0
-        self.hopeless_s = 0.0
-        """How long there was nobody to wait for but in hope of better times, up to `looked_at`."""
-        self.is_hopeless = False
-        """Whether that is so now."""
-        self.looked_at = 0.0
-        """When somebody last looked."""
+        self.starved_s = 0.0
+        """Seconds without any usable replica, up to `checked_at`."""
+        self.is_starved = False
+        """Whether that was so at `checked_at`."""
+        self.checked_at = 0.0
+        """Time of the last `check`."""
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiters."""
         return len(self._heap) - self._num_left
 
     def join(self, waiter: Waiter[SlotT]) -> None:
-        """The waiter waits, from now on, at the place that its ticket's order gives it."""
+        """Insert the waiter by its ticket's order."""
         heapq.heappush(self._heap, waiter)
 
     def head(self) -> Waiter[SlotT]:
-        """The oldest; there must be one."""
-        while self._heap[0].place.done():
+        """The oldest waiter; there must be one."""
+        while self._heap[0].slot.done():
             heapq.heappop(self._heap)
             self._num_left -= 1
         return self._heap[0]
 
-    def serve(self, place: SlotT) -> None:
-        """The head gets the place and is out of the line."""
-        heapq.heappop(self._heap).place.set_result(place)
+    def serve(self, slot: SlotT) -> None:
+        """Give the slot to the head and remove it from the queue."""
+        heapq.heappop(self._heap).slot.set_result(slot)
 
-    def look(self, now: float, *, is_hopeless: bool) -> None:
-        """Whether there is nobody to wait for now; until now it was as it was when somebody looked before."""
-        if self.is_hopeless:
-            self.hopeless_s += now - self.looked_at
-        self.is_hopeless, self.looked_at = is_hopeless, now
+    def check(self, now: float, *, is_starved: bool) -> None:
+        """Record whether there is no usable replica now; since the last check nothing had changed."""
+        if self.is_starved:
+            self.starved_s += now - self.checked_at
+        self.is_starved, self.checked_at = is_starved, now
 
     def dissolve(self) -> None:
-        """All waiters are to look where they belong now; nobody joins or is served any more."""
+        """Send all waiters off to queue anew; nobody may join or be served afterwards."""
         for waiter in self._heap:
-            waiter.place.cancel()
+            waiter.slot.cancel()
 
     def leave(self, waiter: Waiter[SlotT]) -> None:
-        """The waiter waits no longer; no effect on one that was served."""
-        if waiter.place.cancel():
+        """Remove the waiter; no effect on one that was served."""
+        if waiter.slot.cancel():
             self._num_left += 1
         if 2 * self._num_left > len(self._heap):
-            self._heap = [each for each in self._heap if not each.place.done()]
+            self._heap = [each for each in self._heap if not each.slot.done()]
             heapq.heapify(self._heap)
             self._num_left = 0

@@ -177,7 +177,7 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         "0a01721201641a03683a312a0b0a01711201701a03683a3232120a016810a6461880808080808080802020033809",
     ),
     (
-        router_pb2.ReleaseRouteRequest(route_id="r", outcome=router_pb2.ROUTE_OUTCOME_REFUSED),
+        router_pb2.ReleaseRouteRequest(route_id="r", outcome=router_pb2.ROUTE_OUTCOME_REJECTED),
         "0a01721004",
     ),
     (

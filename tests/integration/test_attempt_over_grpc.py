@@ -1,4 +1,4 @@
-"""A leg over real gRPC: when it is over for the caller, and what the replica sees of that."""
+"""An attempt over real gRPC: when it is over for the caller, and what the replica sees of that."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,24 @@ class Replica:
             raise
 
 
+class NoReplica:
+    """A peer at the other end of a channel that is asked for streams only."""
+
+    name = "replica"
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+
+    def generate(self, request: bytes, *, timeout_s: float) -> Any:
+        raise NotImplementedError
+
+    def generate_stream(self, request: bytes, *, timeout_s: float) -> Any:
+        raise NotImplementedError
+
+
 @contextlib.asynccontextmanager
 async def started(replica: Replica) -> AsyncIterator[Callable[[], contextlib.aclosing[Any]]]:
-    """What starts a leg there."""
+    """What starts an attempt there."""
     server = grpc.aio.server()
     handler = grpc.method_handlers_generic_handler("S", {"M": grpc.unary_stream_rpc_method_handler(replica.stream)})
     server.add_generic_rpc_handlers((handler,))
@@ -49,26 +64,28 @@ async def started(replica: Replica) -> AsyncIterator[Callable[[], contextlib.acl
     async with connect(f"127.0.0.1:{port}") as channel:
         method = channel.unary_stream("/S/M", None, None)
 
-        def start(timeout_s: float) -> Any:
-            call = method(b"", timeout=timeout_s)
-            replica.calls.append(weakref.ref(call))
-            return call
+        class Peer(NoReplica):
+            def generate_stream(self, request: bytes, *, timeout_s: float) -> Any:
+                call = method(request, timeout=timeout_s)
+                replica.calls.append(weakref.ref(call))
+                return call
 
-        def leg() -> contextlib.aclosing[Any]:
+        def attempt() -> contextlib.aclosing[Any]:
             deadline = time.monotonic() + 20.0
+            peer = Peer(channel)
             return contextlib.aclosing(
-                stream_attempt(channel, start, name="replica", is_last=lambda chunk: chunk == LAST, deadline=deadline)
+                stream_attempt(peer, b"", is_last=lambda chunk: chunk == LAST, deadline=deadline)
             )
 
-        yield leg
+        yield attempt
     await server.stop(None)
 
 
-async def test_a_leg_is_over_with_its_last_chunk() -> None:
+async def test_an_attempt_is_over_with_its_last_chunk() -> None:
     """The caller does not wait for the status, and the replica is not cancelled meanwhile."""
     replica = Replica(b"first", LAST)
-    async with started(replica) as leg:
-        async with leg() as chunks:
+    async with started(replica) as attempt:
+        async with attempt() as chunks:
             assert [chunk async for chunk in chunks] == [b"first", LAST]
         gc.collect()
         await asyncio.wait({replica.ended}, timeout=0.3)
@@ -77,20 +94,20 @@ async def test_a_leg_is_over_with_its_last_chunk() -> None:
         assert await asyncio.wait_for(replica.ended, 10.0) == "by itself"
 
 
-async def test_a_leg_left_early_is_cancelled() -> None:
+async def test_an_attempt_left_early_is_cancelled() -> None:
     """The engine is not to go on for nobody."""
     replica = Replica(b"first", LAST)
-    async with started(replica) as leg:
-        async with leg() as chunks:
+    async with started(replica) as attempt:
+        async with attempt() as chunks:
             async for _ in chunks:
                 break
         assert await asyncio.wait_for(replica.ended, 10.0) == "cancelled"
 
 
-async def test_a_leg_without_its_last_chunk_fails_by_its_status() -> None:
+async def test_an_attempt_without_its_last_chunk_fails_by_its_status() -> None:
     """The status is waited for then."""
     replica = Replica(b"first")
-    async with started(replica) as leg, leg() as chunks:
+    async with started(replica) as attempt, attempt() as chunks:
         assert await anext(chunks) == b"first"
         waiting = asyncio.ensure_future(anext(chunks, None))
         await asyncio.wait({waiting}, timeout=0.2)
@@ -99,28 +116,22 @@ async def test_a_leg_without_its_last_chunk_fails_by_its_status() -> None:
         assert await waiting is None
 
 
-async def test_a_replica_that_is_gone_fails_the_leg() -> None:
+async def test_a_replica_that_is_gone_fails_the_attempt() -> None:
     """As unavailable."""
     async with connect("127.0.0.1:1") as channel:
-        leg = stream_attempt(
-            channel,
-            lambda timeout_s: channel.unary_stream("/S/M", None, None)(b"", timeout=timeout_s),
-            name="replica",
-            is_last=lambda _: False,
-            deadline=time.monotonic() + 20.0,
-        )
+        chunks = stream_attempt(NoReplica(channel), b"", is_last=lambda _: False, deadline=time.monotonic() + 20.0)
         with pytest.raises(UnavailableError, match="replica: no connection"):
-            await anext(leg)
+            await anext(chunks)
 
 
-async def test_a_leg_that_is_over_leaves_no_garbage() -> None:
+async def test_an_attempt_that_is_over_leaves_no_garbage() -> None:
     """A busy router would hold megabytes of it between two collections."""
     replica = Replica(LAST)
     gc.collect()
     gc.disable()
     try:
-        async with started(replica) as leg:
-            async with leg() as chunks:
+        async with started(replica) as attempt:
+            async with attempt() as chunks:
                 async for _ in chunks:
                     pass
             replica.may_end.set()

@@ -10,8 +10,16 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus, connect
+from penstock.clients import GenerateClient
 from penstock.config import BusConfig, RunConfig
-from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, SetupError, UnavailableError
+from penstock.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    PoisonError,
+    SetupError,
+    UnavailableError,
+)
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.rpc.channel import connect as connect_channel
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, trainer_pb2
@@ -204,26 +212,41 @@ async def test_a_request_for_no_tokens_is_invalid(bus: Bus) -> None:
 
 
 async def test_a_request_that_breaks_replicas_is_given_up(bus: Bus) -> None:
-    """A call that max_tries replicas took and failed does not go on to break the rest of the pool."""
-    async with pool(bus, 4, max_tries=2) as (caller, engines):
+    """A call that max_attempts replicas took and failed does not go on to break the rest of the pool."""
+    async with pool(bus, 4, max_attempts=2) as (caller, engines):
         for engine in engines:
             engine.error = UnavailableError("crashed")
         error = await failure(caller.generate())
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert error.code() == grpc.StatusCode.ABORTED
         assert "given up after 2 replicas failed" in (error.details() or "")
         assert sum(engine.num_calls for engine in engines) == 2
 
 
+async def test_a_client_does_not_retry_what_breaks_replicas(bus: Bus) -> None:
+    """Within its retry time it would break all replicas, over and over; another call is answered as before."""
+    async with pool(bus, 4) as (caller, engines), GenerateClient(caller.address) as client:
+        for engine in engines:
+            engine.error = UnavailableError("crashed")
+        sampling = generate_pb2.SamplingParams(max_new_tokens=4)
+        request = generate_pb2.GenerateRequest(request_id="poison", sampling=sampling)
+        with pytest.raises(PoisonError, match="given up after 3 replicas failed"):
+            await client.generate(request, timeout_s=10.0, retry_until=time.monotonic() + 3600.0)
+        assert sum(engine.num_calls for engine in engines) == 3
+        for engine in engines:
+            engine.error = None
+        assert (await client.generate(request, timeout_s=10.0)).replica_id
+
+
 async def test_replicas_that_cannot_be_reached_are_passed_over_however_many(bus: Bus) -> None:
     """Leases of dead engines cost nobody a call, and do not count as tries."""
-    async with pool(bus, 5, max_tries=1) as (caller, engines):
+    async with pool(bus, 5, max_attempts=1) as (caller, engines):
         for engine in engines[:4]:
             await engine.stop_serving()
         for _ in range(5):
             assert (await caller.generate()).replica_id == "r4"
         open_breakers = [each for each in (await caller.replicas()).replicas if each.breaker == OPEN]
         assert open_breakers
-        assert {each.unroutable_reason for each in open_breakers} == {"failing or not reachable"}
+        assert {each.unroutable_reason for each in open_breakers} == {"failing or unreachable"}
 
 
 async def test_cancelling_the_call_cancels_it_in_the_engine(bus: Bus) -> None:
@@ -295,7 +318,7 @@ async def test_a_router_that_stops_lets_calls_finish(bus: Bus) -> None:
     async with SimulatedEngine(bus, replica_id="r", delay_s=0.5).running(), contextlib.AsyncExitStack() as stack:
         serving = routing(RouterConfig(grace_s=5.0), bus)
         server = await serving.__aenter__()
-        caller = Caller(await stack.enter_async_context(connect_channel(server.address)))
+        caller = Caller(await stack.enter_async_context(connect_channel(server.address)), server.address)
         await caller.until_routable(1)
         pending = asyncio.ensure_future(caller.generate())
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)

@@ -91,8 +91,8 @@ async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(bus: Bus) 
 
 
 async def test_a_replica_that_delivered_tokens_is_no_try(bus: Bus) -> None:
-    """Also with max_tries = 1, and also where nobody may wait in line: the call has been let in already."""
-    async with pool(bus, 1, engine={"fail_after": 3}, max_tries=1, max_waiting=0, chunk_tokens=1) as (caller, _):
+    """Also with max_attempts = 1, and also where nobody may wait in line: the call has been let in already."""
+    async with pool(bus, 1, engine={"fail_after": 3}, max_attempts=1, max_waiting=0, chunk_tokens=1) as (caller, _):
         assert list((await caller.generate(num_tokens=5)).output_ids) == ids(5)
 
 
@@ -150,7 +150,7 @@ async def test_a_stream_that_is_left_is_cancelled_in_the_engine(bus: Bus) -> Non
 
 async def test_progress_resets_the_count_of_tries_but_not_for_ever(bus: Bus) -> None:
     """Replicas that each break off after a token bring a short answer to its end; a long one is given up."""
-    async with pool(bus, 3, engine={"fail_after": 1}, max_tries=2, chunk_tokens=1, breaker={"failures": 100}) as (
+    async with pool(bus, 3, engine={"fail_after": 1}, max_attempts=2, chunk_tokens=1, breaker={"failures": 100}) as (
         caller,
         engines,
     ):
@@ -158,7 +158,7 @@ async def test_progress_resets_the_count_of_tries_but_not_for_ever(bus: Bus) -> 
         assert list(answer.output_ids) == ids(4)
         assert sum(engine.num_calls for engine in engines) == 4
         error = await failure(caller.generate(num_tokens=40))
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert error.code() == grpc.StatusCode.ABORTED
         assert "given up after 8 replicas failed" in (error.details() or "")
 
 
@@ -186,7 +186,7 @@ async def test_the_breaker_opens_and_one_probe_closes_it(bus: Bus) -> None:
 
 async def test_a_long_probe_closes_the_breaker_with_its_first_tokens(bus: Bus) -> None:
     """Whoever answers is well; the rest of the pool's calls need not wait for the end of the answer."""
-    async with pool(bus, 1, engine={"token_s": 0.05}, breaker={"failures": 1, "open_s": 0.2}, max_tries=1) as (
+    async with pool(bus, 1, engine={"token_s": 0.05}, breaker={"failures": 1, "open_s": 0.2}, max_attempts=1) as (
         caller,
         [engine],
     ):

@@ -185,7 +185,7 @@ async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(bus: Bus) -> N
         wait_for_replica_s=20.0,
         chunk_tokens=2,
         breaker={"failures": 1},
-        max_tries=1,
+        max_attempts=1,
     ) as (caller, prefills, decodes):
         stop, spans, opened = asyncio.Event(), [], set()
 
@@ -264,7 +264,7 @@ class PairChurn:
 async def test_five_hundred_calls_under_churn_lose_none(steady_bus: Bus) -> None:
     """Engines of every role crash and drain at random; every answer is whole, and all places are free in the end."""
     # Everything fails here but the calls: one that met ten failures in a row would be no reason to give it up.
-    async with router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4, max_tries=10) as caller:
+    async with router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4, max_attempts=10) as caller:
         churn = PairChurn(steady_bus, caller, 0)
         for kind in "pppdddduu":
             churn.start(kind)

@@ -110,7 +110,7 @@ async def test_unequal_tensor_parallelism_is_refused_and_explained(bus: Bus) -> 
         assert all("tensor_parallel" in each.unroutable_reason for each in listed)
         error = await failure(caller.generate("s"))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
-        assert "all 2 replicas are of another tensor_parallel than its partners" in (error.details() or "")
+        assert "all 2 replicas are without a partner that has the same tensor_parallel" in (error.details() or "")
         async with SimulatedDecode(bus, replica_id="d9", tensor_parallel=2).running():
             await caller.until_routable(2)
             assert (await caller.generate("s")).replica_id == "d9"

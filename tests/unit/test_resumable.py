@@ -166,6 +166,6 @@ def test_a_chunk_that_breaks_the_contract_is_refused_whole(chunk: generate_pb2.G
         continuation.add(chunk)
     assert continuation.num_tokens == 0
     continuation.add(chunk_of(WHOLE, 0, 3))
-    with pytest.raises(PenstockError, match="after the last one"):
+    with pytest.raises(PenstockError, match="it follows the last one"):
         continuation.add(chunk_of(WHOLE, 0, 1))
     assert continuation.response() == WHOLE

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.breaker import Breaker, BreakerState
-from services.router.config import BreakerConfig
+from services.router.tuning import BreakerTuning
 
-CONFIG = BreakerConfig(failures=3, open_s=1.0, max_open_s=5.0)
+CONFIG = BreakerTuning(failures=3, open_s=1.0, max_open_s=5.0)
 
 
 def opened(at: float = 0.0) -> Breaker:

@@ -1,4 +1,4 @@
-"""The least loaded replica, and what replicas have had too much or too little of late."""
+"""The least loaded replica, corrected by what replicas recently had beyond or below their share."""
 
 import heapq
 import random
@@ -8,27 +8,27 @@ import pytest
 from services.router.balancing import Query
 from services.router.balancing.affinity import AffinityBalancer
 from services.router.balancing.fair_share import FairShare
-from tests.replica_statuses import DRAINING, candidate, pool_of, replica
+from tests.replica_statuses import DRAINING, Fleet, described, replica
 
 SIZES = {"a": 8, "b": 16, "c": 32, "d": 8, "e": 16, "f": 32}
 
 
 @pytest.mark.parametrize("num_calls", [40, 48, 56])
-def test_over_time_each_replica_has_its_part(num_calls: int) -> None:
-    """Also where that is no whole number of calls: the load of ten minutes is within 5% of even."""
+def test_over_time_each_replica_has_its_share(num_calls: int) -> None:
+    """Also if that is not a whole number of calls: the load of ten minutes is within 5% of even."""
     chance = random.Random(num_calls)
-    policy = AffinityBalancer(max_sessions=1)
-    pool = pool_of(*(candidate(name, max_running=size) for name, size in SIZES.items()))
+    balancer = AffinityBalancer(max_sessions=1)
+    fleet = Fleet(*(described(name, max_running=size) for name, size in SIZES.items()))
     busy_s = dict.fromkeys(SIZES, 0.0)
     ends: list[tuple[float, str]] = []
     begins, until = [0.0] * num_calls, 600.0
     while begins:
         now = heapq.heappop(begins)
         while ends and ends[0][0] <= now:
-            pool[heapq.heappop(ends)[1]].num_in_flight -= 1
-        picked = policy.choose(Query(), pool, now)
+            fleet.slots[heapq.heappop(ends)[1]].end()
+        picked = balancer.choose(Query(), fleet.view, now)
         assert picked is not None
-        picked.num_in_flight += 1
+        fleet.slots[picked.replica_id].begin(now)
         ended_at = now + chance.uniform(2.0, 6.0)
         busy_s[picked.replica_id] += ended_at - now
         heapq.heappush(ends, (ended_at, picked.replica_id))
@@ -39,44 +39,40 @@ def test_over_time_each_replica_has_its_part(num_calls: int) -> None:
         assert busy_s[name] / (even_s * size) == pytest.approx(1.0, abs=0.05), name
 
 
-def test_the_past_counts_for_a_quarter_of_the_places_at_most() -> None:
+def test_the_past_counts_for_at_most_a_quarter_of_the_slots() -> None:
     """Two replicas, one with all the calls, for an hour."""
-    busy, idle = candidate("busy", max_running=8), candidate("idle", max_running=16)
-    busy.num_in_flight = 8
-    surplus = FairShare()
+    fleet = Fleet(described("busy", max_running=8, in_flight=8), described("idle", max_running=16))
+    share = FairShare()
     for second in range(3600):
-        surplus.look([busy, idle], float(second))
-    assert surplus.load(busy) == 0.25
-    assert surplus.load(idle) == -0.25
+        share.update(fleet.view, float(second))
+    assert share.excess_load(fleet["busy"]) == 0.25
+    assert share.excess_load(fleet["idle"]) == -0.25
 
 
-def test_who_comes_owes_nothing() -> None:
-    """A newcomer has had no calls, and is not to catch up on them; nor is one that was away."""
-    old, new = candidate("old"), candidate("new")
-    old.num_in_flight = 4
-    surplus = FairShare()
-    surplus.look([old], 0.0)
-    surplus.look([old, new], 100.0)
-    assert surplus.load(new) == 0.0
-    surplus.look([old, new], 101.0)
-    assert surplus.load(new) < 0.0
-    new.update(replica("new", state=DRAINING))
-    surplus.look([old, new], 102.0)
-    new.update(replica("new"))
-    surplus.look([old, new], 103.0)
-    assert surplus.load(new) == 0.0
+def test_a_newcomer_owes_nothing() -> None:
+    """It has had no calls and need not catch up; nor need one that was away."""
+    fleet, share = Fleet(described("old", in_flight=4)), FairShare()
+    share.update(fleet.view, 0.0)
+    fleet.add(described("new"))
+    share.update(fleet.view, 100.0)
+    assert share.excess_load(fleet["new"]) == 0.0
+    share.update(fleet.view, 101.0)
+    assert share.excess_load(fleet["new"]) < 0.0
+    fleet.update(replica("new", state=DRAINING))
+    share.update(fleet.view, 102.0)
+    fleet.update(replica("new"))
+    share.update(fleet.view, 103.0)
+    assert share.excess_load(fleet["new"]) == 0.0
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_the_distant_past_is_forgotten() -> None:
     """Without calls the difference fades, so that sessions decide again."""
-    one, other = candidate("one"), candidate("other")
-    one.num_in_flight = 4
-    surplus = FairShare()
+    fleet, share = Fleet(described("one", in_flight=4), described("other")), FairShare()
     for second in range(10):
-        surplus.look([one, other], float(second))
-    one.num_in_flight = 0
-    before = surplus.load(one)
+        share.update(fleet.view, float(second))
+    fleet.set_in_flight("one", 0)
+    before = share.excess_load(fleet["one"])
     assert before > 0.1
     for second in range(10, 310):
-        surplus.look([one, other], float(second))
-    assert surplus.load(one) < before / 10
+        share.update(fleet.view, float(second))
+    assert share.excess_load(fleet["one"]) < before / 10

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.config import LimitConfig
 from services.router.limits import Limit
+from services.router.tuning import LimitTuning
 
-CONFIG = LimitConfig(factor=1.5, kv_high=0.9, queue_high=0.5, increase=0.125, decrease=0.5)
+CONFIG = LimitTuning(factor=1.5, kv_high=0.9, queue_high=0.5, increase=0.125, decrease=0.5)
 
 
 def keep_up(limit: Limit, *, max_running: int = 16, num_reports: int = 1) -> None:
@@ -57,7 +57,7 @@ def test_shrinks_by_multiplication_when_the_cache_or_the_queue_is_full() -> None
 def test_shrinks_when_a_call_is_turned_away() -> None:
     """The replica knows better than its last lease."""
     limit = Limit(CONFIG, 16)
-    limit.refuse()
+    limit.reject()
     assert limit.max_in_flight == 8
 
 
@@ -113,7 +113,7 @@ def test_does_not_grow_in_the_time_in_which_it_turned_a_call_away() -> None:
     """Nor is what was used before it or after it a reason to grow; a time without a refusal is."""
     limit = Limit(CONFIG, 16)
     limit.use(16)
-    limit.refuse()
+    limit.reject()
     limit.use(8)
     limit.report(max_running=16, num_queued=0, kv_use=0.5)
     assert limit.max_in_flight == 8

@@ -1,4 +1,6 @@
-"""An answer that comes from one replica after another looks as if it came from one."""
+"""An stream that comes from one replica after another looks as if it came from one."""
+
+import tracemalloc
 
 import pytest
 
@@ -20,7 +22,7 @@ IDS = [1000, 1001, 1002, 1003, 1004, 1005]
 
 
 def whole(versions: list[int], *, first: int = 0, replica_id: str = "a") -> generate_pb2.GenerateResponse:
-    """The answer from token `first` on, as one replica gives it that takes what is before for prompt."""
+    """The stream from token `first` on, as one replica gives it that takes what is before for prompt."""
     ids = IDS[first:]
     return generate_pb2.GenerateResponse(
         output_ids=ids,
@@ -50,49 +52,64 @@ def test_reads_what_a_call_wants() -> None:
     long = generate_pb2.GenerateRequest(input_ids=[1] * 130, sampling=sampling).SerializeToString()
     assert len(read_query(long, with_blocks=True).blocks) == 2
     assert read_query(long, with_blocks=False).num_tokens == 131
-    with pytest.raises(InvalidRequestError, match="3 bytes are no GenerateRequest"):
+    with pytest.raises(InvalidRequestError, match="3 bytes are not a GenerateRequest"):
         read_query(b"\xff\xff\xff", with_blocks=False)
     half = generate_pb2.GenerateRequest(sampling=sampling, bootstrap=generate_pb2.Bootstrap(room=1))
     with pytest.raises(InvalidRequestError, match="bootstrap"):
         read_query(half.SerializeToString(), with_blocks=False)
 
 
-def test_an_unbroken_answer_is_that_of_the_replica() -> None:
-    """The leg is the request with chunks as the router wants them; spans of one version that meet are one."""
-    answer = ResumableStream(RAW, chunk_tokens=16)
-    leg = generate_pb2.GenerateRequest.FromString(answer.leg)
-    assert leg.chunk_tokens == 16
-    leg.chunk_tokens = 0
-    assert leg == REQUEST
+def test_a_request_is_kept_once() -> None:
+    """A call that waits holds the bytes that came and no copy; choices of one prompt share its bytes."""
+    images = common_pb2.Image(data=bytes(2**20))
+    raw = generate_pb2.GenerateRequest(images=[images]).SerializeToString()
+    tracemalloc.start()
+    try:
+        streams = [ResumableStream(raw, b"", chunk_tokens=64) for _ in range(8)]
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < len(raw) / 10
+    assert all(stream.size_bytes == len(raw) for stream in streams)
+    assert ResumableStream(raw).make_request(None) is raw
+
+
+def test_an_unbroken_stream_is_that_of_the_replica() -> None:
+    """The attempt is the request with chunks as the router wants them; spans of one version that meet are one."""
+    stream = ResumableStream(RAW, chunk_tokens=16)
+    attempt = generate_pb2.GenerateRequest.FromString(stream.make_request(None))
+    assert attempt.chunk_tokens == 16
+    attempt.chunk_tokens = 0
+    assert attempt == REQUEST
     for chunk in chunks(whole([3, 3, 3, 3, 4, 4]), 1, 3):
-        assert answer.take(chunk) == chunk
-    assert answer.end_leg()
-    response = generate_pb2.GenerateResponse.FromString(answer.response())
+        assert stream.take(chunk) == chunk
+    assert stream.end_attempt()
+    response = generate_pb2.GenerateResponse.FromString(stream.response())
     assert list(response.output_ids) == IDS
     assert [(span.num_tokens, span.policy_version) for span in response.version_spans] == [(4, 3), (2, 4)]
     assert response.usage == generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=6)
 
 
 @pytest.mark.parametrize("num_first", [0, 1, 4])
-def test_a_broken_answer_is_as_of_one_replica(num_first: int) -> None:
-    """The next leg goes on from what was delivered; ids, logprobs, spans and usage are those of an unbroken answer."""
-    answer = ResumableStream(RAW, chunk_tokens=2)
+def test_a_broken_stream_is_as_of_one_replica(num_first: int) -> None:
+    """The next attempt goes on from what was delivered; it looks unbroken."""
+    stream = ResumableStream(RAW, chunk_tokens=2)
     seen = []
     if num_first:
-        seen.append(answer.take(chunk_of(whole([3] * 6), 0, num_first).SerializeToString()))
-    assert not answer.end_leg()
-    assert answer.num_tokens == num_first
-    leg = generate_pb2.GenerateRequest.FromString(answer.leg)
-    assert list(leg.input_ids) == [5, 6, *IDS[:num_first]]
-    assert leg.sampling.max_new_tokens == 6 - num_first
-    assert leg.images == REQUEST.images
-    assert leg.request_id == "r#1"
-    assert leg.chunk_tokens == 2
+        seen.append(stream.take(chunk_of(whole([3] * 6), 0, num_first).SerializeToString()))
+    assert not stream.end_attempt()
+    assert stream.num_tokens == num_first
+    attempt = generate_pb2.GenerateRequest.FromString(stream.make_request(None))
+    assert list(attempt.input_ids) == [5, 6, *IDS[:num_first]]
+    assert attempt.sampling.max_new_tokens == 6 - num_first
+    assert attempt.images == REQUEST.images
+    assert attempt.request_id == "r#1"
+    assert attempt.chunk_tokens == 2
     second = whole([3] * 6, first=num_first, replica_id="b")
     for first, end in ((0, 1), (1, 6 - num_first)):
-        seen.append(answer.take(chunk_of(second, first, end).SerializeToString()))
-    assert answer.end_leg()
-    response = generate_pb2.GenerateResponse.FromString(answer.response())
+        seen.append(stream.take(chunk_of(second, first, end).SerializeToString()))
+    assert stream.end_attempt()
+    response = generate_pb2.GenerateResponse.FromString(stream.response())
     usage = generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=6)
     expected = whole([3] * 6, replica_id="b")
     del expected.version_spans[:]
@@ -107,32 +124,33 @@ def test_a_broken_answer_is_as_of_one_replica(num_first: int) -> None:
     assert [part.HasField("usage") for part in parts] == [True] + [False] * (len(parts) - 2) + [True]
 
 
-def test_a_replica_that_breaks_off_twice_costs_two_legs() -> None:
-    """Each leg goes on from all that was delivered, under a name of its own."""
-    answer = ResumableStream(RAW)
-    answer.take(chunk_of(whole([3] * 6), 0, 2).SerializeToString())
-    assert not answer.end_leg()
-    answer.take(chunk_of(whole([4] * 6, first=2), 0, 1).SerializeToString())
-    assert not answer.end_leg()
-    leg = generate_pb2.GenerateRequest.FromString(answer.leg)
-    assert (leg.request_id, list(leg.input_ids)) == ("r#2", [5, 6, *IDS[:3]])
-    answer.take(chunk_of(whole([4] * 6, first=3), 0, 3).SerializeToString())
-    assert answer.end_leg()
-    response = generate_pb2.GenerateResponse.FromString(answer.response())
+def test_a_replica_that_breaks_off_twice_costs_two_attempts() -> None:
+    """Each attempt goes on from all that was delivered, under a name of its own."""
+    stream = ResumableStream(RAW)
+    stream.take(chunk_of(whole([3] * 6), 0, 2).SerializeToString())
+    assert not stream.end_attempt()
+    stream.make_request(None)
+    stream.take(chunk_of(whole([4] * 6, first=2), 0, 1).SerializeToString())
+    assert not stream.end_attempt()
+    attempt = generate_pb2.GenerateRequest.FromString(stream.make_request(None))
+    assert (attempt.request_id, list(attempt.input_ids)) == ("r#2", [5, 6, *IDS[:3]])
+    stream.take(chunk_of(whole([4] * 6, first=3), 0, 3).SerializeToString())
+    assert stream.end_attempt()
+    response = generate_pb2.GenerateResponse.FromString(stream.response())
     assert [(span.num_tokens, span.policy_version) for span in response.version_spans] == [(2, 3), (4, 4)]
 
 
 def test_a_break_after_the_last_token_is_none() -> None:
-    """The answer is whole, whatever became of the stream."""
-    answer = ResumableStream(RAW)
+    """The stream is whole, whatever became of the stream."""
+    stream = ResumableStream(RAW)
     for chunk in chunks(whole([3] * 6), 3):
-        answer.take(chunk)
-    assert answer.end_leg()
+        stream.take(chunk)
+    assert stream.end_attempt()
 
 
 def test_a_replica_that_breaks_the_contract_is_told_so() -> None:
-    """Ids without logprobs are nobody's answer."""
-    answer = ResumableStream(RAW)
-    answer.take(generate_pb2.GenerateChunk(output_ids=[1], replica_id="a").SerializeToString())
+    """Ids without logprobs are nobody's stream."""
+    stream = ResumableStream(RAW)
+    stream.take(generate_pb2.GenerateChunk(output_ids=[1], replica_id="a").SerializeToString())
     with pytest.raises(PenstockError, match="contract"):
-        answer.end_leg()
+        stream.end_attempt()

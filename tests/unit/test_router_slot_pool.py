@@ -1,56 +1,38 @@
-"""Who gets a place, who waits for one, and for how long."""
+"""Which call gets a slot, which waits for one, and for how long."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 
 import pytest
 
-from penstock.bus.replica_lease import write_replica
 from penstock.errors import OverloadedError, UnavailableError
-from penstock.runtime.security import Security
-from penstock.v1 import common_pb2
-from services.router.balancing import Query, ReplicaStatus
+from services.router.balancing import Query
 from services.router.config import RouterConfig
 from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
+from services.router.tuning import LimitTuning, Tuning
 from services.router.wait_queue import Ticket
+from tests.replica_statuses import replica, slot_pool
 
 
 @contextlib.asynccontextmanager
-async def places(
-    *, max_running: int = 1, num_replicas: int = 1, **settings
-) -> AsyncIterator[tuple[SlotPool, ReplicaStatus | None]]:
-    """Those of replicas r0, r1, ... that nobody asks anything, and r0 if there is one."""
-    leases = {
-        f"r{number}": write_replica(
-            common_pb2.Replica(
-                replica_id=f"r{number}",
-                address="127.0.0.1:1",
-                role=common_pb2.REPLICA_ROLE_UNIFIED,
-                state=common_pb2.REPLICA_STATE_READY,
-                max_running=max_running,
-            )
-        )
-        for number in range(num_replicas)
-    }
-    config = RouterConfig(**settings)
-    pool = Pool(config, SimpleNamespace(values=leases), SimpleNamespace(values={}), Security())
-    pool._refresh()
-    yield SlotPool(config, pool), pool.candidates.get("r0")
-    await pool._close()
+async def slots(*, max_running: int = 1, num_replicas: int = 1, **settings) -> AsyncIterator[tuple[SlotPool, Pool]]:
+    """The slots of replicas r0, r1, ... that nobody calls."""
+    replicas = (replica(f"r{number}", max_running=max_running) for number in range(num_replicas))
+    async with slot_pool(*replicas, **settings) as (given, pool, _):
+        yield given, pool
 
 
 @contextlib.asynccontextmanager
-async def ticking(places: SlotPool) -> AsyncIterator[None]:
+async def ticking(pool: Pool) -> AsyncIterator[None]:
     """The pool has news now and then, as it does while a router runs."""
 
     async def tick() -> None:
         while True:
             await asyncio.sleep(0.05)
-            places._pool.on_change()
+            pool.on_change()
 
     task = asyncio.create_task(tick())
     try:
@@ -59,75 +41,115 @@ async def ticking(places: SlotPool) -> AsyncIterator[None]:
         task.cancel()
 
 
-def ticket(within_s: float = 60.0) -> Ticket:
-    """Of a call that anybody may take."""
-    return Ticket(query=Query(), deadline=time.monotonic() + within_s)
+def ticket(within_s: float = 60.0, *, size_bytes: int = 0) -> Ticket:
+    """Of a call that any replica can take."""
+    return Ticket(query=Query(), deadline=time.monotonic() + within_s, size_bytes=size_bytes)
 
 
-async def play_refused(places: SlotPool, tries: list[float], *, within_s: float = 60.0) -> None:
-    """A call, as the proxy makes it, of replicas that take a moment to turn it away."""
+async def call_rejected(some: SlotPool, attempts: list[float], *, within_s: float = 60.0) -> None:
+    """A call, as the forwarder makes it, to replicas that take a moment to reject it."""
     mine = ticket(within_s)
     while True:
-        place = await places.take(mine)
-        tries.append(time.monotonic())
-        with contextlib.suppress(OverloadedError), place:
-            await asyncio.sleep(0.01)
-            mine.last_error = OverloadedError("queue full")
-            raise mine.last_error
-        mine.query.excluded |= {place.member.candidate.replica_id}
+        slot = await some.take(mine)
+        attempts.append(time.monotonic())
+        await asyncio.sleep(0.01)
+        mine.last_error = OverloadedError("queue full")
+        await slot.fail(mine.last_error, is_prefill=False)
+        slot.release()
+        mine.query.excluded |= {slot.replica_id}
 
 
-async def test_calls_that_a_replica_turns_away_are_given_up_in_time() -> None:
-    """Their wait counts though whenever one of them looked the replica was full: another was just being turned away."""
-    async with places(wait_for_replica_s=0.5) as (some, _), ticking(some), asyncio.timeout(4.0):
-        tries: list[float] = []
-        ends = await asyncio.gather(*(play_refused(some, tries) for _ in range(30)), return_exceptions=True)
+async def test_calls_that_a_replica_rejects_are_given_up_in_time() -> None:
+    """Their wait counts even if the replica was full whenever one of them looked: it was just rejecting another."""
+    async with slots(wait_for_replica_s=0.5) as (some, pool), ticking(pool), asyncio.timeout(4.0):
+        attempts: list[float] = []
+        ends = await asyncio.gather(*(call_rejected(some, attempts) for _ in range(30)), return_exceptions=True)
         assert {type(end) for end in ends} == {OverloadedError}
-        assert len(tries) < 15
+        assert len(attempts) < 15
         assert some.num_waiting == 0
 
 
-async def test_only_waiting_for_a_replica_that_works_is_no_waiting_for_replicas() -> None:
-    """wait_for_replica_s does not pass while somebody is busy, though it turns others away; otherwise it does."""
-    async with places(max_running=4, wait_for_replica_s=0.5) as (some, busy), ticking(some):
+async def test_waiting_behind_a_busy_replica_is_not_waiting_for_one() -> None:
+    """wait_for_replica_s does not pass while a replica is busy, though it rejects others; otherwise it does."""
+    async with slots(max_running=4, wait_for_replica_s=0.5) as (some, pool), ticking(pool):
         running, mine = [await some.take(ticket()) for _ in range(4)], ticket()
         running[0].settle(OverloadedError("queue full"))
-        running.pop(0).give_back()
+        running.pop(0).release()
         waiting = asyncio.ensure_future(some.take(mine))
         await asyncio.sleep(0.7)
-        for place in running:
-            place.give_back()
-        (await waiting).give_back()
+        for slot in running:
+            slot.release()
+        (await waiting).release()
         assert mine.waited_s == 0.0
-        busy.refusing_until = time.monotonic() + 0.3
-        (await some.take(mine)).give_back()
+        some.replicas["r0"].reject(time.monotonic() + 0.05, is_overload=False)
+        (await some.take(mine)).release()
         assert mine.waited_s > 0.2
 
 
 async def test_a_call_that_has_waited_long_enough_is_given_up_whatever_there_is_now() -> None:
-    """A replica that turns everybody away is full of the next ones at times: to see that is no reason to go on."""
-    async with places(wait_for_replica_s=0.5) as (some, _):
-        (await some.take(mine := ticket())).give_back()
+    """A replica that rejects everybody is full of the next calls at times: seeing that is no reason to go on."""
+    async with slots(wait_for_replica_s=0.5) as (some, _):
+        (await some.take(mine := ticket())).release()
         mine.waited_s = 0.5
-        with await some.take(ticket()), pytest.raises(OverloadedError, match="no place became free in time"):
+        other = await some.take(ticket())
+        with pytest.raises(OverloadedError, match="no slot became free in time"):
             await some.take(mine)
+        other.release()
 
 
 async def test_who_waits_behind_others_hears_what_they_wait_for() -> None:
-    """The replica is well again, and the oldest in line takes it: to the others it is full, and not away."""
-    async with places() as (some, refusing):
-        refusing.refusing_until = time.monotonic() + 0.1
+    """The replica is well again, and the oldest waiter takes it: to the others it is full, and not away."""
+    async with slots() as (some, _):
+        some.replicas["r0"].reject(time.monotonic() - 0.15, is_overload=False)
         oldest, hasty = (asyncio.ensure_future(some.take(ticket(within_s))) for within_s in (60.0, 0.4))
         with pytest.raises(OverloadedError, match="the only replica is at the limit of calls"):
             await hasty
-        (await oldest).give_back()
+        (await oldest).release()
 
 
 async def test_an_empty_pool_is_waited_for_and_then_given_up() -> None:
-    """With what to do about it; a call that wants what nobody has hears what there is."""
-    async with places(num_replicas=0, wait_for_replica_s=0.1) as (some, _):
+    """The error names the remedy; a call that wants what no replica has hears what there is."""
+    async with slots(num_replicas=0, wait_for_replica_s=0.1) as (some, _):
         with pytest.raises(UnavailableError, match="no replica is registered"):
             await some.take(ticket())
-    async with places(wait_for_replica_s=0.1) as (some, _):
+    async with slots(wait_for_replica_s=0.1) as (some, _):
         with pytest.raises(UnavailableError, match=r"below policy version 7 \(newest 0\)"):
             await some.take(Ticket(query=Query(min_version=7), deadline=time.monotonic() + 60.0))
+
+
+async def test_the_wait_queue_is_bounded_in_bytes() -> None:
+    """Large requests fill it before many do; what leaves it makes room, and a call that lost a replica always waits."""
+    half = 2**19
+    async with slots(max_waiting_mb=1) as (some, _):
+        running, lost = await some.take(ticket()), ticket(size_bytes=half)
+        lost.order = 1
+        waiting = [asyncio.ensure_future(some.take(ticket(size_bytes=half))) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert some.num_waiting_bytes == 2 * half
+        with pytest.raises(OverloadedError, match=r"router\.max_waiting_mb = 1; send fewer at once"):
+            await some.take(ticket(size_bytes=1))
+        waiting.append(asyncio.ensure_future(some.take(lost)))
+        await asyncio.sleep(0)
+        assert some.num_waiting == 3
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert some.num_waiting_bytes == 0
+        running.release()
+        (await some.take(ticket(size_bytes=2**30))).release()  # nothing bounds a call that need not wait
+
+
+def test_a_wait_queue_bounds_bytes_by_default() -> None:
+    """512 MiB: a router with 2 GiB of memory survives a full one."""
+    assert RouterConfig().max_waiting_mb == 512
+
+
+async def test_a_limit_adapts_to_leases() -> None:
+    """Once per lease interval, and the view shows it."""
+    tuning = Tuning(limit=LimitTuning(factor=2.0, increase=0.5))
+    async with slot_pool(replica("a", max_running=4), tuning=tuning) as (some, pool, _):
+        taken = [await some.take(ticket()) for _ in range(4)]
+        pool.on_lease_interval()
+        assert some.view.replicas["a"].max_in_flight == 6
+        for slot in taken:
+            slot.release()

@@ -1,18 +1,17 @@
-"""Session affinity, and the least loaded for whoever has none yet.
+"""Session affinity; new sessions go to the least loaded replica.
 
-Invariant: a session stays on its replica for as long as that is fit; its prefix cache holds the turns before.
+Invariant: a session stays on its replica while that is fit, because its prefix cache holds the earlier turns.
 """
 
 import collections
-from collections.abc import Mapping
 
-from services.router.balancing.balancer import find_fit
 from services.router.balancing.fair_share import FairShare
-from services.router.balancing.replica_status import Query, ReplicaStatus
+from services.router.balancing.pool_view import PoolView, Query
+from services.router.balancing.replica_status import ReplicaStatus
 
 
 class Sessions:
-    """Which session belongs to which replica, for the `max_sessions` sessions used last."""
+    """The replica of each of the `max_sessions` most recently used sessions."""
 
     def __init__(self, max_sessions: int) -> None:
         """Remember at most `max_sessions`."""
@@ -29,11 +28,11 @@ class Sessions:
         return self._replica_of.get(session_id)
 
     def num_of(self, replica_id: str) -> int:
-        """Sessions that belong to the replica."""
+        """Sessions of the replica."""
         return self._num_of.get(replica_id, 0)
 
     def bind(self, session_id: str, replica_id: str) -> None:
-        """From now on the session belongs to the replica; an empty session id is nobody's."""
+        """Assign the session to the replica; calls without a session id are ignored."""
         if not session_id:
             return
         self._drop(self._replica_of.pop(session_id, None))
@@ -53,8 +52,8 @@ class Sessions:
 class AffinityBalancer:
     """The session's own replica if it is fit; else the least loaded, and of these the one with the fewest sessions.
 
-    Both are counted by place, and the load with the call that is to be given (shortest expected delay) and with what
-    the replica has had too much or too little of late.
+    Loads and sessions are counted per slot; the load includes the call to be given (shortest expected delay) and recent
+    over- or under-use (`fair_share`).
     """
 
     reads_blocks = False
@@ -62,21 +61,22 @@ class AffinityBalancer:
     def __init__(self, *, max_sessions: int) -> None:
         """Remember the replicas of `max_sessions` sessions."""
         self.sessions = Sessions(max_sessions)
-        self._surplus = FairShare()
+        self._fair_share = FairShare()
 
-    def choose(self, query: Query, candidates: Mapping[str, ReplicaStatus], now: float) -> ReplicaStatus | None:
-        """The replica that gets the call; None exactly if none is fit."""
-        own = candidates.get(self.sessions.get(query.session_id) or "")
-        if own is not None and own.is_fit(query, now):
+    def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
+        """Return the replica that gets the call; None exactly if none is fit."""
+        own = pool.replicas.get(self.sessions.get(query.session_id) or "")
+        if own is not None and pool.is_fit(own, query, now):
             return own
-        self._surplus.look(candidates.values(), now)
-        return min(find_fit(query, candidates, now), key=self._rank, default=None)
+        self._fair_share.update(pool, now)
 
-    def _rank(self, candidate: ReplicaStatus) -> tuple[float, float, str]:
-        num_sessions = self.sessions.num_of(candidate.replica_id)
-        load = candidate.next_load + self._surplus.load(candidate)
-        return load, num_sessions / candidate.num_places, candidate.replica_id
+        def rank(replica: ReplicaStatus) -> tuple[float, float, str]:
+            num_sessions = self.sessions.num_of(replica.replica_id)
+            load = pool.next_load(replica) + self._fair_share.excess_load(replica)
+            return load, num_sessions / replica.max_running, replica.replica_id
+
+        return min(pool.find_fit(query, now), key=rank, default=None)
 
     def record(self, query: Query, replica_id: str) -> None:
-        """The session belongs to this replica from now on."""
+        """Assign the session to this replica."""
         self.sessions.bind(query.session_id, replica_id)

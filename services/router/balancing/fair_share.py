@@ -1,46 +1,51 @@
-"""What replicas have had beyond their even part lately: least loaded is not even where calls are few.
+"""Corrects the rounding of least-loaded balancing over time.
 
-A replica whose even part is 3.4 calls has 3, which is 13% less, or 4, which is 17% more; and as it happens, it has the
-same one of the two nearly always. So the difference is summed up over time and counts as load, as in an integral
-controller, and is forgotten in time. Invariant: what is counted stays within a quarter of a replica's places, so that
-the past never outweighs what a replica has to do now.
+A replica whose fair share is 3.4 calls runs 3 (12% less) or 4 (18% more), and nearly always the same of the two: least
+loaded alone left replicas of eight slots 22 to 28% off over minutes (docs/benchmarks.md, "Replicas that come and go").
+So the difference is integrated over time and counted as load, as an integral controller does, and decays. Invariant:
+what is counted stays within a quarter of a replica's slots, so that the past never outweighs the present load.
 """
 
 import math
-from collections.abc import Iterable
 
+from services.router.balancing.pool_view import PoolView
 from services.router.balancing.replica_status import ReplicaStatus
 
 _TIME_CONSTANT_S = 5.0
-"""A replica that has one call too many for so long counts as if it had one more."""
-_FORGOTTEN_IN_S = 60.0
+"""One call above the fair share for this long counts as one call of load."""
+_DECAY_S = 60.0
+"""What was counted falls to 1/e in this time."""
 _MAX_SHARE = 0.25
-"""Of a replica's places: the most that is counted, up or down."""
+"""Most that is counted, as a share of a replica's slots, in either direction."""
 
 
 class FairShare:
-    """Of the replicas that read prompts and take calls now, whatever a single call wants of them."""
+    """The recent excess of each replica that reads prompts and takes calls."""
 
     def __init__(self) -> None:
-        """Nobody has had anything."""
-        self._calls: dict[str, float] = {}
-        self._looked_at = 0.0
+        """Start without a history."""
+        self._excess_calls: dict[str, float] = {}
+        self._updated_at = 0.0
 
-    def look(self, candidates: Iterable[ReplicaStatus], now: float) -> None:
-        """Count what they have now for the time since the last look; who was not there then begins at none."""
-        elapsed_s, self._looked_at = min(now - self._looked_at, _TIME_CONSTANT_S), now
-        there = [each for each in candidates if each.is_open and each.reads_prompts]
-        num_places = sum(each.num_places for each in there)
-        even = sum(each.load * each.num_places for each in there) / num_places if num_places else 0.0
-        kept = math.exp(-elapsed_s / _FORGOTTEN_IN_S)
-        calls = {}
-        for each in there:
-            most = _MAX_SHARE * each.num_places
-            more = (each.load - even) * each.num_places * elapsed_s / _TIME_CONSTANT_S
-            before = self._calls.get(each.replica_id)
-            calls[each.replica_id] = 0.0 if before is None else min(max(kept * before + more, -most), most)
-        self._calls = calls
+    def update(self, pool: PoolView, now: float) -> None:
+        """Integrate the present loads over the time since the last update; newcomers start at 0."""
+        elapsed_s, self._updated_at = min(now - self._updated_at, _TIME_CONSTANT_S), now
+        loads = {
+            replica_id: (pool.load(replica), replica.max_running)
+            for replica_id, replica in pool.replicas.items()
+            if replica.is_open and replica.reads_prompts
+        }
+        num_slots = sum(slots for _, slots in loads.values())
+        mean_load = sum(load * slots for load, slots in loads.values()) / num_slots if num_slots else 0.0
+        kept = math.exp(-elapsed_s / _DECAY_S)
+        excess_calls = {}
+        for replica_id, (load, slots) in loads.items():
+            most = _MAX_SHARE * slots
+            added = (load - mean_load) * slots * elapsed_s / _TIME_CONSTANT_S
+            before = self._excess_calls.get(replica_id)
+            excess_calls[replica_id] = 0.0 if before is None else min(max(kept * before + added, -most), most)
+        self._excess_calls = excess_calls
 
-    def load(self, candidate: ReplicaStatus) -> float:
-        """Calls per place, to be added to what it has; below 0 if it has had too little."""
-        return self._calls.get(candidate.replica_id, 0.0) / candidate.num_places
+    def excess_load(self, replica: ReplicaStatus) -> float:
+        """Calls per slot to add to its load; negative if it had less than its share."""
+        return self._excess_calls.get(replica.replica_id, 0.0) / replica.max_running

@@ -1,26 +1,26 @@
-"""Prefix-aware: calls go where the longest part of their prompt was lately, unless too much is there already.
+"""Prefix-aware balancing: to the replica that recently had the longest beginning of the prompt.
 
 The samples of a group share a prompt, and a conversation's turns share a growing one; a replica that had the beginning
-has it in its prefix cache.
+holds it in its prefix cache.
 """
 
 import array
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from services.router.balancing.balancer import find_fit
-from services.router.balancing.replica_status import Query, ReplicaStatus
+from services.router.balancing.pool_view import PoolView, Query
+from services.router.balancing.replica_status import ReplicaStatus
 
 BLOCK_TOKENS = 64
-"""Prompts are compared in blocks of so many tokens."""
+"""Prompts are compared in blocks of this many tokens."""
 
 _SLACK = 0.25
-"""The share of its places by which a replica's load may be above the least without any ratio: few calls are no load."""
+"""By this many calls per slot a load may exceed the least load whatever the ratio: ratios of few calls mean nothing."""
 _IMAGE_TAIL_BYTES = 64
 
 
 class PrefixBalancer:
-    """The replica that had the longest prefix if it is fit and not overloaded; else the least loaded."""
+    """The fit replica with the longest prefix unless it is overloaded; else the least loaded."""
 
     reads_blocks = True
 
@@ -30,21 +30,21 @@ class PrefixBalancer:
         self._max_load_ratio = max_load_ratio
         self._replica_of: collections.OrderedDict[int, str] = collections.OrderedDict()
 
-    def choose(self, query: Query, candidates: Mapping[str, ReplicaStatus], now: float) -> ReplicaStatus | None:
-        """The replica that gets the call; None exactly if none is fit."""
-        fit = find_fit(query, candidates, now)
-        least = min(fit, key=lambda each: (each.load, each.replica_id), default=None)
+    def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
+        """Return the replica that gets the call; None exactly if none is fit."""
+        fit = pool.find_fit(query, now)
+        least = min(fit, key=lambda each: (pool.load(each), each.replica_id), default=None)
         if least is None:
             return None
         for block in reversed(query.blocks):
-            owner = candidates.get(self._replica_of.get(block, ""))
-            if owner is not None and owner.is_fit(query, now):
-                overloaded = owner.load > self._max_load_ratio * least.load + _SLACK
-                return least if overloaded else owner
+            owner = pool.replicas.get(self._replica_of.get(block, ""))
+            if owner is not None and pool.is_fit(owner, query, now):
+                is_overloaded = pool.load(owner) > self._max_load_ratio * pool.load(least) + _SLACK
+                return least if is_overloaded else owner
         return least
 
     def record(self, query: Query, replica_id: str) -> None:
-        """The replica has the prompt's blocks from now on."""
+        """Remember that the replica holds the prompt's blocks."""
         for block in query.blocks:
             self._replica_of[block] = replica_id
             self._replica_of.move_to_end(block)
@@ -53,10 +53,10 @@ class PrefixBalancer:
 
 
 def hash_blocks(input_ids: Sequence[int], images: Iterable[bytes] = ()) -> tuple[int, ...]:
-    """One number for each whole block of a prompt; it stands for the block and all before it.
+    """One number for each whole block of a prompt; it identifies the block and everything before it.
 
-    Where images are in the prompt is not known here; the first one's length and last bytes count as the beginning,
-    which tells prompts with the same words and other pictures apart. Numbers mean nothing in other processes.
+    The position of images in the prompt is unknown here. The first image's size and last bytes count as the beginning,
+    which tells prompts with the same words and different pictures apart. Numbers mean nothing in other processes.
     """
     first = next(iter(images), b"")
     number = hash((len(first), first[-_IMAGE_TAIL_BYTES:]))

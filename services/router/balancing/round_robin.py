@@ -1,13 +1,11 @@
-"""One after the other, by id."""
+"""Replicas in turn, by id."""
 
-from collections.abc import Mapping
-
-from services.router.balancing.balancer import find_fit
-from services.router.balancing.replica_status import Query, ReplicaStatus
+from services.router.balancing.pool_view import PoolView, Query
+from services.router.balancing.replica_status import ReplicaStatus
 
 
 class RoundRobinBalancer:
-    """The first that is fit after the one chosen last; sessions and loads do not matter."""
+    """The next fit replica after the one chosen last; sessions and loads do not matter."""
 
     reads_blocks = False
 
@@ -15,12 +13,12 @@ class RoundRobinBalancer:
         """Start with the first."""
         self._last = ""
 
-    def choose(self, query: Query, candidates: Mapping[str, ReplicaStatus], now: float) -> ReplicaStatus | None:
-        """The replica that gets the call; None exactly if none is fit."""
+    def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
+        """Return the replica that gets the call; None exactly if none is fit."""
         last = self._last
-        fit = find_fit(query, candidates, now)
+        fit = pool.find_fit(query, now)
         return min(fit, key=lambda each: (each.replica_id <= last, each.replica_id), default=None)
 
     def record(self, query: Query, replica_id: str) -> None:
-        """The next one's turn comes."""
+        """Go on after this replica."""
         self._last = replica_id

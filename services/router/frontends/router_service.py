@@ -1,4 +1,4 @@
-"""RouterService: what the router sees, places for clients that do without the proxy, and draining."""
+"""RouterService: what the router sees, slots for clients that bypass it, and draining."""
 
 import time
 
@@ -7,14 +7,16 @@ import grpc.aio
 from penstock.errors import InvalidRequestError
 from penstock.rpc.channel import call, connect
 from penstock.rpc.server import deadline_s
+from penstock.runtime.security import Security
 from penstock.v1 import rollout_pb2, rollout_pb2_grpc, router_pb2, router_pb2_grpc
-from services.router.balancing import Query, find_reason, hash_blocks
+from services.router.balancing import Query, hash_blocks
 from services.router.breaker import BreakerState
 from services.router.config import RouterConfig
 from services.router.pool import Pool
 from services.router.routes import Routes
 from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
+from services.router.tuning import Tuning
 from services.router.wait_queue import Ticket
 
 _BREAKER_STATES = {
@@ -27,35 +29,48 @@ _BREAKER_STATES = {
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The router's own side."""
 
-    def __init__(self, config: RouterConfig, pool: Pool, places: SlotPool, routes: Routes) -> None:
-        """Tell of `pool`, and give out `places` as `routes`."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        pool: Pool,
+        slots: SlotPool,
+        routes: Routes,
+        *,
+        tuning: Tuning,
+        security: Security,
+    ) -> None:
+        """Report `pool`, and give out `slots` as `routes`; calls to replicas carry `security`."""
         self._config = config
         self._pool = pool
-        self._places = places
+        self._slots = slots
         self._routes = routes
+        self._tuning = tuning
+        self._security = security
 
     async def ListReplicas(  # noqa: N802 - gRPC's name
         self,
         request: router_pb2.ListReplicasRequest,
         context: grpc.aio.ServicerContext[router_pb2.ListReplicasRequest, router_pb2.ListReplicasResponse],
     ) -> router_pb2.ListReplicasResponse:
-        """The replicas that are alive, and which may be given calls."""
+        """List the replicas that hold a lease, and which of them can take calls."""
         response = router_pb2.ListReplicasResponse(
             published_version=self._pool.published_version,
             min_policy_version=self._pool.min_version,
-            num_waiting=self._places.num_waiting,
+            num_waiting=self._slots.num_waiting,
+            num_waiting_bytes=self._slots.num_waiting_bytes,
         )
         query, now = Query(min_version=self._pool.min_version), time.monotonic()
-        for _, candidate in sorted(self._pool.candidates.items()):
-            obstacle = find_reason(candidate, query, now)
+        for _, replica in sorted(self._slots.replicas.items()):
+            status = replica.status
+            reason = self._slots.view.find_reason(status, query, now)
             response.replicas.add(
-                replica=candidate.replica,
-                routable=obstacle is None,
-                unroutable_reason="" if obstacle is None else obstacle.value,
-                num_in_flight=candidate.num_in_flight,
-                limit=candidate.limit.max_in_flight,
-                load=candidate.own_load,
-                breaker=_BREAKER_STATES[candidate.breaker.state],
+                replica=replica.lease,
+                routable=reason is None,
+                unroutable_reason="" if reason is None else reason.value,
+                num_in_flight=status.num_in_flight,
+                limit=status.max_in_flight,
+                load=status.load,
+                breaker=_BREAKER_STATES[replica.breaker_state],
             )
         return response
 
@@ -64,42 +79,40 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         request: router_pb2.RouteRequest,
         context: grpc.aio.ServicerContext[router_pb2.RouteRequest, router_pb2.RouteResponse],
     ) -> router_pb2.RouteResponse:
-        """Choose a replica or a pair, and keep the place there, or both places."""
+        """Choose a replica or a PD pair, and keep a slot there."""
+        if not request.ttl_s >= 0:
+            raise InvalidRequestError(f"ttl_s = {request.ttl_s} is not a duration; send seconds, or 0")
         query = Query(
             session_id=request.session_id,
             min_version=request.min_policy_version,
             excluded=frozenset(request.excluded_replica_ids),
-            blocks=hash_blocks(request.prefix_ids) if self._places.balancer.reads_blocks else (),
+            blocks=hash_blocks(request.prefix_ids) if self._slots.balancer.reads_blocks else (),
             num_tokens=request.num_prompt_ids + 1 if request.num_prompt_ids else 0,
         )
-        if not request.ttl_s >= 0:
-            raise InvalidRequestError(f"ttl_s = {request.ttl_s} is no length of time; give seconds, or 0")
-        ttl_s = min(request.ttl_s or self._config.route_ttl_s, self._config.route_ttl_s)
+        ttl_s = min(request.ttl_s or self._tuning.route_ttl_s, self._tuning.route_ttl_s)
         deadline = time.monotonic() + deadline_s(context, default=self._config.max_call_s)
-        place = await self._places.take(Ticket(query=query, deadline=deadline))
-        replica, max_tokens, prefill = place.member.candidate.replica, place.max_tokens, place.split()
+        slot = await self._slots.take(Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize()))
+        max_tokens, prefill = slot.max_tokens, slot.split()
         return router_pb2.RouteResponse(
-            route_id=self._routes.open(place, ttl_s=ttl_s),
-            replica_id=replica.replica_id,
-            address=replica.address,
+            route_id=self._routes.open(slot, ttl_s=ttl_s),
+            replica_id=slot.replica_id,
+            address=slot.peer.address,
             ttl_s=ttl_s,
             prefill=None if prefill is None else self._open_prefill(prefill, ttl_s=ttl_s),
-            bootstrap=place.bootstrap,
+            bootstrap=slot.bootstrap,
             max_tokens=max_tokens,
         )
 
-    def _open_prefill(self, place: Slot, *, ttl_s: float) -> router_pb2.PrefillRoute:
-        replica = place.member.candidate.replica
-        return router_pb2.PrefillRoute(
-            route_id=self._routes.open(place, ttl_s=ttl_s), replica_id=replica.replica_id, address=replica.address
-        )
+    def _open_prefill(self, slot: Slot, *, ttl_s: float) -> router_pb2.PrefillRoute:
+        route_id = self._routes.open(slot, ttl_s=ttl_s)
+        return router_pb2.PrefillRoute(route_id=route_id, replica_id=slot.replica_id, address=slot.peer.address)
 
     async def ReleaseRoute(  # noqa: N802 - gRPC's name
         self,
         request: router_pb2.ReleaseRouteRequest,
         context: grpc.aio.ServicerContext[router_pb2.ReleaseRouteRequest, router_pb2.ReleaseRouteResponse],
     ) -> router_pb2.ReleaseRouteResponse:
-        """Give the place back."""
+        """Release the slot."""
         return await self._routes.release(request.route_id, request.outcome)
 
     async def DrainReplica(  # noqa: N802 - gRPC's name
@@ -109,20 +122,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             router_pb2.RouterServiceDrainReplicaRequest, router_pb2.RouterServiceDrainReplicaResponse
         ],
     ) -> router_pb2.RouterServiceDrainReplicaResponse:
-        """Have the replica drain; all routers learn of it by its lease."""
-        if request.replica_id not in self._pool.candidates:
-            known = ", ".join(sorted(self._pool.candidates)) or "none"
+        """Drain the replica; all routers learn it from its lease."""
+        lease = self._pool.leases.get(request.replica_id)
+        if lease is None:
+            known = ", ".join(sorted(self._pool.leases)) or "none"
             raise InvalidRequestError(
-                f"replica_id = {request.replica_id!r} is no replica that holds a lease; there are: {known}"
+                f"replica_id = {request.replica_id!r}: no replica of this id holds a lease; there are: {known}"
             )
-        member = self._pool.member(request.replica_id)
-        # Not on the pool's channel: that closes when the lease ends, as it does at the end of a replica's life.
-        async with connect(member.candidate.replica.address, self._pool.security) as channel:
+        # Not on the slot pool's channel: that closes when the lease ends, as it does at the end of a replica's life.
+        async with connect(lease.address, self._security) as channel:
             pending = rollout_pb2_grpc.RolloutServiceStub(channel).DrainReplica(
                 rollout_pb2.DrainReplicaRequest(grace_s=request.grace_s),
                 timeout=deadline_s(context, default=self._config.max_call_s),
             )
-            drained = await call(pending, peer=member.name)
+            drained = await call(pending, peer=f"replica {lease.replica_id} at {lease.address}")
         return router_pb2.RouterServiceDrainReplicaResponse(
             num_finished=drained.num_finished, num_handed_over=drained.num_handed_over
         )

@@ -32,7 +32,7 @@ async def playing(
     async def play(index: int) -> None:
         choice, raw = choices[index], _request(asked, index).SerializeToString()
         answer = ResumableStream(raw, chunk_tokens=chunk_tokens)
-        async with contextlib.aclosing(player.play(raw, answer, timeout_s=timeout_s)) as chunks:
+        async with contextlib.aclosing(player.forward(answer, timeout_s=timeout_s)) as chunks:
             async for chunk in chunks:
                 await pieces.put((index, choice.take(generate_pb2.GenerateChunk.FromString(chunk))))
                 if choice.was_cut:

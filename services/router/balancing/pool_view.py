@@ -1,0 +1,178 @@
+"""All replicas at one moment, and which of them can take a given call. Pure: time is passed in.
+
+Invariant: a replica that `find_fit` returns is alive, takes calls, is large enough and has at least the wanted policy
+version; a prefill replica has a partner of which the same is true.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from services.router.balancing.replica_status import UNBOUNDED, ReplicaStatus, UnroutableReason
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Query:
+    """What a call wants at this moment: while it waits, the version bound rises and failed replicas are excluded."""
+
+    session_id: str = ""
+    """Calls of one session belong together; empty: no session."""
+    request_id: str = ""
+    """Stands in for the session where there is none."""
+    min_version: int = 0
+    """Oldest policy version that may answer."""
+    excluded: frozenset[str] = frozenset()
+    """Ids of replicas that failed this call."""
+    blocks: tuple[int, ...] = ()
+    """`prefix.hash_blocks` of the prompt, if the balancer wants it."""
+    num_tokens: int = 0
+    """Tokens that it needs at least: those of its prompt, and one. 0: unknown."""
+    num_small: int = 0
+    """How many of the pool's sizes (`PoolView.sizes`) are too small for `num_tokens`."""
+
+    @property
+    def need(self) -> tuple[int, frozenset[str], int]:
+        """Calls of equal needs can be taken by the same replicas."""
+        return self.min_version, self.excluded, self.num_small
+
+
+class PoolView:
+    """The replicas by id, with the pairs that they form."""
+
+    __slots__ = ("replicas",)
+
+    def __init__(self, replicas: Mapping[str, ReplicaStatus]) -> None:
+        """See `replicas`; whoever owns that mapping replaces its immutable values."""
+        self.replicas = replicas
+
+    def is_fit(self, replica: ReplicaStatus, query: Query, now: float) -> bool:
+        """Whether a balancer may choose it: it can take the call, and so can a partner where it needs one."""
+        return (
+            replica.reads_prompts
+            and _is_able(replica, query, now)
+            and (replica.partner_ids is None or any(_is_able(each, query, now) for each in self._partners(replica)))
+        )
+
+    def find_fit(self, query: Query, now: float) -> list[ReplicaStatus]:
+        """The replicas that can take the call; if some of them take no push at the moment, only those."""
+        fit = [each for each in self.replicas.values() if self.is_fit(each, query, now)]
+        return [each for each in fit if each.is_settled] or fit
+
+    def find_partner(self, replica: ReplicaStatus, query: Query, now: float) -> ReplicaStatus | None:
+        """The partner that takes the other part of the call: the least loaded of those that can."""
+        able = (each for each in self._partners(replica) if _is_able(each, query, now))
+        return min(able, key=lambda each: (each.next_load, each.replica_id), default=None)
+
+    def load(self, replica: ReplicaStatus) -> float:
+        """Calls per slot; for a pair plus the load of the least loaded partner, since a call takes a slot of both."""
+        return replica.load + min((each.load for each in self._partners(replica)), default=0.0)
+
+    def next_load(self, replica: ReplicaStatus) -> float:
+        """The same with one more call. Ranked without it, small replicas would run fuller than large ones: all are
+        filled to the same level, and one call more is a larger share of a small one."""
+        return replica.next_load + min((each.next_load for each in self._partners(replica)), default=0.0)
+
+    def sizes(self) -> list[int]:
+        """The different `max_tokens` that the leases name, in ascending order."""
+        return sorted({each.max_tokens for each in self.replicas.values()} - {UNBOUNDED})
+
+    def largest(self) -> int:
+        """Most tokens that a replica or a pair takes; `UNBOUNDED` if a lease does not say, or without replicas."""
+        return max((self._size(each) for each in self.replicas.values()), default=UNBOUNDED)
+
+    def find_reason(self, replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:
+        """Why neither the replica nor its partners can take (their part of) the call; None exactly if they can. The
+        reason that will last longest comes first."""
+        own = _find_own_reason(replica, query, now)
+        if replica.partner_ids is None or own not in (None, UnroutableReason.FULL):
+            return own
+        theirs = {_find_own_reason(each, query, now) for each in self._partners(replica)}
+        if None in theirs:
+            return own
+        if UnroutableReason.FULL in theirs:
+            return own or UnroutableReason.PARTNERS_FULL
+        return UnroutableReason.PARTNERS_UNFIT
+
+    def explain(self, query: Query, now: float) -> "NoReplica":
+        """Why no replica can take the call."""
+        reasons = collections.Counter(self.find_reason(each, query, now) for each in self.replicas.values())
+        return NoReplica(
+            reasons={reason: count for reason, count in reasons.items() if reason is not None},
+            min_version=query.min_version,
+            newest_version=max((each.policy_version for each in self.replicas.values()), default=0),
+        )
+
+    def _partners(self, replica: ReplicaStatus) -> Iterator[ReplicaStatus]:
+        for partner_id in replica.partner_ids or ():
+            partner = self.replicas.get(partner_id)
+            if partner is not None:
+                yield partner
+
+    def _size(self, replica: ReplicaStatus) -> int:
+        return min(replica.max_tokens, max((each.max_tokens for each in self._partners(replica)), default=UNBOUNDED))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoReplica:
+    """Why no replica can take a call."""
+
+    reasons: dict[UnroutableReason, int]
+    """Number of replicas by reason; empty if none is registered."""
+    min_version: int
+    """The wanted policy version."""
+    newest_version: int
+    """The newest policy version in the pool; 0 without replicas."""
+
+    def __str__(self) -> str:
+        """One clause for an error message."""
+        if not self.reasons:
+            return "no replica is registered; start one with `penstock serve rollout`"
+        total = sum(self.reasons.values())
+        if len(self.reasons) == 1:
+            return f"{f'all {total} replicas are' if total > 1 else 'the only replica is'} {self._name(*self.reasons)}"
+        return f"of {total} replicas " + ", ".join(f"{n} {self._name(which)}" for which, n in self.reasons.items())
+
+    def _name(self, reason: UnroutableReason) -> str:
+        if reason is UnroutableReason.STALE:
+            return f"{reason.value} {self.min_version} (newest {self.newest_version})"
+        return str(reason.value)
+
+
+def is_overloaded(replica: ReplicaStatus, fit: Sequence[ReplicaStatus], max_ratio: float) -> bool:
+    """Whether one more call would lift the replica's load above `max_ratio` times the mean of `fit`.
+
+    Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018), weighted by max_running. At least
+    one of `fit` is never overloaded.
+    """
+    num_calls = 1 + sum(each.num_calls for each in fit)
+    max_running = sum(each.max_running for each in fit)
+    return replica.num_calls >= max_ratio * num_calls * replica.max_running / max_running
+
+
+def _is_able(replica: ReplicaStatus, query: Query, now: float) -> bool:
+    """Whether `_find_own_reason` finds none; spelled out because every new session asks it of every replica."""
+    return (
+        replica.unroutable is None
+        and replica.policy_version >= query.min_version
+        and replica.max_tokens >= query.num_tokens
+        and replica.num_in_flight < replica.max_in_flight
+        and replica.rejecting_until <= now
+        and replica.replica_id not in query.excluded
+        and replica.failing_until <= now
+    )
+
+
+def _find_own_reason(replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:
+    if replica.unroutable is not None:
+        return replica.unroutable
+    if replica.max_tokens < query.num_tokens:
+        return UnroutableReason.SMALL
+    if replica.policy_version < query.min_version:
+        return UnroutableReason.STALE
+    if replica.failing_until > now:
+        return UnroutableReason.FAILING
+    if replica.replica_id in query.excluded:
+        return UnroutableReason.TRIED
+    if replica.num_in_flight >= replica.max_in_flight:
+        return UnroutableReason.FULL
+    return UnroutableReason.REJECTING if replica.rejecting_until > now else None

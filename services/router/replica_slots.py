@@ -1,0 +1,158 @@
+"""The slots of one replica: the router's counters, limit and circuit breaker, and the view that balancing gets of them.
+
+Invariant: every change publishes a new immutable `ReplicaStatus`.
+"""
+
+from collections.abc import Callable
+
+from penstock.v1 import common_pb2
+from services.router.balancing import PD_ROLES, UNBOUNDED, Partners, ReplicaStatus, UnroutableReason
+from services.router.breaker import Breaker, BreakerState
+from services.router.connection import ReplicaConnection
+from services.router.limits import Limit
+from services.router.tuning import Tuning
+
+REJECT_PAUSE_S = 0.25
+"""A replica that rejected a call is offered none for this long."""
+
+_REASON_OF_STATE = {
+    common_pb2.REPLICA_STATE_UNSPECIFIED: UnroutableReason.STARTING,
+    common_pb2.REPLICA_STATE_STARTING: UnroutableReason.STARTING,
+    common_pb2.REPLICA_STATE_BROKEN: UnroutableReason.BROKEN,
+    common_pb2.REPLICA_STATE_DRAINING: UnroutableReason.DRAINING,
+}
+
+
+class ReplicaSlots:
+    """What the slot pool keeps of one replica. The pool and its slots mutate it; everybody else reads `status`."""
+
+    def __init__(
+        self,
+        lease: common_pb2.Replica,
+        connection: ReplicaConnection,
+        tuning: Tuning,
+        publish: Callable[["ReplicaSlots", ReplicaStatus], None],
+    ) -> None:
+        """Start with the lease; `publish` gets every new status."""
+        self.connection = connection
+        self.is_gone = False
+        """Whether its lease has ended; calls may still run."""
+        self.partners = Partners()
+        self._publish = publish
+        self._limit = Limit(tuning.limit, lease.max_running)
+        self._breaker = Breaker(tuning.breaker)
+        self._num_in_flight = 0
+        self._rejecting_until = 0.0
+        self._was_settled = False
+        self.update(lease)
+        self._was_settled = self.status.is_settled
+
+    @property
+    def replica_id(self) -> str:
+        """The replica's id."""
+        return self.lease.replica_id
+
+    @property
+    def num_in_flight(self) -> int:
+        """Slots given out."""
+        return self._num_in_flight
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        """The state of its circuit breaker."""
+        return self._breaker.state
+
+    def update(self, lease: common_pb2.Replica) -> None:
+        """Take a new lease."""
+        self.lease = lease
+        self._num_elsewhere = max(0, lease.num_running + lease.num_queued - self._num_in_flight)
+        self._refresh()
+
+    def pair(self, partners: Partners) -> bool:
+        """Take its partners; return whether it lacks them for a new reason."""
+        if partners == self.partners:
+            return False
+        is_new = partners.lack is not None and partners.lack is not self.partners.lack
+        self.partners = partners
+        self._refresh()
+        return is_new
+
+    def adapt_limit(self) -> None:
+        """Let the limit follow the lease; once per lease interval.
+
+        During a push all calls are queued, and just after it the lease may still say so: that is not load.
+        """
+        is_settled, was_settled = self.status.is_settled, self._was_settled
+        self._was_settled = is_settled
+        if is_settled and was_settled:
+            lease = self.lease
+            self._limit.report(max_running=lease.max_running, num_queued=lease.num_queued, kv_use=lease.kv_use)
+            self._refresh()
+
+    def begin(self, now: float) -> bool:
+        """Give out a slot; return whether its call probes the replica."""
+        self._num_in_flight += 1
+        self._limit.use(self._num_in_flight)
+        is_probe = self._breaker.begin(now)
+        self._refresh()
+        return is_probe
+
+    def end(self) -> None:
+        """Take a slot back."""
+        self._num_in_flight -= 1
+        self._refresh()
+
+    def succeed(self, *, probe: bool) -> None:
+        """The call got an answer, or the first part of one."""
+        self._breaker.succeed(probe=probe)
+        self._refresh()
+
+    def reject(self, now: float, *, is_overload: bool) -> None:
+        """The replica rejected the call, which is no failure."""
+        if is_overload and self._rejecting_until <= now:  # once for all calls that it rejects at the same moment
+            self._limit.reject()
+        self._rejecting_until = now + REJECT_PAUSE_S
+        self._refresh()
+
+    def fail(self, now: float, *, probe: bool, unreachable: bool) -> None:
+        """The replica broke the call off, or could not be reached."""
+        self._breaker.fail(now, probe=probe, unreachable=unreachable)
+        self._refresh()
+
+    def abandon(self, *, probe: bool) -> None:
+        """The call ended without a verdict on the replica."""
+        self._breaker.abandon(probe=probe)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        lease = self.lease
+        self.status = ReplicaStatus(
+            replica_id=lease.replica_id,
+            role=lease.role,
+            policy_version=lease.policy_version,
+            max_tokens=lease.max_tokens or UNBOUNDED,
+            max_running=max(1, lease.max_running),
+            is_settled=lease.state == common_pb2.REPLICA_STATE_READY,
+            unroutable=_find_lease_reason(lease) or self.partners.lack,
+            partner_ids=self.partners.replica_ids,
+            num_in_flight=self._num_in_flight,
+            num_elsewhere=self._num_elsewhere,
+            max_in_flight=self._limit.max_in_flight,
+            rejecting_until=self._rejecting_until,
+            failing_until=self._breaker.blocked_until,
+        )
+        self._publish(self, self.status)
+
+
+def _find_lease_reason(lease: common_pb2.Replica) -> UnroutableReason | None:
+    """What the lease says against the replica, versions and partners aside."""
+    reason = _REASON_OF_STATE.get(lease.state)
+    if lease.role in PD_ROLES:
+        if not lease.HasField("disaggregation"):
+            return reason or UnroutableReason.ROLE
+        if lease.state == common_pb2.REPLICA_STATE_UPDATING:
+            # It would take no call before the end of the push, and then have another version than its partner.
+            return UnroutableReason.UPDATING
+    elif lease.role != common_pb2.REPLICA_ROLE_UNIFIED:
+        return reason or UnroutableReason.ROLE
+    return reason

@@ -1,0 +1,59 @@
+"""Constants of the router: what no deployment needs to set. Tests shorten them.
+
+Each has the reason for its value beside it.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LimitTuning:
+    """How the number of calls that a replica gets at once follows its lease: additive increase, multiplicative
+    decrease."""
+
+    factor: float = 1.5
+    """The limit never exceeds the replica's max_running times this. Above 1, calls wait in the replica's own queue, so
+    that none of its slots idles between two calls."""
+    kv_high: float = 0.95
+    """Above this share of its KV cache a replica begins to retract requests, so its limit shrinks."""
+    queue_high: float = 0.5
+    """A queue longer than this share of max_running is more than `factor` explains, so the limit shrinks."""
+    increase: float = 0.0625
+    """Share of max_running, at least 1, by which the limit grows in each lease interval: sixteen of them double it."""
+    decrease: float = 0.7
+    """The limit's multiplier when it shrinks; TCP CUBIC's. It never falls below 1."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerTuning:
+    """When a failing replica gets no calls, and for how long."""
+
+    failures: int = 3
+    """Failures without a success between them that open the breaker; one is enough if there is no connection."""
+    open_s: float = 1.0
+    """How long the replica then gets no call. After that one call probes it; each failed probe doubles the pause."""
+    max_open_s: float = 30.0
+    """The longest pause between two probes: an engine restarts in less."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """All of them."""
+
+    limit: LimitTuning = LimitTuning()
+    breaker: BreakerTuning = BreakerTuning()
+    max_load_ratio: float = 1.25
+    """prefix and consistent_hash skip a replica whose load exceeds the others' by more than this factor: the bound that
+    Mirrokni, Thorup and Zadimoghaddam recommend."""
+    chunk_tokens: int = 64
+    """Unary calls run as streams with chunks of this many tokens: what a replica that dies costs at most."""
+    route_ttl_s: float = 600.0
+    """A client that took a slot by Route and died keeps it at most this long; workers' turns end sooner."""
+    max_sessions: int = 100_000
+    """affinity remembers the replica of this many sessions, about 20 MB; the least recently used is forgotten."""
+    max_prefix_blocks: int = 200_000
+    """prefix remembers the replica of this many blocks of 64 tokens, about 20 MB; the least recently used is
+    forgotten."""
+
+
+DEFAULT = Tuning()

@@ -1,0 +1,45 @@
+"""When a turn goes on elsewhere, and when it is given up."""
+
+import pytest
+
+from penstock.clients.stream_attempt import UnreachableError
+from penstock.clients.turn import RetryBudget
+from penstock.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    PenstockError,
+    PoisonError,
+    UnavailableError,
+)
+
+
+def test_rejections_and_lost_connections_cost_nothing() -> None:
+    """However many: no replica had the turn."""
+    budget = RetryBudget(1)
+    for _ in range(100):
+        for error in (OverloadedError("full"), NotReadyError("old"), UnreachableError("gone")):
+            budget.count(error, has_progressed=False)
+
+
+def test_enough_failures_in_a_row_end_the_turn_for_good() -> None:
+    """With the error that nobody retries. Tokens between them start the count again, but not for ever."""
+    budget = RetryBudget(3)
+    for has_progressed in (False, False, True, False, False):
+        budget.count(UnavailableError("crashed"), has_progressed=has_progressed)
+    with pytest.raises(PoisonError, match="given up after 6 replicas failed; the last: crashed"):
+        budget.count(UnavailableError("crashed"), has_progressed=False)
+    budget = RetryBudget(3)
+    for _ in range(11):
+        budget.count(UnavailableError("crashed"), has_progressed=True)
+    with pytest.raises(PoisonError, match="given up after 12 replicas failed"):
+        budget.count(UnavailableError("crashed"), has_progressed=True)
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no"), DeadlineError("late"), PenstockError("odd")])
+def test_what_would_be_the_same_elsewhere_ends_the_turn(error: PenstockError) -> None:
+    """With that error."""
+    with pytest.raises(type(error)) as caught:
+        RetryBudget(3).count(error, has_progressed=True)
+    assert caught.value is error
