@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.errors import InvalidRequestError, OverloadedError
+from penstock.errors import InvalidRequestError, OverloadedError, PromptTooLongError
 from penstock.rpc.channel import connect
 from penstock.v1 import generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
@@ -129,7 +129,7 @@ async def test_both_places_of_a_pair_end_by_themselves(bus: Bus) -> None:
 async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(bus: Bus) -> None:
     """Also where only the replica itself knows that the turn is too long; one that nobody can hold fails."""
     large = SimulatedEngine(bus, replica_id="large", fail_after=8)
-    small = SimulatedEngine(bus, replica_id="small", error=InvalidRequestError("too long"))
+    small = SimulatedEngine(bus, replica_id="small", error=PromptTooLongError("too long"))
     large.replica.max_tokens, small.replica.max_tokens = 30, 20
     async with large.running(), routed(bus, breaker={"failures": 100}) as (client, router):
         await until_routable(router, 1)

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.errors import InvalidRequestError
+from penstock.errors import PromptTooLongError
 from tests.routers import pool, router
 from tests.simulated_engine import FIRST_ID, SimulatedEngine
 
@@ -44,7 +44,7 @@ async def test_a_call_that_was_begun_outgrows_only_the_small_replica(bus: Bus, s
     settings = {"chunk_tokens": 1, "breaker": {"failures": 100}, "balancing": "round_robin"}
     async with pool(bus, 2, **settings) as (caller, [large, small]):
         large.fail_after = 8
-        small.error = InvalidRequestError("images and all, that is too long")
+        small.error = PromptTooLongError("images and all, that is too long")
         await large.update(max_tokens=100)
         await small.update(max_tokens=12 if says_so else 50)
         await caller.until(lambda pool: all(each.replica.max_tokens for each in pool.replicas))
