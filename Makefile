@@ -18,9 +18,9 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 export UV_HTTP_TIMEOUT ?= 300
 export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
-test test-nixl check: export OMP_NUM_THREADS ?= 1
+test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-push bench-reward bench-reward-soak bench-router churn chaos up down logs test-nixl test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-push bench-reward bench-reward-soak bench-router churn chaos up down logs test-mooncake test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -67,9 +67,9 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not e2e'" picks.
 	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
-test-nixl: setup ## Test prefill/decode pairs whose KV is carried by nixl; fetches 60 MB into .nixl.
-	$(UV) pip install --quiet --python $(BIN)/python --target .nixl --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-	@PYTHONPATH=.nixl PENSTOCK_TEST_TRANSFER_BACKEND=nixl $(BIN)/pytest tests/integration/test_disaggregation.py $(ARGS)
+test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs libibverbs1; fetches it into .mooncake.
+	$(UV) pip install --quiet --python $(BIN)/python --target .mooncake --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/test_disaggregation.py $(ARGS)
 
 check: lint type proto-check settings-check test ## All that CI runs.
 
@@ -115,5 +115,5 @@ lock: .uv/bin/uv ## Resolve the dependencies anew.
 		--python-version 3.11 --output-file requirements.lock pyproject.toml
 
 clean: ## Remove what setup and the tools made; runs/ stays.
-	rm -rf .venv .uv .nixl .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .uv .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

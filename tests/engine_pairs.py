@@ -116,7 +116,7 @@ class PairHost:
         return pair
 
 
-def missing_for_pairs(backend: str = "mooncake") -> str:
+def missing_for_pairs(backend: str) -> str:
     """What this machine lacks to carry KV from engine to engine, and how to install it; empty if nothing."""
     code = (
         "import sys\n"

@@ -34,8 +34,8 @@ COPY --from=project /pins/torch.txt /pins/
 RUN /venv/bin/pip install --quiet --no-deps --requirement /pins/torch.txt
 COPY --from=project /pins/rollout.txt /pins/
 RUN /venv/bin/pip install --quiet --no-deps --requirement /pins/rollout.txt
-# What carries KV caches between prefill and decode engines: on CPU hosts this, on GPUs mooncake-transfer-engine-cuda13.
-ARG TRANSFER=mooncake-transfer-engine-non-cuda==0.3.13.post1
+# Carries KV caches between prefill and decode engines: this on CPU hosts, mooncake-transfer-engine-cuda13 on GPUs.
+ARG TRANSFER="nixl==1.5.1 nixl-cu13==1.5.1"
 RUN apt-get update -q \
     && apt-get install -y -q --no-install-recommends libcurl4 \
     && rm -rf /var/lib/apt/lists/* \

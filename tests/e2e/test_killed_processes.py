@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.train_process import RECIPE, started
-from tests.engine_pairs import missing_for_pairs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -34,7 +33,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     Weights are broadcast, the one way in which the members of a push wait for each other.
     """
     num_steps = 40
-    settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__push__transport="broadcast")
+    settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__weight_sync__transport="broadcast")
     with started(tmp_path, str(RECIPE), *settings) as train:
         for step, victim in ((3, "rollout"), (8, "worker"), (13, "router"), (18, "reward"), (23, "trainer")):
             train.wait_for_step(step, timeout_s=240)
@@ -46,8 +45,6 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
 
 def test_killing_halves_of_pairs_loses_nothing(tmp_path: Path) -> None:
     """A run without a unified engine: its prefill engine and one of two decode engines die, and it goes to its end."""
-    if missing := missing_for_pairs():
-        pytest.skip(missing)
     num_steps = 16
     pairs = {"rollout__replicas": 0, "rollout__prefill": 1, "rollout__decode": 2}
     with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps, **pairs)) as train:

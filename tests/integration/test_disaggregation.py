@@ -1,6 +1,6 @@
 """Prefill and decode engines, real ones with KV that travels: together they are one unified engine.
 
-By mooncake, which the tests' environment has; `make test-nixl` has nixl carry it.
+Over nixl; `make test-mooncake` runs the same over mooncake.
 """
 
 import asyncio
@@ -26,10 +26,14 @@ from tests.engine_reference import TOLERANCE, Reference, picture, prompt, reques
 from tests.routers import router
 from tests.waiting import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.leaves_behind("a pair is started when a test needs it, and serves the later tests"),
+]
 
 BACKEND_VARIABLE = "PENSTOCK_TEST_TRANSFER_BACKEND"
-BACKEND = os.environ.get(BACKEND_VARIABLE, "mooncake")
+BACKEND = os.environ.get(BACKEND_VARIABLE, "nixl")
 PAIR_DEADLINE_S = 8.0
 PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
 
@@ -44,7 +48,7 @@ async def host(
 ) -> AsyncIterator[PairHost]:
     """One pair for all tests here, in the run of the unified engine."""
     if missing := await asyncio.to_thread(missing_for_pairs, BACKEND):
-        pytest.fail(missing) if BACKEND_VARIABLE in os.environ else pytest.skip(missing)
+        pytest.fail(missing)
     folder = tmp_path_factory.mktemp("pairs")
     settings: dict[str, Any] = {
         "transfer_backend": BACKEND,

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, InvalidRequestError, NotReadyError, Set
 from penstock.v1 import common_pb2, generate_pb2
 from services.launch.run_plan import make_plan
 from services.recipe import Recipe
-from services.rollout.engine import disaggregation, verbs
+from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.pd_barrier import Barrier
 
@@ -68,8 +68,8 @@ def test_tensor_parallelism_is_for_gpus() -> None:
 
 def test_sglang_is_told_of_the_role() -> None:
     """Half a pair waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
-    prefill = disaggregation.server_args(config(role="prefill"), cuda=False)
-    assert (prefill["disaggregation_mode"], prefill["disaggregation_transfer_backend"]) == ("prefill", "mooncake")
+    prefill = disaggregation.server_args(config(role="prefill", transfer_backend="nixl"), cuda=False)
+    assert (prefill["disaggregation_mode"], prefill["disaggregation_transfer_backend"]) == ("prefill", "nixl")
     assert prefill["disaggregation_bootstrap_port"] > 0
     given = disaggregation.server_args(config(role="prefill", bootstrap_port=7000), cuda=True)
     assert given["disaggregation_bootstrap_port"] == 7000
@@ -100,9 +100,9 @@ def test_the_lease_says_where_the_kv_is() -> None:
 @pytest.mark.parametrize(
     ("backend", "cuda", "message"),
     [
-        ("mooncake", False, r"needs the package mooncake.*pip install 'penstock\[disaggregation\]'"),
+        ("mooncake", False, "needs the package mooncake.*pip install mooncake-transfer-engine-non-cuda, or use nixl"),
         ("mooncake", True, "pip install mooncake-transfer-engine-cuda13"),
-        ("nixl", False, "pip install --no-deps nixl nixl-cu13"),
+        ("nixl", False, r"needs the package nixl.*pip install 'penstock\[disaggregation\]'"),
     ],
 )
 def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch, backend: str, cuda: bool, message: str) -> None:
@@ -114,16 +114,15 @@ def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch, backend: str,
 
 
 def test_a_wheel_that_does_not_load_says_what_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheels leave libraries of the system to the system."""
+    """The error names the system's library and its package."""
 
     def fail(_name: str) -> None:
         raise ImportError("libnuma.so.1: cannot open shared object file")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     monkeypatch.setattr(importlib, "import_module", fail)
-    monkeypatch.setattr(verbs, "require_verbs", lambda *, cuda: None)
     with pytest.raises(SetupError, match=r"libnuma\.so\.1: cannot open.*apt-get install libnuma1"):
-        disaggregation.require_transfer_backend(config(role="decode"), cuda=False)
+        disaggregation.require_transfer_backend(config(role="decode", transfer_backend="mooncake"), cuda=False)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ class RolloutConfig(Config):
     advertise_host: str = ""
     """Host name under which others reach this engine; empty: the address it listens on."""
 
-    transfer_backend: Literal["mooncake", "nixl"] = "mooncake"
-    """What carries the KV cache from prefill to decode engines: mooncake or nixl; the same in all of them."""
+    transfer_backend: Literal["auto", "mooncake", "nixl"] = "auto"
+    """What carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines. auto: nixl
+    on a CPU, where it needs no other library, and mooncake on a GPU."""
     bootstrap_port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port on which a prefill engine tells decode engines where its KV cache is; 0 takes any that is free. With several
     prefill engines on one machine it must be 0."""

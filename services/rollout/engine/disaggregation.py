@@ -1,7 +1,7 @@
 """One engine's part in prefill/decode disaggregation: what it needs, how SGLang is told, and what its lease says.
 
 A prefill engine computes the KV cache of a prompt and its first token, and hands both to a decode engine, which does
-the rest. Who is paired with whom is the router's affair; `barrier.py` keeps pushes and pairs apart.
+the rest. Who is paired with whom is the router's affair; `pd_barrier.py` keeps pushes and pairs apart.
 """
 
 import importlib
@@ -14,7 +14,6 @@ from typing import Any
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.runtime.ports import free_ports
 from penstock.v1 import common_pb2, generate_pb2
-from services.rollout.engine import verbs
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
 
@@ -44,6 +43,13 @@ def is_disaggregated(config: RolloutConfig) -> bool:
     return config.role != "unified"
 
 
+def with_transfer_backend(config: RolloutConfig, *, cuda: bool) -> RolloutConfig:
+    """The configuration with the transfer back end that auto stands for on this machine."""
+    if config.transfer_backend != "auto":
+        return config
+    return config.model_copy(update={"transfer_backend": "mooncake" if cuda else "nixl"})
+
+
 def require_transfer_backend(config: RolloutConfig, *, cuda: bool) -> None:
     """See that what carries the KV cache is installed and can be loaded. It is noticed before a minute of loading.
 
@@ -56,13 +62,12 @@ def require_transfer_backend(config: RolloutConfig, *, cuda: bool) -> None:
         remedy = (
             "pip install mooncake-transfer-engine-cuda13 (mooncake-transfer-engine for CUDA 12)"
             if cuda
-            else "pip install 'penstock[disaggregation]', which brings mooncake-transfer-engine-non-cuda"
+            else "pip install mooncake-transfer-engine-non-cuda, or use nixl"
         )
         _require_module("mooncake", config, remedy)
-        verbs.require_verbs(cuda=cuda)
         _require_import("mooncake.engine", config, remedy)
     else:
-        remedy = "pip install --no-deps nixl nixl-cu13"
+        remedy = "pip install 'penstock[disaggregation]'"
         _require_module("nixl", config, remedy)
         _require_import("nixl._api", config, remedy)
 

@@ -22,6 +22,7 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
 from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import EngineSettings, RolloutConfig
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.image_source import ImageSource
@@ -93,6 +94,7 @@ async def running(
     On leaving it, calls in progress may finish within `grace_s`, are handed over after that, and every process of
     SGLang's is ended.
     """
+    config = disaggregation.with_transfer_backend(config, cuda=settings.has_cuda())
     engine = await SglangEngine.start(config, model_path)
     changed = asyncio.Event()
     receiver = WeightReceiver(
