@@ -197,3 +197,25 @@ def test_refuses_a_checkpoint_with_other_names(tiny_model_path: Path, tmp_path: 
     save_file({**load_file(file), "model.unknown": torch.zeros(1)}, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"1 of the checkpoint not in the model \(such as \['model.unknown'\]\)"):
         load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=())
+
+
+@pytest.fixture(scope="module")
+def older_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL, whose checkpoint has older names than transformers."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text = {**sizes, "num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": False}
+    vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+    path = tmp_path_factory.mktemp("qwen2_5_vl")
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(path)
+    return path
+
+
+def test_weights_are_pushed_under_transformers_names(older_model_path: Path) -> None:
+    """Engines know only these, also for a model whose checkpoint has older names."""
+    loaded = load_policy(older_model_path, temperature=1.0, forbidden_ids=())
+    names = [name for name, _ in loaded.named_weights()]
+    assert names == [name for name, _ in loaded.model.named_parameters()]
+    assert any(name.startswith("model.visual.") for name in names)

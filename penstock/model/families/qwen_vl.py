@@ -34,6 +34,12 @@ _WITH_PUBLISHED_NAMES: Final = frozenset(
 )
 """Model types and architectures whose checkpoints transformers 5 renames."""
 
+_SGLANG_FUSED: Final = (
+    (".qkv_proj.", ("q_proj", "k_proj", "v_proj")),
+    (".gate_up_proj.", ("gate_proj", "up_proj")),
+)
+"""Projections that SGLang stores as one parameter, in its order."""
+
 MAX_ASPECT_RATIO: Final = 200
 """Images whose one side is more than this many times the other are refused by the image processor."""
 
@@ -50,6 +56,26 @@ def published_name(name: str, model: str) -> str:
             if name.startswith(own):
                 return published + name.removeprefix(own)
     return name
+
+
+def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:
+    """The own names of the parameters in what SGLang calls `name`; several where SGLang fuses them, in its order.
+
+    Args:
+        name: SGLang's name.
+        is_multimodal: Whether the model has a vision tower.
+    """
+    is_vision = name.startswith("visual.")
+    if is_vision:
+        name = f"model.{name}"
+    elif is_multimodal and name.startswith("model."):
+        name = f"model.language_model.{name.removeprefix('model.')}"
+    if is_vision and ".attn.qkv_proj." in name:  # transformers fuses it too
+        return (name.replace(".attn.qkv_proj.", ".attn.qkv."),)
+    for fused, parts in _SGLANG_FUSED:
+        if fused in name:
+            return tuple(name.replace(fused, f".{part}.") for part in parts)
+    return (name,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,16 +16,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
+from penstock.model.families.qwen_vl import published_name
 from services.trainer.policy.packing import MicroBatch
 
 MAX_LOGITS = 2**27
 """Logits that exist at one time: half a GiB in float32. Beyond it they are made in slices and again in the backward
 pass."""
-
-_CHECKPOINT_NAMES = {  # transformers 5 nests what these checkpoints keep at the top
-    "qwen2_vl": (("model.visual.", "visual."), ("model.language_model.", "model.")),
-    "qwen2_5_vl": (("model.visual.", "visual."), ("model.language_model.", "model.")),
-}
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -63,13 +59,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return torch.cat([checkpoint(self._logprobs, *one, use_reentrant=False) for one in slices])
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter under its name in a checkpoint, tied ones once, in a fixed order."""
-        renames = _CHECKPOINT_NAMES.get(self.model.config.model_type, ())
+        """Yield every parameter under transformers' name, tied ones once, in a fixed order."""
         for name, parameter in self.model.named_parameters():
-            for ours, theirs in renames:
-                if name.startswith(ours):
-                    name = theirs + name.removeprefix(ours)
-                    break
             yield name, parameter.detach()
 
     def _backbone(self, batch: MicroBatch) -> torch.Tensor:
@@ -162,7 +153,8 @@ def _check_names(path: Path, policy: PolicyModel) -> None:
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             in_checkpoint.update(tensors.keys())
-    ours = {name for name, _ in policy.named_weights()}
+    model_type = policy.model.config.model_type
+    ours = {published_name(name, model_type) for name, _ in policy.named_weights()}
     missing = sorted(ours - in_checkpoint)
     extra = sorted(name for name in in_checkpoint - ours if not name.endswith("lm_head.weight"))
     if in_checkpoint and (missing or extra):

@@ -12,9 +12,9 @@ from typing import Any, Self
 import msgspec
 import torch
 
+from penstock.model.families.qwen_vl import published_name
 from penstock.weights.manifest import Manifest, TensorSpec
-from services.rollout.engine.sglang_plugin.parameter_names import load_name
-from services.rollout.engine.sglang_plugin.parameters import checkpoint_parameters
+from services.rollout.engine.sglang_plugin.parameters import trainer_parameters
 from services.rollout.engine.sglang_plugin.transports import Transport
 from services.rollout.engine.sglang_plugin.transports.destination import Destination
 
@@ -58,11 +58,11 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
         [TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in described]
     )
     if order.is_direct:
-        take_into(dict(checkpoint_parameters(model)), manifest, order.transport, groups)
+        take_into(dict(trainer_parameters(model)), manifest, order.transport, groups)
         return []
     architecture = updater.model_config.hf_config.architectures[0]
     arrivals = order.transport.arrivals(manifest, Destination({}, device), groups)
-    return ((load_name(name, architecture), tensor) for name, tensor in arrivals)
+    return ((published_name(name, architecture), tensor) for name, tensor in arrivals)
 
 
 def take_into(

@@ -1,0 +1,42 @@
+"""Names of parameters: transformers', the checkpoint's and SGLang's are the same ones."""
+
+import pytest
+
+from penstock.model.families.qwen_vl import own_names, published_name
+
+
+@pytest.mark.parametrize(
+    ("name", "is_multimodal", "expected"),
+    [
+        ("model.layers.0.mlp.down_proj.weight", False, ["model.layers.0.mlp.down_proj.weight"]),
+        ("model.norm.weight", True, ["model.language_model.norm.weight"]),
+        ("lm_head.weight", True, ["lm_head.weight"]),
+        (
+            "model.layers.0.self_attn.qkv_proj.bias",
+            False,
+            [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkv"],
+        ),
+        (
+            "model.layers.3.mlp.gate_up_proj.weight",
+            True,
+            [f"model.language_model.layers.3.mlp.{part}_proj.weight" for part in ("gate", "up")],
+        ),
+        ("visual.blocks.1.attn.qkv_proj.weight", True, ["model.visual.blocks.1.attn.qkv.weight"]),
+        (
+            "visual.blocks.1.mlp.gate_up_proj.bias",
+            True,
+            [f"model.visual.blocks.1.mlp.{part}_proj.bias" for part in ("gate", "up")],
+        ),
+    ],
+)
+def test_sglangs_parameters_have_transformers_names(name: str, is_multimodal: bool, expected: list[str]) -> None:
+    """Fused ones are several, in SGLang's order; the vision tower's attention is fused in both."""
+    assert list(own_names(name, is_multimodal=is_multimodal)) == expected
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_vl"])
+def test_older_checkpoints_keep_their_names(model: str) -> None:
+    """transformers 5 nests the two towers of these models; their checkpoints do not."""
+    assert published_name("model.visual.merger.ln_q.weight", model) == "visual.merger.ln_q.weight"
+    assert published_name("model.language_model.norm.weight", model) == "model.norm.weight"
+    assert published_name("model.language_model.norm.weight", "qwen3_vl") == "model.language_model.norm.weight"
