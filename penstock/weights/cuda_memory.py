@@ -1,8 +1,8 @@
-"""GPU memory that another process can open, by the CUDA driver's own calls. It has not run yet: no GPU was at hand.
+"""GPU memory that another process can open, through the CUDA driver. It has not been run on a GPU yet.
 
-Not torch's way of sharing tensors: that counts references in a file, and memory whose reader was killed is never freed.
-Here the owner alone decides, and the driver frees what a dead process leaves. It frees it at once, so an engine that is
-reading when its trainer is killed gets an error from CUDA, and may have to be started again.
+torch shares tensors differently: it counts references in a file, and memory whose reader was killed is never freed.
+Here only the owner decides, and the driver frees the memory of a dead process. It frees it at once, so an engine that
+reads while its trainer is killed gets an error from CUDA and may have to be restarted.
 """
 
 import ctypes
@@ -14,13 +14,14 @@ from typing import Any
 
 import structlog
 import torch
+from cuda.bindings import driver
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from penstock.errors import NotReadyError
 
 log = structlog.get_logger()
 
 _HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,9 @@ class CudaMemory:
     """Memory of this process."""
 
     data: torch.Tensor
-    """uint8[bytes]; the memory is freed when no tensor refers to it any more."""
+    """uint8[bytes]; the memory is freed when no tensor refers to it."""
     handle: bytes
-    """By which others open it."""
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+    """With which other processes open it."""
 
 
 class _Allocation:
@@ -52,97 +49,100 @@ class _Allocation:
         }
 
     def __del__(self) -> None:
-        # Whichever thread lets go of it last. At the end of the process the driver frees all by itself.
+        # In any thread. At the end of the process the driver frees everything by itself.
         if self._is_ours and not sys.is_finalizing():
             with _context_of(self._device):
-                _note("cuMemFree", _driver().cuMemFree_v2(ctypes.c_uint64(self._pointer)))
+                _warn("cuMemFree", driver.cuMemFree(self._pointer))
 
 
 def allocate(size_bytes: int, device: torch.device) -> CudaMemory:
-    """Allocate, beside torch's own allocator: a handle is always of a whole allocation.
+    """Allocate outside torch's allocator, because a handle always stands for a whole allocation.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: the GPU does not have enough memory.
     """
-    pointer, handle = ctypes.c_uint64(), _Handle()
     with _context_of(device):
         numbered = torch.device("cuda", torch.cuda.current_device())
-        _succeed("cuMemAlloc", _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)))
-        allocation = _Allocation(pointer.value, size_bytes, numbered, is_ours=True)
-        _succeed("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), pointer))
-        return CudaMemory(torch.as_tensor(allocation, device=numbered), bytes(handle))
+        pointer = int(_value("cuMemAlloc", driver.cuMemAlloc(size_bytes)))
+        allocation = _Allocation(pointer, size_bytes, numbered, is_ours=True)
+        handle = _value("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(pointer))
+        data = torch.as_tensor(allocation, device=numbered)
+        return CudaMemory(data, ctypes.string_at(handle.getPtr(), _HANDLE_BYTES))
 
 
 @contextmanager
 def opened(handle: bytes, uuid: str, size_bytes: int) -> Iterator[torch.Tensor]:
-    """Another process's memory, uint8[bytes], for reading; on leaving, its GPU has finished all reads.
+    """Another process's memory, uint8[bytes], for reading. On exit its GPU has finished all reads.
 
-    A target on another GPU is for whoever reads to wait for.
+    If the reads go to another GPU, the caller waits for that one.
 
     Raises:
-        NotReadyError: it is gone, or on a GPU that this process does not see.
+        NotReadyError: the memory was freed, or is on a GPU that this process does not see.
     """
     devices = visible_devices()
     if uuid not in devices:
-        raise NotReadyError("the segment is on a GPU that this engine does not see; let the trainer broadcast")
+        raise NotReadyError("the trainer's memory is on a GPU that this engine does not see; use broadcast")
     device = torch.device("cuda", devices.index(uuid))
-    pointer, whose = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+    copied = driver.CUipcMemHandle()
+    ctypes.memmove(copied.getPtr(), handle, _HANDLE_BYTES)
+    lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
     try:
         with _context_of(device):
-            status = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), whose, _LAZY_PEER_ACCESS)
-            _succeed("cuIpcOpenMemHandle", status)
+            pointer = int(_value("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(copied, lazily)))
     except OSError as error:
-        raise NotReadyError(f"the segment cannot be opened here ({error}); let the trainer broadcast") from None
+        raise NotReadyError(f"the trainer's memory cannot be opened here ({error}); use broadcast") from None
     try:
-        yield torch.as_tensor(_Allocation(pointer.value, size_bytes, device, is_ours=False), device=device)
+        yield torch.as_tensor(_Allocation(pointer, size_bytes, device, is_ours=False), device=device)
     finally:
         with _context_of(device):
-            _note("cuIpcCloseMemHandle", _driver().cuIpcCloseMemHandle(pointer))
+            _warn("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(pointer))
 
 
 def device_uuid(device: torch.device) -> str:
-    """The GPU's own name, whatever number it has in this process."""
+    """The GPU's own name, which does not depend on its number in this process."""
     index: int = torch.cuda.current_device() if device.index is None else device.index
     return visible_devices()[index]
 
 
 def visible_devices() -> list[str]:
-    """The names of the GPUs that this process may use, in its order. It makes no context on any."""
-    driver = _driver()
-    count, device, uuid = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    names = []
-    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    """Names of the GPUs that this process may use, in its order; without creating a context on any of them."""
+    try:
+        (status,) = driver.cuInit(0)
+    except DynamicLibNotFoundError:
         return []
-    for number in range(count.value):
-        _succeed("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), number))
-        _succeed("cuDeviceGetUuid", driver.cuDeviceGetUuid_v2(ctypes.byref(uuid), device))
-        names.append(bytes(uuid).hex())
+    if status != driver.CUresult.CUDA_SUCCESS:
+        return []
+    names = []
+    for number in range(_value("cuDeviceGetCount", driver.cuDeviceGetCount())):
+        device = _value("cuDeviceGet", driver.cuDeviceGet(number))
+        names.append(bytes(_value("cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes).hex())
     return names
 
 
 @contextmanager
 def _context_of(device: torch.device) -> Iterator[None]:
-    """With torch's context of the device as this thread's, where all that was begun has ended; then as before.
+    """With torch's context of the device current in this thread, after all work on it has finished.
 
-    To choose a device is not enough in a thread that has used none: the driver knows of it from the first call to it.
+    Choosing a device is not enough in a thread that has not used one: the driver learns of it at the first call.
     """
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         yield
 
 
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+def _value(call: str, result: tuple[Any, Any]) -> Any:
+    """What a driver call returned.
+
+    Raises:
+        OSError: the call failed.
+    """
+    status, value = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise OSError(int(status), f"{call} failed with {status.name}")
+    return value
 
 
-def _note(what: str, status: int) -> None:
-    if status != 0:
-        log.warning("cuda.call_failed", call=what, status=status)
-
-
-def _succeed(what: str, status: int) -> None:
-    if status != 0:
-        raise OSError(status, f"{what} failed with CUDA error {status}")
+def _warn(call: str, result: tuple[Any]) -> None:
+    (status,) = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        log.warning("cuda.call_failed", call=call, status=status.name)
