@@ -1,1 +1,1 @@
-"""How policy weights travel: what trainer and engine must agree on, byte for byte."""
+"""Formats in which weights travel: what trainer and engine must agree on, byte for byte."""

@@ -1,13 +1,13 @@
 """A 64-bit digest of a tensor's bytes, for "does the engine hold what was trained?".
 
-It depends on every bit and its position, so a swap of two values or a flipped sign shows. It guards against mistakes,
-not against an adversary. There are two kinds, each the same on every device: "xxh3" is XXH3-64 of the bytes, as fast
-as a CPU core reads memory, and it lets other threads run; "multilinear" is one that a GPU computes as fast, with what
-torch offers there. Whoever publishes weights chooses, by where its own are (`digest_kind`).
+It depends on every bit and its position, so it detects swapped values and flipped signs. It guards against mistakes,
+not against an adversary. There are two kinds, each equal on every device: "xxh3" is XXH3-64 of the bytes, as fast as a
+CPU core reads memory, and lets other threads run; "multilinear" is as fast on a GPU, with torch's operations. The
+trainer chooses by the device of its weights (`digest_kind`).
 
 Multilinear: the bytes are read as 32-bit words w, cut into blocks of `BLOCK_WORDS`. A block's sum is Σ w·m mod 2^64
 with fixed pseudo-random odd 64-bit multipliers m (multilinear hashing: two words that differ cannot cancel except with
-probability 2^-32); the blocks' sums are mixed with their number by splitmix64's finaliser and added up.
+probability 2^-32). The sums are mixed with the number of their block by splitmix64's finaliser and added.
 """
 
 import functools
@@ -26,45 +26,43 @@ XXH3: Final = "xxh3"
 MULTILINEAR: Final = "multilinear"
 
 BLOCK_WORDS = 1 << 15
-"""Words per block: the block and its multipliers stay in a core's cache."""
+"""Words per block: a block and its multipliers fit into a core's cache."""
 
 _BLOCKS_AT_ONCE = 256
-"""Bounds the memory that a digest needs beside the tensor: 64 MiB."""
+"""Bounds a digest's temporary memory to 64 MiB."""
 
 _MAX_THREADS = 8
-"""More cores than this wait for memory."""
+"""More cores than this would wait for memory."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def digest_kind(device: torch.device) -> str:
-    """The kind of digest that is fast where the tensors are."""
+    """The kind of digest that is fast on `device`."""
     return XXH3 if device.type == "cpu" else MULTILINEAR
 
 
 def require_digest_kind(kind: str) -> None:
-    """Check a kind that came from elsewhere.
+    """Check the kind in a request.
 
     Raises:
-        InvalidRequestError: there is none of that name.
+        InvalidRequestError: it is unknown.
     """
     if kind not in (XXH3, MULTILINEAR):
-        raise InvalidRequestError(
-            f"digest {kind!r} is none that this engine knows; ask for {XXH3!r} or {MULTILINEAR!r}"
-        )
+        raise InvalidRequestError(f"digest {kind!r} is unknown to this engine; use {XXH3!r} or {MULTILINEAR!r}")
 
 
 def digest_pool(device: torch.device) -> ThreadPoolExecutor:
-    """Threads for digests of tensors on `device`: as many of this process's cores as are of use, for a GPU one."""
+    """Threads for digests of tensors on `device`: one per useful core, or one for a GPU."""
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if device.type == "cpu" else 1
     return ThreadPoolExecutor(num_threads, thread_name_prefix="digest")
 
 
 def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
-    """The digest of the tensor's elements in logical (row-major) order, on whatever device they are; 0 to 2^64 - 1.
+    """The digest of the tensor's elements in row-major order, on any device; 0 to 2^64 - 1.
 
-    dtype and shape take no part: compare them by other means.
+    It does not include dtype and shape: compare those too.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if kind == XXH3:
@@ -74,9 +72,9 @@ def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
 
 
 def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = XXH3) -> dict[str, int]:
-    """The digest of each tensor by its name, on as many of this process's cores as are of use.
+    """The digest of each tensor by name, on all useful cores.
 
-    On a GPU in this thread and its stream, which wait for what the stream has yet to write: other threads have others.
+    On a GPU it runs in this thread, whose stream is ordered after pending writes; other threads have other streams.
     """
     named = dict(tensors)
     if any(tensor.device.type != "cpu" for tensor in named.values()):
@@ -104,7 +102,7 @@ def _multilinear(data: torch.Tensor) -> int:
 
 
 def _block_sums_cpu(words_N: torch.Tensor) -> Iterable[int]:
-    """numpy multiplies integers twice as fast as torch, here in place, in memory that stays in the cache."""
+    """numpy multiplies integers twice as fast as torch, here in place and within the cache."""
     words, multipliers = words_N.numpy(), _multipliers("cpu").numpy()
     product = np.empty(min(BLOCK_WORDS, len(words)), dtype=np.int64)
     for first in range(0, len(words), BLOCK_WORDS):
@@ -123,7 +121,7 @@ def _block_sums_device(words_N: torch.Tensor) -> Iterable[int]:
 
 
 def _block_sums(words_N: torch.Tensor, multipliers_N: torch.Tensor) -> list[int]:
-    """Σ w·m of each block, the last one possibly short."""
+    """Σ w·m of each block; the last one may be short."""
     if words_N.numel() <= BLOCK_WORDS:
         return [int((words_N.to(torch.int64) * multipliers_N[: words_N.numel()]).sum())]
     num_full = words_N.numel() // BLOCK_WORDS

@@ -1,7 +1,7 @@
-"""What a push holds and how it is packed: named tensors, laid end to end in buckets of bounded size.
+"""The contents of a push and how they are packed: named tensors, end to end in buckets of bounded size.
 
-Trainer and engine must see the same bytes in the same order, so the layout depends on names, dtypes, shapes and
-their order alone.
+Trainer and engine must see the same bytes in the same order, so the layout depends only on the names, dtypes, shapes
+and order of the tensors.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
 
 ALONE_BYTES = 1 << 20
-"""A tensor of this size or more is a bucket of its own: it needs no packing, and goes straight to where it belongs."""
+"""Tensors of at least this size have a bucket of their own: the engine receives them in place, without unpacking."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +35,25 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """The buckets of a push, in the order in which they are broadcast; each is the tensors that it concatenates."""
+    """The buckets of a push, in order; each lists the tensors that it concatenates."""
 
     buckets: tuple[tuple[TensorSpec, ...], ...]
 
     @classmethod
     def plan(cls, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int) -> "Manifest":
-        """Fill buckets in order. A tensor of `ALONE_BYTES` or above the limit travels alone, and one that would lie
-        unaligned starts a bucket.
+        """Fill buckets in order.
+
+        A tensor of at least `ALONE_BYTES` or above the limit has its own bucket. A tensor that would not be aligned
+        starts a new one.
 
         Raises:
-            ValueError: a name comes twice.
+            ValueError: a name occurs twice.
         """
         buckets: list[list[TensorSpec]] = []
         filled, seen, is_open = 0, set(), False
         for name, tensor in tensors:
             if name in seen:
-                raise ValueError(f"tensor {name} comes twice; push tied parameters once")
+                raise ValueError(f"tensor {name} occurs twice; push tied parameters once")
             seen.add(name)
             spec = TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
             unaligned = filled % tensor.element_size() != 0
@@ -69,7 +71,7 @@ class Manifest:
         """Read and check a message.
 
         Raises:
-            InvalidRequestError: no tensors, a name that comes twice, a dtype unknown to torch or a negative size.
+            InvalidRequestError: no tensors, a repeated name, a dtype unknown to torch or a negative size.
         """
         manifest = cls(
             tuple(
@@ -79,7 +81,7 @@ class Manifest:
         )
         names = [spec.name for spec in manifest.tensors]
         if not names or not all(manifest.buckets):
-            raise InvalidRequestError("manifest holds a bucket without tensors, or none; announce what the push holds")
+            raise InvalidRequestError("manifest has an empty bucket, or no buckets; list the tensors of the push")
         if len(set(names)) != len(names):
             raise InvalidRequestError("manifest names a tensor twice; push tied parameters once")
         for spec in manifest.tensors:
@@ -102,7 +104,7 @@ class Manifest:
         )
 
     def offsets(self, alignment: int) -> list[int]:
-        """Where each bucket begins, and the last ends, if they lie end to end, each from a multiple of `alignment`."""
+        """Start of each bucket and end of the last, end to end, each starting at a multiple of `alignment`."""
         offsets, end = [], 0
         for bucket in self.buckets:
             offsets.append(end)
@@ -124,12 +126,12 @@ class Manifest:
 def pack(
     bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A bucket's bytes, uint8[bytes], on the tensors' device: the tensors end to end, each in row-major order.
+    """Concatenate a bucket's tensors, each in row-major order, to uint8[bytes] on their device.
 
-    A copy, also of a single tensor; into `out`, if there is one.
+    It always copies, into `out` if given.
 
     Raises:
-        ValueError: a tensor is not what the manifest says.
+        ValueError: a tensor differs from the manifest.
     """
     parts = []
     for spec in bucket:
@@ -143,15 +145,13 @@ def pack(
 
 
 def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket's bytes, parts of `data` themselves; the inverse of `pack`.
-
-    `Manifest.plan` sees to it that each is aligned.
+    """The tensors of a bucket as views of `data`; the inverse of `pack`. `Manifest.plan` aligns them.
 
     Raises:
-        ValueError: the bytes are more or fewer than the manifest says.
+        ValueError: `data` has more or fewer bytes than the manifest says.
     """
     if data.numel() != sum(spec.num_bytes for spec in bucket):
-        raise ValueError(f"bucket holds {data.numel()} bytes, announced were {sum(spec.num_bytes for spec in bucket)}")
+        raise ValueError(f"bucket has {data.numel()} bytes, {sum(spec.num_bytes for spec in bucket)} were announced")
     tensors, first = {}, 0
     for spec in bucket:
         part = data[first : first + spec.num_bytes]
@@ -161,7 +161,7 @@ def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.T
 
 
 def chunks(data: torch.Tensor, max_bytes: int) -> tuple[torch.Tensor, ...]:
-    """A bucket's bytes in the parts in which they are broadcast, each a view of at most `max_bytes`; 0: in one."""
+    """Cut a bucket into views of at most `max_bytes`, as they are broadcast; 0: one view."""
     return data.split(max_bytes) if max_bytes else (data,)
 
 
@@ -169,9 +169,9 @@ def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of that name.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidRequestError(f"dtype {name!r} is none that torch has; give for example 'bfloat16'")
+        raise InvalidRequestError(f"dtype {name!r} is unknown to torch; give for example 'bfloat16'")
     return dtype

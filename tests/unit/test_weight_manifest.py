@@ -69,9 +69,9 @@ def test_large_buckets_are_broadcast_in_chunks() -> None:
     assert data.tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 8, 9]
 
 
-def test_a_name_comes_once() -> None:
+def test_a_name_occurs_once() -> None:
     """Tied parameters are one parameter."""
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         Manifest.plan([("a", torch.zeros(1)), ("a", torch.zeros(1))], max_bucket_bytes=8)
 
 
@@ -81,7 +81,7 @@ def test_pack_refuses_other_tensors_than_announced() -> None:
     for tensor in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)):
         with pytest.raises(ValueError, match="announced as float32"):
             pack(manifest.buckets[0], {"a": tensor})
-    with pytest.raises(ValueError, match="holds 23 bytes"):
+    with pytest.raises(ValueError, match="has 23 bytes"):
         views(manifest.buckets[0], torch.zeros(23, dtype=torch.uint8))
 
 
@@ -92,8 +92,8 @@ def _tensor(**fields: object) -> rollout_pb2.WeightBucket:
 @pytest.mark.parametrize(
     ("buckets", "message"),
     [
-        ([], "without tensors"),
-        ([rollout_pb2.WeightBucket()], "without tensors"),
+        ([], "empty bucket, or no buckets"),
+        ([rollout_pb2.WeightBucket()], "empty bucket, or no buckets"),
         ([_tensor(name="a", dtype="float33", shape=[1])], "'float33'"),
         ([_tensor(name="a", dtype="nn", shape=[1])], "'nn'"),
         ([_tensor(name="a", dtype="float32", shape=[-1])], "a has shape"),
