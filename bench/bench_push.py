@@ -7,7 +7,7 @@ nothing else. Push: the trainer's WeightPublisher, with all its stages and diges
 which is shared_memory here, since all processes are on one machine; then "broadcast", over the same gloo as raw; then
 others. A whole push is from the call of `publish` to its end, "not generating" from the first pause to the last
 resume. Simulated engines
-(tests/simulated_replica.py) are the engine's own receiver with tensors in memory instead of a model; the real one is
+(services/rollout/testing) are the engine's own receiver with tensors in memory instead of a model; the real one is
 SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each forms the group: not counted.
 """
 
@@ -36,13 +36,13 @@ from penstock.bus.leases import watched  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
+from penstock.testing.engine_process import engine_process  # noqa: E402
 from penstock.weights.digest import tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest  # noqa: E402
+from services.rollout.testing.simulated_replica import simulated_replica  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import PushReport, WeightPublisher  # noqa: E402
 from services.trainer.weight_sync.transports.disk import WeightFileStore  # noqa: E402
-from tests.engine_process import engine_process  # noqa: E402
-from tests.simulated_replica import simulated_replica  # noqa: E402
 
 HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128
 """Of Qwen3-VL-2B's language model."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.reward_hostile
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from reward import accuracy, many_clients, serving, soak, throughput
 from reward.report import Report

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.train_process import RECIPE, TrainProcess, started  # noqa: E402
+from penstock.testing.train_process import RECIPE, TrainProcess, started  # noqa: E402
 
 GROUPS_PER_STEP = 8
 SERVICES = ("rollout", "prefill", "decode", "router", "worker")

@@ -1,9 +1,9 @@
 """Simulated engines for churn.py, each a process that can be killed, at the price of a fork.
 
 Reads lines of JSON, {"replica_id": "r001", "policy_version": 1, "max_running": 16}, and forks an engine
-(tests/simulated_engine.py) for each; when that serves, it prints {"replica_id": "r001", "pid": 4711}. SIGTERM drains
-one as it drains a real engine: DRAINING in the lease at once, `--grace-s` for what runs, the rest is handed over. All
-end with the standard input.
+(penstock/testing/simulated_engine.py) for each. Once it serves it prints {"replica_id": "r001", "pid": 4711}. SIGTERM
+drains it as it drains a real engine: DRAINING in the lease at once, `--grace-s` for running calls, the rest is handed
+over. All end with the standard input.
 
     python bench/churn_engines.py --url=nats://... --run=NAME --token-s=0.5 --grace-s=2
 """
@@ -14,25 +14,13 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from penstock.bus.connection import connect
 from penstock.config import BusConfig, LogConfig
 from penstock.telemetry import log
-from penstock.v1 import common_pb2, rollout_pb2
-from tests.simulated_engine import SimulatedEngine
-
-
-class Engine(SimulatedEngine):
-    """One that also says in its lease how many calls it has, as real ones do."""
-
-    def _describe(self) -> bytes:
-        self.replica.num_running = min(self.num_running, self.replica.max_running)
-        self.replica.num_queued = self.num_running - self.replica.num_running
-        return super()._describe()
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.v1 import rollout_pb2
 
 
 async def live(options: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -40,7 +28,7 @@ async def live(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     leaving = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
     async with connect(BusConfig(url=options.url), run=options.run) as bus:
-        engine = Engine(bus, token_s=options.token_s, state=common_pb2.REPLICA_STATE_READY, **settings)
+        engine = SimulatedEngine(bus, token_s=options.token_s, tells_load=True, **settings)
         async with engine.running():
             sys.stdout.write(json.dumps({"replica_id": engine.replica_id, "pid": os.getpid()}) + "\n")
             sys.stdout.flush()

@@ -18,12 +18,12 @@ from typing import Any
 import grpc.aio
 from aiohttp import web
 
-from penstock.bus import leases
 from penstock.bus.connection import connect
 from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, LogConfig
 from penstock.rpc.server import SERVER_OPTIONS
 from penstock.telemetry import log
+from penstock.testing.simulated_engine import replica_lease
 from penstock.v1 import common_pb2, generate_pb2
 
 SERVICE = "penstock.v1.GenerateService"
@@ -135,16 +135,14 @@ async def main() -> None:
         state=common_pb2.REPLICA_STATE_READY,
         max_running=options.max_running,
     )
-    async with connect(BusConfig(url=options.url), run=options.run) as bus:
-        bucket = await bus.bucket("replicas", ttl_s=bus.config.lease_ttl_s)
-        async with leases.held(
-            bucket, options.replica_id, lambda: write_replica(replica), ttl_s=bus.config.lease_ttl_s
-        ) as lease:
-            await lease.renew()
-            sys.stdout.write(f"127.0.0.1:{port} 127.0.0.1:{http_port}\n")
-            sys.stdout.flush()
-            gc.freeze()
-            await asyncio.Event().wait()
+    async with (
+        connect(BusConfig(url=options.url), run=options.run) as bus,
+        replica_lease(bus, options.replica_id, lambda: write_replica(replica)),
+    ):
+        sys.stdout.write(f"127.0.0.1:{port} 127.0.0.1:{http_port}\n")
+        sys.stdout.flush()
+        gc.freeze()
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

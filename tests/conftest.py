@@ -1,6 +1,5 @@
 """What tests share: a real nats-server for the whole session, and a run of its own for each test."""
 
-import contextlib
 import functools
 import os
 import re
@@ -9,15 +8,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import nats.js.errors
 import pytest
 import structlog
 from xdist.scheduler import LoadScopeScheduling
 
-from penstock.bus.connection import Bus, connect
+from penstock.bus.connection import Bus
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
 from penstock.runtime.security import VARIABLES
+from penstock.testing.local_bus import temporary_run
 from tests.support import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,26 +87,15 @@ def bus_config(nats_url: str) -> BusConfig:
 @pytest.fixture
 async def bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
     """A connection whose run has its streams; they and the buckets are gone afterwards."""
-    async with _connected(bus_config, run_name) as connection:
+    async with temporary_run(bus_config, run_name) as connection:
         yield connection
 
 
 @pytest.fixture
 async def steady_bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
     """As `bus`, with leases that do not lapse while this process, which holds all of them, is busy."""
-    async with _connected(bus_config.model_copy(update={"lease_ttl_s": 5.0}), run_name) as connection:
+    async with temporary_run(bus_config.model_copy(update={"lease_ttl_s": 5.0}), run_name) as connection:
         yield connection
-
-
-@contextlib.asynccontextmanager
-async def _connected(config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
-    async with connect(config, run=run_name) as connection:
-        await connection.ensure_streams()
-        yield connection
-        await connection.delete_run()
-        for name in ("replicas", "policy", "leases", "locks"):
-            with contextlib.suppress(nats.js.errors.NotFoundError):
-                await connection.jetstream.delete_key_value(f"{run_name}_{name}")
 
 
 @pytest.fixture(scope="session")

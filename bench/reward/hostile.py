@@ -17,12 +17,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from penstock.clients import RewardClient
+from penstock.testing.hostile_answers import generated_items, stored_items
 from penstock.v1 import reward_pb2
-from tests.reward_hostile import generated_items, stored_items
 
+_STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _DEADLINE_S = 1.0
 _MAX_LATE_S = 0.050
 _MAX_MEMORY_MB = 600
@@ -79,7 +78,7 @@ def _symbolic_items() -> Iterator[reward_pb2.VerifyItem]:
 
 
 def _hostile_items() -> list[reward_pb2.VerifyItem]:
-    return [_item(item.gold, item.response) for item in (*stored_items(), *generated_items())]
+    return [_item(item.gold, item.response) for item in (*stored_items(_STORED), *generated_items())]
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

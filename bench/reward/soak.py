@@ -5,14 +5,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from penstock.clients import RewardClient
+from penstock.testing.hostile_answers import generated_items, stored_items
 from penstock.v1 import reward_pb2
 from reward.items import Question, typical
 from reward.report import Report
 from reward.service_process import ServiceProcess
-from tests.reward_hostile import generated_items, stored_items
 
+_STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _BATCH = 500
 _HOSTILE_BATCH = 20
 _IN_FLIGHT = 4
@@ -27,7 +29,8 @@ _PROFILES = ("math", "math_verify")
 
 def hostile_questions() -> list[Question]:
     """What hangs or bloats verifiers, bodies of megabytes left out."""
-    items = [item for item in (*stored_items(), *generated_items()) if len(item.gold) + len(item.response) < 10_000]
+    items = [*stored_items(_STORED), *generated_items()]
+    items = [item for item in items if len(item.gold) + len(item.response) < 10_000]
     return [Question(golds=(item.gold,), response=item.response) for item in items]
 
 

@@ -24,7 +24,6 @@ from penstock.config import SecurityConfig
 from penstock.errors import AccessError, UnavailableError
 from penstock.runtime.security import Security
 from services.cli.replica_table import describe_pool, fetch_pool
-from tests.certificates import make_certificates, security_of
 from tests.compose.stack import (
     PAIRS_FILE,
     ROOT,
@@ -39,6 +38,7 @@ from tests.compose.stack import (
     size_on_disk,
     stack,
 )
+from tests.support.certificates import make_certificates, security_of
 
 pytestmark = [
     pytest.mark.skipif(bool(reason := missing()), reason=f"no compose stack here: {reason}"),

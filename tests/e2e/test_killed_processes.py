@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.train_process import RECIPE, started
+from penstock.testing.train_process import RECIPE, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -21,15 +21,15 @@ from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
 from penstock.records.codec import decode
 from penstock.runtime.security import Security
+from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
 from services.trainer.data.geometry import GeometryDataset
 from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.policy.policy_model import load_policy
-from tests.certificates import make_certificates, security_of
-from tests.e2e.train_process import RECIPE, TrainProcess, started
-from tests.strangers import TOKEN, WRONG, assert_rpc_is_closed
+from tests.support.certificates import make_certificates, security_of
+from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.config import SecurityConfig
-from tests.certificates import make_certificates
+from tests.support.certificates import make_certificates
 
 if TYPE_CHECKING:
-    from tests.engine_process import EngineProcess
-    from tests.engine_reference import Reference
+    from penstock.testing.engine_process import EngineProcess
+    from tests.support.engine.reference import Reference
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,9 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def replica_forkserver() -> None:
+    """The process that simulated replicas are forked from; it outlives the tests that use it."""
+    from services.rollout.testing.simulated_replica import start_forkserver
+
+    start_forkserver()
+
+
+@pytest.fixture(scope="session")
 def reference(tiny_model_path: Path) -> Reference:
     """The policy of version 0."""
-    from tests.engine_reference import Reference
+    from tests.support.engine.reference import Reference
 
     return Reference(tiny_model_path)
 
@@ -40,7 +48,7 @@ async def engine(
     tiny_model_path: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineProcess]:
     """One engine for all tests; each leaves it READY."""
-    from tests.engine_process import engine_process
+    from penstock.testing.engine_process import engine_process
 
     folder = tmp_path_factory.mktemp("engine")
     async with engine_process(
@@ -52,7 +60,7 @@ async def engine(
 @pytest.fixture
 async def current(engine: EngineProcess, reference: Reference) -> Reference:
     """A policy that the engine holds now: tests come in any order, so each one that looks at values pushes its own."""
-    from tests.engine_process import Push
+    from tests.support.engine.push import Push
 
     policy = reference.perturbed(seed=random.randrange(1 << 30))
     await Push(engine, policy.weights, (await engine.replica()).policy_version + 1).complete()

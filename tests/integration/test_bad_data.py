@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.train_groups import picture
+from tests.support.trainer.groups import picture
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 TEXTS = pa.array(["<image>Find x."])

@@ -8,7 +8,7 @@ import pytest
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
-from tests.waiting import until
+from tests.support.waiting import until
 
 _INFO = b'INFO {"server_id":"x","version":"2.11.0","proto":1,"headers":true,"max_payload":1048576,"jetstream":true}\r\n'
 

@@ -14,6 +14,8 @@ from penstock.clients import GenerateClient, RewardClient, RouterClient, Trainer
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer
+from penstock.testing.answers import FIRST_ID, logprob_of
+from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import (
     generate_pb2,
     reward_pb2,
@@ -23,8 +25,7 @@ from penstock.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from tests.simulated_engine import FIRST_ID, SimulatedEngine, logprob_of
-from tests.waiting import until
+from tests.support.waiting import until
 
 REQUEST = generate_pb2.GenerateRequest(
     request_id="r", session_id="s", input_ids=[1], sampling=generate_pb2.SamplingParams(max_new_tokens=3)

@@ -29,8 +29,8 @@ from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
 from tests.cuttable_link import CuttableLink
-from tests.train_groups import make_group, num_placeholders, picture
-from tests.waiting import until
+from tests.support.trainer.groups import make_group, num_placeholders, picture
+from tests.support.waiting import until
 
 RUN = "run"
 """The run id of `make_group`."""

@@ -19,12 +19,21 @@ from penstock.bus.connection import connect
 from penstock.bus.replica_lease import read_replica
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
+from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
-from tests.engine_pairs import Pair, PairHost, missing_for_pairs, pair_host
-from tests.engine_process import EngineProcess, Push
-from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, require_logprobs, until_replica
-from tests.routers import router
-from tests.waiting import until
+from tests.support.engine.pd_pairs import Pair, PairHost, missing_for_pairs, pair_host
+from tests.support.engine.push import Push
+from tests.support.engine.reference import (
+    TOLERANCE,
+    Reference,
+    picture,
+    prompt,
+    request,
+    require_logprobs,
+    until_replica,
+)
+from tests.support.router.routers import router
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.engine,

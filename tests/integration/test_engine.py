@@ -8,9 +8,10 @@ import grpc
 import pytest
 import torch
 
+from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2
-from tests.engine_process import EngineProcess, Push
-from tests.engine_reference import (
+from tests.support.engine.push import Push
+from tests.support.engine.reference import (
     END_ID,
     IMAGE_ID,
     START_ID,

@@ -14,15 +14,15 @@ import torch
 from penstock.bus.connection import connect
 from penstock.bus.leases import watched
 from penstock.config import BusConfig
+from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.process_group import WeightProcessGroup
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
-from tests.engine_process import EngineProcess, engine_process
-from tests.engine_reference import Reference, picture, prompt, request, require_logprobs, until_replica
-from tests.publishing import kept_current
-from tests.routers import Caller, router
+from tests.support.engine.reference import Reference, picture, prompt, request, require_logprobs, until_replica
+from tests.support.router.routers import Caller, router
+from tests.support.weights.publishing import kept_current
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

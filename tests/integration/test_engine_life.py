@@ -18,9 +18,9 @@ from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
 from penstock.errors import UnavailableError
+from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
-from tests.engine_process import EngineProcess, engine_process, log_events
-from tests.waiting import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

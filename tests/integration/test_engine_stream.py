@@ -12,9 +12,10 @@ import torch
 from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import DeadlineError, InvalidRequestError, UnavailableError
+from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2
-from tests.engine_process import EngineProcess, Push
-from tests.engine_reference import (
+from tests.support.engine.push import Push
+from tests.support.engine.reference import (
     TOLERANCE,
     Reference,
     long_request,

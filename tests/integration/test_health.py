@@ -10,7 +10,7 @@ from penstock.config import SecurityConfig
 from penstock.rpc.server import RpcServer
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
-from tests.certificates import security_of
+from tests.support.certificates import security_of
 
 
 async def ask(address: str, *arguments: str, **environment: str) -> tuple[int | None, str]:

@@ -16,7 +16,7 @@ from penstock import errors
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
 from tests.sockets import options_of_accepted
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.errors import InvalidRequestError, MissingImageError
-from tests.speaking_engine import count
+from tests.support.worker.prompts import count
 
 PICTURE = b"\x89PNG\r\n" + bytes(range(256)) * 4_000
 

@@ -10,12 +10,12 @@ import pytest
 from penstock.bus.connection import connect
 from penstock.bus.leases import Watch, watched
 from penstock.config import BusConfig
+from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
-from tests.engine_process import EngineProcess, engine_process, log_events
-from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -22,7 +22,7 @@ from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
 
-FAKE_RUN = Path(__file__).with_name("fake_run.py")
+FAKE_RUN = Path(__file__).parents[1] / "support" / "fake_run.py"
 
 NOTE = """
 import os, signal, subprocess, sys, time

@@ -9,7 +9,9 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.errors import SetupError
 from penstock.v1 import common_pb2
-from tests.publishing import (
+from services.rollout.testing.memory_sink import Fault
+from services.rollout.testing.simulated_replica import simulated_replica, weights_of
+from tests.support.weights.publishing import (
     QUICK_S,
     FixedWatch,
     digests,
@@ -20,8 +22,8 @@ from tests.publishing import (
     until_seen,
     until_serving,
 )
-from tests.simulated_replica import simulated_replica, weights_of
-from tests.simulated_sink import Fault
+
+pytestmark = pytest.mark.usefixtures("replica_forkserver")
 
 
 async def test_every_replica_gets_exactly_the_trainers_bytes(bus: Bus) -> None:

@@ -8,9 +8,19 @@ from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.v1 import common_pb2
-from tests.publishing import QUICK_S, digests, kept_current, publishing, replicas_of, snapshot, until_serving
-from tests.simulated_replica import SimulatedReplica, simulated_replica
-from tests.simulated_sink import Fault
+from services.rollout.testing.memory_sink import Fault
+from services.rollout.testing.simulated_replica import SimulatedReplica, simulated_replica
+from tests.support.weights.publishing import (
+    QUICK_S,
+    digests,
+    kept_current,
+    publishing,
+    replicas_of,
+    snapshot,
+    until_serving,
+)
+
+pytestmark = pytest.mark.usefixtures("replica_forkserver")
 
 DEADLINE_S = 1.5
 """Of the stage at which a test makes a replica hang."""

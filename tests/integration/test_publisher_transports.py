@@ -15,11 +15,21 @@ from penstock.weights.delta import write_blocks
 from penstock.weights.digest import tensor_digest
 from penstock.weights.manifest import Manifest
 from penstock.weights.weight_files import write_weight_files
+from services.rollout.testing.memory_sink import Action, Fault
+from services.rollout.testing.simulated_replica import simulated_replica, weights_of
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports import delta
-from tests.publishing import digests, kept_current, publishing, replicas_of, snapshot, until_seen, until_serving
-from tests.simulated_replica import simulated_replica, weights_of
-from tests.simulated_sink import Action, Fault
+from tests.support.weights.publishing import (
+    digests,
+    kept_current,
+    publishing,
+    replicas_of,
+    snapshot,
+    until_seen,
+    until_serving,
+)
+
+pytestmark = pytest.mark.usefixtures("replica_forkserver")
 
 
 async def test_replicas_read_weight_files(bus: Bus, tmp_path: Path) -> None:

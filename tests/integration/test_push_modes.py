@@ -10,10 +10,11 @@ import psutil
 import pytest
 import torch
 
+from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from penstock.weights.manifest import pack
-from tests.engine_process import EngineProcess, Push
-from tests.engine_reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.support.engine.push import Push
+from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from penstock.bus.connection import Bus
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
 from services.router.config import RouterConfig
 from services.router.server import routing
-from tests.simulated_engine import SimulatedEngine
-from tests.simulated_pair import SimulatedDecode, SimulatedPrefill
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 

@@ -12,7 +12,7 @@ from penstock.v1 import reward_pb2
 from services.reward.config import RewardConfig
 from services.reward.profiles.custom import find_verifiers
 from services.reward.server import running
-from tests.reward_service import OK, TIMEOUT, reward_service
+from tests.support.reward.service import OK, TIMEOUT, reward_service
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
 _VERIFIERS = """

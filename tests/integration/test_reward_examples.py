@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.reward_process import reward_process
+from tests.support.reward.process import reward_process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("verl_reward", "trl_reward", "areal_reward")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.v1 import reward_pb2
-from tests.reward_service import OK, reward_service
+from tests.support.reward.service import OK, reward_service
 
 
 async def test_a_pattern_that_backtracks_hangs_nobody(capsys: pytest.CaptureFixture[str]) -> None:

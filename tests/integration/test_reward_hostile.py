@@ -3,15 +3,17 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from penstock.clients import RewardClient
+from penstock.testing.hostile_answers import HostileItem, generated_items, stored_items
 from penstock.v1 import reward_pb2
 from services.reward.isolation.pool import WorkerPool
-from tests.reward_hostile import HostileItem, generated_items, stored_items
-from tests.reward_service import EASY, item_of, reward_service
+from tests.support.reward.service import EASY, item_of, reward_service
 
+_STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _SLACK_S = 2.0
 """For whatever else runs beside the test; the benchmark measures what there really is."""
 
@@ -35,7 +37,7 @@ async def _assert_harmless(client: RewardClient, items: list[HostileItem], profi
 @pytest.mark.parametrize("profile", ["math", "geo3k"])
 async def test_stored_items(service: tuple[RewardClient, WorkerPool], profile: str) -> None:
     """Each alone."""
-    items = stored_items()
+    items = stored_items(_STORED)
     if not items:
         pytest.skip("needs hostile items in ../shared/reward/hostile.jsonl")
     await _assert_harmless(service[0], items, profile)

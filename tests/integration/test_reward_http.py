@@ -15,8 +15,8 @@ from penstock.errors import ConfigError
 from services.reward.config import RewardConfig
 from services.reward.faces.http.openrlhf import response_in
 from services.reward.server import RunningService, running
-from tests.reward_service import item_of
-from tests.waiting import until
+from tests.support.reward.service import item_of
+from tests.support.waiting import until
 
 HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_verify", "deadline_s": 30}
 EOS = RewardConfig().http_eos_tokens

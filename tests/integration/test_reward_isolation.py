@@ -15,9 +15,9 @@ from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, VerifierTask, WorkerReply
 from services.reward.isolation.worker_process import WorkerDiedError
 from services.reward.verdict import Status
-from tests import misbehaving_verifiers
-from tests.reward_service import is_alive, parent_of
-from tests.waiting import until
+from tests.support.reward import misbehaving_verifiers
+from tests.support.reward.service import is_alive, parent_of
+from tests.support.waiting import until
 
 _EASY = SymbolicTask(
     golds=(SymbolicGold(text=r"\frac{1}{x+1}", use_text=False, value="", tolerance="0"),),

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from penstock.v1 import reward_pb2, reward_pb2_grpc
-from tests.reward_process import RewardProcess, reward_process
+from tests.support.reward.process import RewardProcess, reward_process
 
 NUM_CLIENTS = 1000
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.reward_process import RewardProcess, reward_process
-from tests.waiting import until
+from tests.support.reward.process import RewardProcess, reward_process
+from tests.support.waiting import until
 
 _MAX_BODY_MB = 8
 _BOUND_MB = 192

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from services.reward.config import ProfileConfig, RemoteConfig, RewardConfig
-from tests.reward_process import RewardProcess, reward_process
+from tests.support.reward.process import RewardProcess, reward_process
 
 PAGE = (Path(__file__).parents[2] / "docs/reward.md").read_text()
 PENSTOCK = Path(sys.executable).parent / "penstock"

@@ -15,8 +15,8 @@ from services.reward.config import RemoteConfig
 from services.reward.item import Item
 from services.reward.remote import RemoteVerifier
 from services.reward.verdict import Status
-from tests.reward_service import OK, TIMEOUT, reward_service
-from tests.waiting import until
+from tests.support.reward.service import OK, TIMEOUT, reward_service
+from tests.support.waiting import until
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-from tests.reward_process import reward_process
+from tests.support.reward.process import reward_process
 
 _SETTINGS = settings(
     max_examples=30,

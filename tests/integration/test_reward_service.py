@@ -17,8 +17,8 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
-from tests.reward_service import EASY, HANGS, OK, TIMEOUT, is_alive, item_of, reward_service
-from tests.waiting import until
+from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, is_alive, item_of, reward_service
+from tests.support.waiting import until
 
 _SHARED = Path(__file__).parents[3] / "shared"
 

@@ -14,8 +14,8 @@ from penstock.v1 import reward_pb2
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
-from tests.reward_service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
-from tests.waiting import until
+from tests.support.reward.service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
+from tests.support.waiting import until
 
 Item = reward_pb2.VerifyItem
 Response = reward_pb2.VerifyStreamResponse

@@ -13,14 +13,15 @@ from penstock.clients import RouterClient
 from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PoisonError, UnavailableError
 from penstock.rpc.channel import connect as connect_channel
+from penstock.testing.answers import FIRST_ID
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
 from services.router.tuning import Tuning
-from tests.engine_processes import engine_process
-from tests.routers import configured
-from tests.simulated_engine import FIRST_ID, SimulatedEngine
-from tests.waiting import until
+from tests.support.router.routers import configured
+from tests.support.waiting import until
 
 OPEN = router_pb2.BREAKER_STATE_OPEN
 
@@ -94,7 +95,7 @@ async def test_a_stream_gives_each_token_as_it_comes(bus: Bus) -> None:
 async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(bus: Bus, run_name: str) -> None:
     """kill -9 in mid-stream: the caller gets the answer of an unbroken turn, and no token was produced twice."""
     async with (
-        engine_process(bus, run_name, "a-victim", token_s=0.02) as victim,
+        simulated_process(bus, run_name, "a-victim", token_s=0.02) as victim,
         routed(bus) as (client, router),
     ):
         await until_routable(router, 1)

@@ -9,14 +9,15 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.errors import InvalidRequestError, OverloadedError, PromptTooLongError
 from penstock.rpc.channel import connect
+from penstock.testing.answers import FIRST_ID
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
+from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
-from tests.engine_processes import engine_process
 from tests.integration.test_routed_client import num_in_flight, request, routed, until_idle, until_routable
-from tests.simulated_engine import FIRST_ID, SimulatedEngine
-from tests.simulated_pair import SimulatedDecode, SimulatedPrefill
-from tests.waiting import until
+from tests.support.waiting import until
 
 CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
 
@@ -53,7 +54,7 @@ async def test_a_turn_whose_half_is_killed_goes_on_with_another(bus: Bus, run_na
     kind, other = (SimulatedPrefill, SimulatedDecode) if is_prefill else (SimulatedDecode, SimulatedPrefill)
     waits = {"pair_timeout_s": 30.0}
     async with (
-        engine_process(bus, run_name, "a-victim", role=role, delay_s=30.0 * is_prefill, token_s=0.02) as victim,
+        simulated_process(bus, run_name, "a-victim", role=role, delay_s=30.0 * is_prefill, token_s=0.02) as victim,
         other(bus, replica_id="stays", **waits).running() as stays,
         routed(bus) as (client, router),
     ):

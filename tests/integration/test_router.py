@@ -22,13 +22,13 @@ from penstock.errors import (
 )
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.rpc.channel import connect as connect_channel
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, trainer_pb2
 from services.router.config import RouterConfig, RouterSettings
 from services.router.server import routing, serve
-from tests.engine_processes import engine_process
-from tests.routers import Caller, failure, pool, router
-from tests.simulated_engine import SimulatedEngine
-from tests.waiting import until
+from tests.support.router.routers import Caller, failure, pool, router
+from tests.support.waiting import until
 
 DRAINING = common_pb2.REPLICA_STATE_DRAINING
 UPDATING = common_pb2.REPLICA_STATE_UPDATING
@@ -70,7 +70,7 @@ async def test_sessions_stay_and_spread(bus: Bus) -> None:
 
 async def test_a_call_whose_engine_is_killed_is_played_by_another(bus: Bus, run_name: str) -> None:
     """kill -9 in the middle of a call: the caller gets an answer of the other replica and no error."""
-    async with engine_process(bus, run_name, "a-victim", delay_s=30.0) as victim, router(bus) as caller:
+    async with simulated_process(bus, run_name, "a-victim", delay_s=30.0) as victim, router(bus) as caller:
         await caller.until_routable(1)
         pending = asyncio.ensure_future(caller.generate("s"))
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
@@ -87,7 +87,7 @@ async def test_killed_engines_leave_the_pool_within_seconds(bus: Bus, run_name: 
     """One after the other is killed with -9; each is gone when its lease has ended, and calls go on all the while."""
     async with contextlib.AsyncExitStack() as stack:
         victims = [
-            await stack.enter_async_context(engine_process(bus, run_name, f"victim-{index}")) for index in range(3)
+            await stack.enter_async_context(simulated_process(bus, run_name, f"victim-{index}")) for index in range(3)
         ]
         survivor = await stack.enter_async_context(SimulatedEngine(bus, replica_id="survivor").running())
         caller = await stack.enter_async_context(router(bus))
@@ -339,7 +339,7 @@ async def test_an_unreadable_lease_is_left_out(bus: Bus) -> None:
 
 async def test_a_frozen_engine_loses_its_call_to_another(bus: Bus, run_name: str) -> None:
     """A process that neither answers nor closes its connection is noticed by keepalive, within 15 seconds or so."""
-    async with engine_process(bus, run_name, "a-frozen", delay_s=60.0) as frozen, router(bus) as caller:
+    async with simulated_process(bus, run_name, "a-frozen", delay_s=60.0) as frozen, router(bus) as caller:
         await caller.until_routable(1)
         pending = asyncio.ensure_future(caller.generate(timeout_s=60.0))
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)

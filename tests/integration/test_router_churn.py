@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 
 from penstock.bus.connection import Bus, connect
 from penstock.rpc.channel import connect as connect_channel
+from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2
-from tests.routers import Caller, ids, pool, router
-from tests.simulated_engine import SimulatedEngine
-from tests.waiting import until
+from tests.support.router.routers import Caller, ids, pool, router
+from tests.support.waiting import until
 
 
 async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:

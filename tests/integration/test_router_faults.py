@@ -10,13 +10,13 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import NotReadyError, OverloadedError, UnavailableError
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
 from services.router.config import RouterConfig, RouterSettings
 from services.router.server import serve
-from tests.engine_processes import engine_process
-from tests.routers import failure, ids, pool, router
-from tests.simulated_engine import SimulatedEngine
-from tests.waiting import until
+from tests.support.router.routers import failure, ids, pool, router
+from tests.support.waiting import until
 
 CLOSED, OPEN, HALF_OPEN = (
     router_pb2.BREAKER_STATE_CLOSED,
@@ -34,7 +34,7 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus
         await caller.until_routable(1)
         whole = await caller.generate("s", num_tokens=60, input_ids=[5, 6])
         await unbroken.update(state=common_pb2.REPLICA_STATE_DRAINING)
-        async with engine_process(bus, run_name, "a-victim", token_s=0.02) as victim:
+        async with simulated_process(bus, run_name, "a-victim", token_s=0.02) as victim:
             await caller.until(lambda pool: pool.replicas[0].routable)
             pending = asyncio.ensure_future(caller.generate("s", num_tokens=60, input_ids=[5, 6], request_id="q"))
             await asyncio.sleep(0.5)
@@ -58,7 +58,7 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus
 
 async def test_a_stream_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus, run_name: str) -> None:
     """Its chunks one after the other are the answer of an unbroken replica; only the last one ends it."""
-    async with engine_process(bus, run_name, "a-victim", token_s=0.02) as victim, router(bus) as caller:
+    async with simulated_process(bus, run_name, "a-victim", token_s=0.02) as victim, router(bus) as caller:
         await caller.until_routable(1)
         chunks: list[generate_pb2.GenerateChunk] = []
 

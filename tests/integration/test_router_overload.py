@@ -7,7 +7,7 @@ import grpc
 from penstock.bus.connection import Bus
 from penstock.errors import OverloadedError
 from penstock.v1 import common_pb2
-from tests.routers import failure, pool
+from tests.support.router.routers import failure, pool
 
 
 async def test_calls_beyond_the_limit_wait_in_line(bus: Bus) -> None:

@@ -9,19 +9,19 @@ import grpc
 
 from penstock.bus.connection import Bus
 from penstock.errors import OverloadedError, UnavailableError
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
+from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2
-from tests.engine_processes import engine_process
-from tests.pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
-from tests.routers import Caller, router
-from tests.simulated_engine import SimulatedEngine
-from tests.simulated_pair import SimulatedDecode, SimulatedPrefill
-from tests.waiting import until
+from tests.support.router.pd_pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
+from tests.support.router.routers import Caller, router
+from tests.support.waiting import until
 
 
 async def test_a_prefill_replica_is_free_when_its_part_is_done_and_may_die_then(bus: Bus, run_name: str) -> None:
     """Its place is given back while the decode replica goes on; kill -9 after that costs the call nothing."""
     async with (
-        engine_process(bus, run_name, "p", role="prefill") as victim,
+        simulated_process(bus, run_name, "p", role="prefill") as victim,
         SimulatedDecode(bus, replica_id="d", token_s=0.02).running() as d,
         router(bus) as caller,
     ):
@@ -44,7 +44,7 @@ async def test_a_prefill_replica_that_is_killed_before_its_part_is_done_costs_th
 ) -> None:
     """The only decode replica is not blamed: it is given the call again, with another prefill replica and room."""
     async with (
-        engine_process(bus, run_name, "a-victim", role="prefill", delay_s=30.0) as victim,
+        simulated_process(bus, run_name, "a-victim", role="prefill", delay_s=30.0) as victim,
         SimulatedDecode(bus, replica_id="d", pair_timeout_s=20.0).running() as d,
         router(bus) as caller,
     ):
@@ -71,7 +71,7 @@ async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so
         pending = asyncio.ensure_future(caller.generate("s"))
         await until(lambda: d.num_running == first.num_running == 1, timeout_s=5.0)
         d.error = UnavailableError("the transfer failed")  # heard by the router as soon as the ticket is there
-        first.drop_tickets()
+        first.drop_passes()
         await first.stop_serving()
         d.error = None
         assert list((await asyncio.wait_for(pending, 5.0)).output_ids) == ids(4)
@@ -83,7 +83,7 @@ async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so
 async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_for(bus: Bus, run_name: str) -> None:
     """Its connection stands, and the decode replica is the first to give up; yet that is who goes on."""
     async with (
-        engine_process(bus, run_name, "a-frozen", role="prefill", delay_s=60.0) as frozen,
+        simulated_process(bus, run_name, "a-frozen", role="prefill", delay_s=60.0) as frozen,
         SimulatedDecode(bus, replica_id="d", pair_timeout_s=1.0).running() as d,
         router(bus, breaker={"failures": 1}) as caller,
     ):
@@ -102,7 +102,7 @@ async def test_a_decode_replica_that_is_killed_in_mid_stream_costs_nothing_deliv
     """Another goes on from the tokens, with the prefill replica that the session belongs to, in another room."""
     async with (
         SimulatedPrefill(bus, replica_id="p").running() as p,
-        engine_process(bus, run_name, "a-victim", role="decode", token_s=0.02) as victim,
+        simulated_process(bus, run_name, "a-victim", role="decode", token_s=0.02) as victim,
         router(bus) as caller,
     ):
         await caller.until_routable(2)

@@ -7,12 +7,12 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus, connect
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.testing.simulated_pd_pair import SimulatedDecode
 from penstock.v1 import common_pb2
-from tests.pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
-from tests.routers import failure, router
-from tests.simulated_engine import SimulatedEngine
-from tests.simulated_pair import SimulatedDecode
-from tests.waiting import until
+from tests.support.router.pd_pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
+from tests.support.router.routers import failure, router
+from tests.support.waiting import until
 
 
 async def test_a_pair_answers_as_one_engine(bus: Bus) -> None:

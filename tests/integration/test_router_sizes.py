@@ -7,8 +7,9 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.errors import PromptTooLongError
-from tests.routers import pool, router
-from tests.simulated_engine import FIRST_ID, SimulatedEngine
+from penstock.testing.answers import FIRST_ID
+from penstock.testing.simulated_engine import SimulatedEngine
+from tests.support.router.routers import pool, router
 
 
 async def test_prompts_go_where_they_fit(bus: Bus) -> None:

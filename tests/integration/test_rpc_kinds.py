@@ -11,7 +11,7 @@ import structlog
 from penstock import errors
 from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
-from tests.waiting import until
+from tests.support.waiting import until
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.reward_process import reward_process
+from tests.support.reward.process import reward_process
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 COMMAND = (PENSTOCK, "score", "--reward.workers=1")

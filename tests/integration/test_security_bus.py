@@ -20,9 +20,9 @@ from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import AccessError, ConfigError, SetupError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
-from tests.certificates import security_of
-from tests.strangers import TOKEN, WRONG
-from tests.waiting import until
+from tests.support.certificates import security_of
+from tests.support.strangers import TOKEN, WRONG
+from tests.support.waiting import until
 
 
 async def enter(url: str, security: Security, *, timeout_s: float = 5.0) -> None:

@@ -14,8 +14,8 @@ from penstock.errors import ConfigError
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
 from penstock.runtime.security import Security
-from tests.certificates import security_of
-from tests.strangers import TOKEN, WRONG, assert_http_is_closed
+from tests.support.certificates import security_of
+from tests.support.strangers import TOKEN, WRONG, assert_http_is_closed
 
 KNOWN = {"Authorization": f"Bearer {TOKEN}"}
 

@@ -13,9 +13,9 @@ import pytest
 from penstock import config as configuration
 from penstock.config import SecurityConfig
 from services.recipe import Recipe
-from tests.certificates import PAGE, security_of
-from tests.reward_process import RewardProcess, reward_process
-from tests.strangers import TOKEN
+from tests.support.certificates import PAGE, security_of
+from tests.support.reward.process import RewardProcess, reward_process
+from tests.support.strangers import TOKEN
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 LINE = '{"id": 1, "gold": "5", "response": "so \\\\boxed{5}"}\n'

@@ -17,9 +17,9 @@ from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
 from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security
 from penstock.v1 import router_pb2, router_pb2_grpc
-from tests.certificates import security_of
 from tests.sockets import options_of_accepted
-from tests.strangers import SERVING, TOKEN, WRONG, ask, assert_rpc_is_closed
+from tests.support.certificates import security_of
+from tests.support.strangers import SERVING, TOKEN, WRONG, ask, assert_rpc_is_closed
 
 SERVICE = "penstock.v1.RouterService"
 METHOD = f"/{SERVICE}/ListReplicas"

@@ -23,6 +23,7 @@ from penstock.http.app import make_app
 from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer
 from penstock.runtime.security import Security
+from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc
 from services.reward.config import RemoteConfig, RewardConfig
 from services.reward.item import Item
@@ -32,10 +33,9 @@ from services.reward.verdict import Status
 from services.router.config import RouterConfig
 from services.router.server import routing
 from services.trainer.telemetry.progress import Progress, TrainerServicer
-from tests.certificates import security_of
-from tests.reward_service import EASY, item_of
-from tests.simulated_engine import SimulatedEngine
-from tests.strangers import TOKEN, WRONG, assert_http_is_closed, assert_rpc_is_closed
+from tests.support.certificates import security_of
+from tests.support.reward.service import EASY, item_of
+from tests.support.strangers import TOKEN, WRONG, assert_http_is_closed, assert_rpc_is_closed
 
 GENERATE = "/penstock.v1.GenerateService/Generate"
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Hashable, Iterator
+from collections.abc import AsyncIterator, Generator, Hashable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ async def _session_loop() -> None:
     global _loop
     _loop = asyncio.get_running_loop()
     with for_the_session():
-        grpc.aio.init_grpc_aio()  # or else each test would start and end its threads
+        grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # or else each test would start and end its threads
         multiprocessing.resource_tracker.ensure_running()
 
 
@@ -86,7 +86,7 @@ async def nothing_left_behind(request: pytest.FixtureRequest, _session_loop: Non
         await asyncio.sleep(0.01)
 
 
-def _left(before: set[Hashable]) -> list[str]:
+def _left(before: Set[Hashable]) -> list[str]:
     known = {*before, *_of_session, asyncio.current_task()}
     left = {key: words for key, words in _holdings().items() if words and key not in known}
     if left:

@@ -19,7 +19,7 @@ from penstock.records import Group, Sample, Verdict, VersionSpan
 from services.trainer.policy.batch import GroupReader, ModelTokens
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.packing import pad, plan_micro_batches
-from tests.train_groups import BETWEEN, make_group, num_placeholders, picture
+from tests.support.trainer.groups import BETWEEN, make_group, num_placeholders, picture
 
 
 @pytest.fixture(scope="module")

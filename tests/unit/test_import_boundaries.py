@@ -30,6 +30,12 @@ def test_penstock_imports_nothing_of_the_services() -> None:
     assert {found for found in _imports("penstock") if _is_within(found[1], "services")} == set()
 
 
+@pytest.mark.parametrize("folder", ["penstock", "services", "bench"])
+def test_nothing_but_tests_imports_tests(folder: str) -> None:
+    """What tests and benchmarks share is in penstock.testing and services.rollout.testing."""
+    assert {found for found in _imports(folder) if _is_within(found[1], "tests")} == set()
+
+
 @pytest.mark.parametrize("service", _SERVICES)
 def test_a_service_imports_penstock_and_itself(service: str) -> None:
     """Services meet on the wire only: none imports another."""

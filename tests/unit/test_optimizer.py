@@ -19,7 +19,7 @@ from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.optimizer import PolicyOptimizer, warmup_factor
 from services.trainer.policy.packing import pad
 from services.trainer.policy.policy_model import load_policy
-from tests.train_groups import make_group, picture
+from tests.support.trainer.groups import make_group, picture
 
 
 def config(**changes: Any) -> TrainerConfig:

@@ -14,7 +14,7 @@ from services.trainer.policy.batch import GroupReader, ModelTokens, TrainSequenc
 from services.trainer.policy.images import ImagePatcher
 from services.trainer.policy.packing import MicroBatch, pad
 from services.trainer.policy.policy_model import PolicyModel, load_policy
-from tests.train_groups import make_group, picture
+from tests.support.trainer.groups import make_group, picture
 
 TEMPERATURE = 0.7
 

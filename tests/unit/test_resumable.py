@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import NotReadyError, PenstockError
+from penstock.testing.answers import chunk_of
 from penstock.v1 import common_pb2, generate_pb2
-from tests.simulated_engine import chunk_of
 
 PROMPT = [5, 6, 7]
 

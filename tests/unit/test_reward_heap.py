@@ -9,7 +9,7 @@ import pytest
 
 from services.reward import heap
 from services.reward.places import Places
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def test_a_block_between_others_is_given_back() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.value_profiles import is_right
+from tests.support.reward.value_profiles import is_right
 
 
 @pytest.mark.parametrize(

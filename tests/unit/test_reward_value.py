@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.reward.profiles.profile import Undecided
 from services.reward.verdict import Finding, Method, Status
-from tests.value_profiles import PROFILES, is_right, verify
+from tests.support.reward.value_profiles import PROFILES, is_right, verify
 
 
 @pytest.mark.parametrize(

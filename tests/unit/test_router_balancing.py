@@ -20,7 +20,7 @@ from services.router.balancing.affinity import AffinityBalancer, Sessions
 from services.router.balancing.pool_view import is_overloaded
 from services.router.config import Balancing
 from services.router.tuning import Tuning
-from tests.replica_statuses import (
+from tests.support.router.replica_statuses import (
     DECODE,
     DRAINING,
     PREFILL,

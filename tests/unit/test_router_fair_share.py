@@ -8,7 +8,7 @@ import pytest
 from services.router.balancing import Query
 from services.router.balancing.affinity import AffinityBalancer
 from services.router.balancing.fair_share import FairShare
-from tests.replica_statuses import DRAINING, Fleet, described, replica
+from tests.support.router.replica_statuses import DRAINING, Fleet, described, replica
 
 SIZES = {"a": 8, "b": 16, "c": 32, "d": 8, "e": 16, "f": 32}
 

@@ -6,7 +6,17 @@ from services.router.balancing import Query, UnroutableReason, make_balancer
 from services.router.balancing.affinity import AffinityBalancer
 from services.router.config import Balancing
 from services.router.tuning import Tuning
-from tests.replica_statuses import DECODE, DRAINING, PREFILL, UPDATING, Described, Fleet, chosen, described, replica
+from tests.support.router.replica_statuses import (
+    DECODE,
+    DRAINING,
+    PREFILL,
+    UPDATING,
+    Described,
+    Fleet,
+    chosen,
+    described,
+    replica,
+)
 
 
 def peer(replica_id: str, role: int, **fields) -> Described:

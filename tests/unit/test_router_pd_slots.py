@@ -16,7 +16,7 @@ from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
 from services.router.tuning import BreakerTuning, LimitTuning, Tuning
 from services.router.wait_queue import Ticket
-from tests.replica_statuses import (
+from tests.support.router.replica_statuses import (
     BROKEN,
     DECODE,
     DRAINING,

@@ -5,9 +5,9 @@ import tracemalloc
 import pytest
 
 from penstock.errors import InvalidRequestError, PenstockError
+from penstock.testing.answers import chunk_of, logprob_of
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.resumable_stream import ResumableStream, read_query
-from tests.simulated_engine import chunk_of, logprob_of
 
 REQUEST = generate_pb2.GenerateRequest(
     request_id="r",

@@ -14,7 +14,7 @@ from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
 from services.router.tuning import LimitTuning, Tuning
 from services.router.wait_queue import Ticket
-from tests.replica_statuses import replica, slot_pool
+from tests.support.router.replica_statuses import replica, slot_pool
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
-from tests.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
+from tests.support.weights.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
 
 
 @pytest.fixture(autouse=True)

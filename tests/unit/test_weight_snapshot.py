@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.rollout.testing.simulated_replica import SHAPES, weights_of
 from services.trainer.policy.policy_model import load_policy
 from services.trainer.weight_sync import snapshot
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from tests.publishing import digests
-from tests.simulated_replica import SHAPES, weights_of
+from tests.support.weights.publishing import digests
 
 
 def test_a_snapshot_is_a_copy() -> None:

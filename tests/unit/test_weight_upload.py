@@ -12,7 +12,7 @@ from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, U
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_READY
 from services.rollout.engine.sglang_plugin.transports import DeltaTransport
-from tests.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
+from tests.support.weights.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
 
 
 def chunks_of(data: bytes, size: int = 3, **changed: Any) -> AsyncIterator[rollout_pb2.SendWeightsRequest]:

@@ -12,9 +12,9 @@ from openai import AsyncOpenAI
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.model.chat_template import Renderer
-from tests.openai_stage import MODEL_PATH, Stage
-from tests.router_process import router_process
-from tests.simulated_speaker import SimulatedSpeaker
+from penstock.testing.simulated_engine import SimulatedEngine
+from tests.support.router.openai_stage import MODEL_PATH, Stage
+from tests.support.router.process import router_process
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ async def whole_stage(nats_url: str, renderer: Renderer) -> AsyncIterator[Stage]
         bus = await stack.enter_async_context(connect(BusConfig(url=nats_url, lease_ttl_s=5.0), run=run))
         engines = [
             await stack.enter_async_context(
-                SimulatedSpeaker(bus, replica_id=f"r{index}", policy_version=3 + index).running()
+                SimulatedEngine(bus, replica_id=f"r{index}", policy_version=3 + index).running()
             )
             for index in range(2)
         ]

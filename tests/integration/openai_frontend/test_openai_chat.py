@@ -10,8 +10,8 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.records import ImagePart, Message, TextPart
-from tests.openai_stage import END_ID, HI, PNG, Stage, data_url
-from tests.waiting import until
+from tests.support.router.openai_stage import END_ID, HI, PNG, Stage, data_url
+from tests.support.waiting import until
 
 TEXT = "Héllo 😀 日本語\n"
 

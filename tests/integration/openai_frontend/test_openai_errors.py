@@ -15,6 +15,8 @@ from penstock.bus.connection import Bus
 from penstock.config import BusConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError
 from penstock.model.chat_template import Renderer
+from penstock.testing.answers import Saying
+from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2
 from services.router.config import OpenAIConfig, RouterConfig, RouterSettings
 from services.router.frontends.openai import event_stream
@@ -23,10 +25,9 @@ from services.router.frontends.openai.parsed_request import Reader
 from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest
 from services.router.frontends.openai.server import ChatBackend
 from services.router.server import routing, serve
-from tests.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
-from tests.simulated_speaker import SimulatedSpeaker
-from tests.speaking_engine import free_port
-from tests.waiting import until
+from tests.support.router.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
+from tests.support.waiting import until
+from tests.support.worker.prompts import free_port
 
 
 def shown(url: str, role: str = "user", **fields: Any) -> dict[str, Any]:
@@ -210,7 +211,7 @@ async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
     port = free_port()
     config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=1.0, model="slow"))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
-    async with SimulatedSpeaker(bus, delay_s=60.0).running() as engine, routing(config, bus, backend=backend):
+    async with SimulatedEngine(bus, delay_s=60.0).running() as engine, routing(config, bus, backend=backend):
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
             with pytest.raises(openai.InternalServerError) as caught:
                 await client.chat.completions.create(model="slow", messages=HI)
@@ -232,7 +233,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
     body = json.dumps({**fields, "max_tokens": 300}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(SimulatedSpeaker(bus, says=[5] * 1000).running())
+        engine = await stack.enter_async_context(SimulatedEngine(bus, answer=Saying([5] * 1000)).running())
         server = await stack.enter_async_context(routing(config, bus, backend=backend))
         client = stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)

@@ -12,7 +12,7 @@ import pytest
 
 from services.router.config import OpenAIConfig
 from services.router.frontends.openai.schemas import REFUSED, ChatRequest, CompletionRequest
-from tests.openai_stage import PNG, Stage
+from tests.support.router.openai_stage import PNG, Stage
 
 PAGE = (Path(__file__).parents[3] / "docs/openai.md").read_text()
 

@@ -16,7 +16,7 @@ from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
 from penstock.errors import UnavailableError
 from penstock.records import RecordedCall, Verdict, VersionSpan
-from tests.openai_stage import HI, PNG, Stage, data_url
+from tests.support.router.openai_stage import HI, PNG, Stage, data_url
 
 RECORD = {"record": True}
 

@@ -9,11 +9,13 @@ from transformers import AutoTokenizer
 
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig, ModelConfig, RunConfig, SamplingConfig
+from penstock.testing.answers import SpanningAPush
+from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.worker.config import WorkerConfig
-from tests.speaking_engine import ANSWER, SpeakingEngine
+from tests.support.worker.prompts import ANSWER
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +26,11 @@ async def reward_address() -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def engine(bus: Bus, tiny_model_path: Path) -> AsyncIterator[SpeakingEngine]:
+async def engine(bus: Bus, tiny_model_path: Path) -> AsyncIterator[SimulatedEngine]:
     """An engine that gives the right answer, as policy version 4 and then 5."""
-    engine = SpeakingEngine(bus, policy_version=4)
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
-    engine.answer_ids = tokenizer(ANSWER + "<|im_end|>", add_special_tokens=False).input_ids
-    async with engine.running():
+    answer = SpanningAPush(tokenizer(ANSWER + "<|im_end|>", add_special_tokens=False).input_ids)
+    async with SimulatedEngine(bus, answer=answer, policy_version=4).running() as engine:
         yield engine
 
 

@@ -10,6 +10,7 @@ from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
 from penstock.records.group import NUM_DELIVERIES_HEADER
+from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.reward import server as reward_server
@@ -20,10 +21,10 @@ from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.prompt_handler import PromptHandler
 from services.router import server as router_server
 from services.router.config import RouterConfig
-from tests.speaking_engine import (
+from tests.support.waiting import until
+from tests.support.worker.prompts import (
     ANSWER,
     PICTURE,
-    SpeakingEngine,
     count,
     free_port,
     make_prompt,
@@ -31,11 +32,10 @@ from tests.speaking_engine import (
     until_done,
     working,
 )
-from tests.waiting import until
 
 
 async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str, tiny_model_path: Path
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str, tiny_model_path: Path
 ) -> None:
     """Ids, logprobs, versions and pictures arrive as the engine and the data set gave them."""
     port = free_port()
@@ -55,11 +55,11 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     assert [image.data for image in request.images] == [PICTURE]
     assert {call.session_id for call in engine.requests} == {f"{run_name}/0/0/a/0", f"{run_name}/0/0/a/1"}
     renderer = Renderer.load(tiny_model_path)
-    num_own = len(engine.answer_ids)
+    num_own = len(engine.answer.ids)
     for sample in group.samples:
         assert sample.token_ids.tolist() == [
             *renderer.render_prompt(prompt.messages, num_images=1),
-            *engine.answer_ids,
+            *engine.answer.ids,
         ]
         assert sample.loss_mask.tolist() == [False] * len(request.input_ids) + [True] * num_own
         assert sample.logprobs[sample.loss_mask].tolist() == [-0.5] * num_own
@@ -72,7 +72,7 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
 
 
 async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_once(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The prompt is delivered and played again, and the bus keeps the first group."""
     recipe = make_recipe(engine.replica.address)
@@ -100,7 +100,7 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
 
 
 async def test_a_group_says_how_often_its_prompt_was_delivered(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """So the trainer can count what was sampled more than once."""
     recipe = make_recipe(engine.replica.address)
@@ -116,7 +116,7 @@ async def test_a_group_says_how_often_its_prompt_was_delivered(
 
 
 async def test_a_router_that_is_down_and_comes_back_loses_nothing(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """First inside one try, then over several tries of the prompt."""
     port = free_port()
@@ -125,8 +125,7 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
     async with working(recipe):
         await asyncio.sleep(2.5)
         assert await count(bus, bus.groups) == 0
-        late = SpeakingEngine(bus, policy_version=4, port=port)
-        late.answer_ids = engine.answer_ids
+        late = SimulatedEngine(bus, answer=engine.answer, policy_version=4, port=port)
         async with late.running():
             [group] = await until_done(bus, 1)
             assert group.error == ""
@@ -138,7 +137,7 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
 
 
 async def test_a_reward_service_that_is_down_and_comes_back_loses_nothing(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The played episodes wait for their verdict; they are not played again."""
     port = free_port()

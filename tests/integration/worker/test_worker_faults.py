@@ -10,9 +10,10 @@ from penstock.bus.connection import Bus
 from penstock.errors import InvalidRequestError, PoisonError, UnavailableError
 from penstock.records import Prompt
 from penstock.records.codec import decode
+from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
-from tests.speaking_engine import (
-    SpeakingEngine,
+from tests.support.waiting import until
+from tests.support.worker.prompts import (
     count,
     make_prompt,
     publish,
@@ -20,11 +21,10 @@ from tests.speaking_engine import (
     until_done,
     working,
 )
-from tests.waiting import until
 
 
 async def test_a_prompt_that_can_never_be_played_is_reported_and_buried_at_once(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The trainer gets the reason as a group, a person gets the prompt as a dead letter, the queue goes on."""
     engine.error = InvalidRequestError("image 0 cannot be read")
@@ -52,7 +52,7 @@ async def test_a_prompt_that_can_never_be_played_is_reported_and_buried_at_once(
 )
 async def test_faults_of_the_data_fail_the_group_with_their_reason(
     bus: Bus,
-    engine: SpeakingEngine,
+    engine: SimulatedEngine,
     make_recipe: Callable[..., Recipe],
     run_name: str,
     changes: dict[str, Any],
@@ -67,7 +67,7 @@ async def test_faults_of_the_data_fail_the_group_with_their_reason(
 
 
 async def test_garbage_on_the_queue_is_buried(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """It goes to the dead letters, and on to the trainer, whom its id tells which group will not come."""
     await bus.publish(bus.prompts, b"\xc1 garbage", message_id=f"{run_name}/7/0/a")
@@ -81,7 +81,7 @@ async def test_garbage_on_the_queue_is_buried(
 
 
 async def test_a_prompt_that_fails_again_and_again_is_given_up(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """After max_deliveries tries, each cut off by wait_timeout_s, the trainer is told."""
     engine.error = UnavailableError("the engine is broken")
@@ -93,7 +93,7 @@ async def test_a_prompt_that_fails_again_and_again_is_given_up(
 
 
 async def test_a_turn_that_takes_too_long_ends_its_sample_and_nothing_is_drawn_again(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The group holds the tokens that came, after one delivery; the engine stops generating."""
     engine.hang_after = 2
@@ -107,7 +107,7 @@ async def test_a_turn_that_takes_too_long_ends_its_sample_and_nothing_is_drawn_a
 
 
 async def test_a_prompt_that_breaks_every_replica_is_buried_at_once(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """One delivery and one call for each sample: what broke three replicas is not sent to more."""
     engine.error = PoisonError("given up after 3 replicas failed")
@@ -120,7 +120,7 @@ async def test_a_prompt_that_breaks_every_replica_is_buried_at_once(
 
 
 async def test_a_prompt_that_finds_no_replica_in_time_is_put_back_and_cancelled(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The engine is not left generating for it; the next try succeeds."""
     engine.delay_s = 60.0

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 from penstock.runtime.health import health_of
 from penstock.runtime.ports import free_ports
+from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
-from tests.speaking_engine import SpeakingEngine, working
+from tests.support.worker.prompts import working
 
 
 async def test_a_worker_is_healthy_as_long_as_it_takes_prompts(
-    engine: SpeakingEngine, make_recipe: Callable[..., Recipe]
+    engine: SimulatedEngine, make_recipe: Callable[..., Recipe]
 ) -> None:
     """SERVING from when it listens to the queue; nobody is there when it has ended."""
     (port,) = free_ports(1)

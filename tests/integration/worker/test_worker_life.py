@@ -9,20 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.bus.connection import Bus
+from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
-from tests.speaking_engine import (
-    SpeakingEngine,
+from tests.support.waiting import until
+from tests.support.worker.prompts import (
     count,
     make_prompt,
     publish,
     until_done,
     working,
 )
-from tests.waiting import until
 
 
 async def test_a_worker_killed_while_playing_loses_nothing(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str, tmp_path: Path
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str, tmp_path: Path
 ) -> None:
     """kill -9 in the middle: the prompts go to the next worker, and each group is published once."""
     engine.delay_s = 60.0
@@ -31,7 +31,7 @@ async def test_a_worker_killed_while_playing_loses_nothing(
     config.write_text(recipe.model_dump_json())
     for index in range(3):
         await publish(bus, make_prompt(run_name, index))
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.worker_process", str(config))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.worker.process", str(config))
     await until(lambda: engine.num_running == 6, timeout_s=60)
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
@@ -45,7 +45,7 @@ async def test_a_worker_killed_while_playing_loses_nothing(
 
 
 async def test_workers_share_the_queue_and_play_each_prompt_once(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """Two workers, twelve prompts, twelve groups."""
     engine.delay_s = 0.1
@@ -60,7 +60,7 @@ async def test_workers_share_the_queue_and_play_each_prompt_once(
 
 
 async def test_a_long_group_is_kept_alive_and_played_once(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """Longer than ack_wait_s (1 s here): signs of life keep the prompt from being delivered to another worker."""
     engine.delay_s = 3.0
@@ -72,7 +72,7 @@ async def test_a_long_group_is_kept_alive_and_played_once(
 
 
 async def test_a_worker_that_stops_finishes_what_it_can(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """Within the grace period groups in hand are published."""
     engine.delay_s = 1.0
@@ -84,7 +84,7 @@ async def test_a_worker_that_stops_finishes_what_it_can(
 
 
 async def test_a_worker_that_stops_puts_back_at_once_what_it_cannot_finish(
-    bus: Bus, engine: SpeakingEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The engine's requests are cancelled, and another worker has the prompt without waiting for the ack deadline."""
     engine.delay_s = 60.0

@@ -6,12 +6,12 @@ loaded by one thread, as SGLang loads them in its one scheduler. It can be told 
 
 import asyncio
 import multiprocessing
-import multiprocessing.forkserver as forkserver
 import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,8 +28,7 @@ from penstock.weights import shared_memory
 from penstock.weights.digest import tensor_digests
 from services.rollout.engine.servicers import RolloutServicer
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
-from tests.simulated_sink import Fault, Faults, MemorySink, Shapes
-from tests.support.leftovers import for_the_session
+from services.rollout.testing.memory_sink import Fault, Faults, MemorySink, Shapes
 
 POINTS = ("GetReplica", "PrepareWeights", "SendWeights", "PauseGeneration", "ReceiveWeights", "VerifyWeights",
     "CommitWeights", "ResumeGeneration", "AbortWeights")  # fmt: skip
@@ -72,7 +71,7 @@ class _Options:
     run: str
     lease_ttl_s: float
     replica_id: str
-    state: int
+    state: common_pb2.ReplicaState.ValueType
     faults: dict[str, Fault]
     group_timeout_s: float
     reported_id: str
@@ -200,7 +199,8 @@ class SimulatedReplica:
 
     async def report(self) -> Report:
         """What it says of itself now."""
-        return await self._ask("report", None)
+        report: Report = await self._ask("report", None)
+        return report
 
     async def set_faults(self, **faults: Fault) -> None:
         """From now on these, and none of before."""
@@ -226,12 +226,18 @@ class SimulatedReplica:
         return self._control.recv()
 
 
+def start_forkserver() -> None:
+    """Start the process that replicas are forked from, which imports torch once for all. It stays to the end."""
+    forkserver.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
+
+
 @asynccontextmanager
 async def simulated_replica(
     bus: Bus,
     *,
     replica_id: str = "",
-    state: int = 0,
+    state: common_pb2.ReplicaState.ValueType = common_pb2.REPLICA_STATE_UNSPECIFIED,
     group_timeout_s: float = 20.0,
     reported_id: str = "",
     port: int = 0,
@@ -245,10 +251,8 @@ async def simulated_replica(
     With `audits` it notes the digests of what it holds whenever it begins to serve, which reads every byte; `elsewhere`
     it takes itself to be on another machine than the trainer.
     """
+    start_forkserver()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once for all
-    with for_the_session():
-        forkserver.ensure_running()
     mine, its = context.Pipe()
     options = _Options(
         url=bus.config.url, run=bus.prompts.name.removesuffix("_PROMPTS"), lease_ttl_s=bus.config.lease_ttl_s,

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-STORED = Path(__file__).parents[2] / "shared" / "reward" / "hostile.jsonl"
-
 
 class HostileItem(NamedTuple):
     """A response that is wrong, or no answer at all, unless `may_be_right`."""
@@ -16,11 +14,11 @@ class HostileItem(NamedTuple):
     may_be_right: bool = False
 
 
-def stored_items() -> list[HostileItem]:
-    """The lines of the stored file; none if it is missing."""
-    if not STORED.is_file():
+def stored_items(path: Path) -> list[HostileItem]:
+    """The lines of a JSON Lines file; none if it is missing."""
+    if not path.is_file():
         return []
-    rows = [json.loads(line) for line in STORED.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     harmless = ("200k boxed", "NUL", "lone surrogate", "RTL", "1MB prose", "1MB latex", "1MB dollars", "1MB backslash")
     return [
         HostileItem(

@@ -1,48 +1,37 @@
-"""An engine without a model, for tests of what talks to engines: real gRPC, a real lease, made-up tokens.
+"""An engine without a model: real gRPC, a real lease, made-up tokens."""
 
-It answers with ids 1000, 1001, 1002, ..., goes on after them where a prompt ends with some, and counts what happens to
-it. In a process of its own, to be killed: `python -m tests.simulated_engine --url=nats://... --run=NAME --replica-id=ID
-[--delay-s=1] [--token-s=0.1] [--die-after=5]`; it prints its address once it serves.
-"""
-
-import argparse
 import asyncio
 import os
 import signal
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Self
 
-from google.protobuf import json_format
-
 from penstock.bus import leases
-from penstock.bus.connection import Bus, connect
-from penstock.config import BusConfig, LogConfig
+from penstock.bus.connection import Bus
+from penstock.bus.replica_lease import write_replica
 from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
-from penstock.telemetry import log
+from penstock.testing.answers import Answer, chunk_of, counting
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-
-FIRST_ID = 1000
-"""What it answers first; ids of prompts are below."""
 
 _CHUNK_INTERVAL_S = 0.25
 
 
 class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grpc.RolloutServiceServicer):
-    """One engine; change `delay_s`, `error`, what else goes wrong and, with `update`, its lease while it runs."""
+    """One engine. Its answer, its delays and what goes wrong may be changed while it runs; its lease by `update`."""
 
     def __init__(
         self,
         bus: Bus,
         *,
+        answer: Answer = counting,
         replica_id: str = "",
         policy_version: int = 0,
-        state: int = common_pb2.REPLICA_STATE_READY,
+        state: common_pb2.ReplicaState.ValueType = common_pb2.REPLICA_STATE_READY,
         max_running: int = 8,
         delay_s: float = 0.0,
         token_s: float = 0.0,
@@ -53,24 +42,27 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         die_after: int | None = None,
         port: int = 0,
         security: Security | None = None,
+        tells_load: bool = False,
     ) -> None:
-        """Make one.
+        """Prepare an engine.
 
         Args:
             bus: Where its lease is kept.
+            answer: What it answers.
             replica_id: Its name; empty makes one up.
-            policy_version: That it serves.
-            state: That its lease tells.
-            max_running: That its lease tells.
-            delay_s: How long a call waits before its first token, or before `error`.
-            token_s: How long each token of a stream takes.
-            error: What every call fails with, before its first token.
-            fail_after: After so many tokens a stream sends what it has and ends with `fail_with`.
-            fail_with: None: UNAVAILABLE.
-            hang_after: After so many tokens a stream sends what it has and then nothing more.
-            die_after: After so many tokens of a stream the process is killed.
-            port: To listen on; 0 takes any.
+            policy_version: The version that it serves.
+            state: The state that its lease shows.
+            max_running: The number of calls at once that its lease shows.
+            delay_s: Seconds before the first token of a call, or before `error`.
+            token_s: Seconds for each token of a stream.
+            error: Every call fails with it, before its first token.
+            fail_after: After this many tokens a stream sends what it has and ends with `fail_with`.
+            fail_with: None means UNAVAILABLE.
+            hang_after: After this many tokens a stream sends what it has and then nothing more.
+            die_after: After this many tokens of a stream the process is killed.
+            port: Port to listen on; 0 takes any free one.
             security: What it asks of callers.
+            tells_load: Whether its lease shows how many calls it has, as those of real engines do.
         """
         self.replica = common_pb2.Replica(
             replica_id=replica_id or f"engine-{uuid.uuid4().hex[:8]}",
@@ -79,6 +71,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             policy_version=policy_version,
             max_running=max_running,
         )
+        self.answer = answer
         self.delay_s = delay_s
         self.token_s = token_s
         self.error = error
@@ -96,14 +89,17 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self._security = security
         self._bus = bus
         self._port = port
+        self._tells_load = tells_load
         self._server: RpcServer | None = None
         self._lease: leases.Lease | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._refusing = False
         self._handing_over = False
 
     @property
     def replica_id(self) -> str:
-        """Its name."""
+        """The engine's name in its lease."""
         return self.replica.replica_id
 
     async def Generate(  # noqa: N802 - gRPC's name
@@ -113,44 +109,45 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         with self._counted(request, context):
             await self._delay(request)
             self.num_answered += 1
-            return self._answer(request)
+            return self.answer(request, self.replica)
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """The same, token by token."""
+        """Answer token by token."""
         self.num_streams += 1
         with self._counted(request, context):
             await self._delay(request)
-            answer = self._answer(request)
-            async for first, end in self._pieces(len(answer.output_ids), max(1, request.chunk_tokens)):
+            answer = self.answer(request, self.replica)
+            async for first, end in self._chunks(len(answer.output_ids), max(1, request.chunk_tokens)):
                 yield chunk_of(answer, first, end)
             self.num_answered += 1
 
     async def GetReplica(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.GetReplicaRequest, context: Any
     ) -> rollout_pb2.GetReplicaResponse:
-        """What the lease tells."""
+        """Describe the replica as the lease does."""
         return rollout_pb2.GetReplicaResponse(replica=self.replica)
 
     async def DrainReplica(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.DrainReplicaRequest, context: Any
     ) -> rollout_pb2.DrainReplicaResponse:
-        """Refuse, say so in the lease, let calls finish for a while, hand over the streams that are left."""
+        """Refuse new calls, show that in the lease, let calls finish for `grace_s`, hand over the streams left."""
         self._refusing = True
         await self.update(state=common_pb2.REPLICA_STATE_DRAINING)
-        num_before, deadline = self.num_running, time.monotonic() + request.grace_s
-        while self.num_running and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        num_before = self.num_running
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.grace_s):
+                await self._idle.wait()
         num_left, self._handing_over = self.num_running, True
-        while self.num_running:
-            await asyncio.sleep(0.01)
+        await self._idle.wait()
         return rollout_pb2.DrainReplicaResponse(num_finished=num_before - num_left, num_handed_over=num_left)
 
     @contextmanager
     def _counted(self, request: generate_pb2.GenerateRequest, context: Any) -> Iterator[None]:
         self.num_calls += 1
         self.num_running += 1
+        self._idle.clear()
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining())
         try:
@@ -160,6 +157,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             raise
         finally:
             self.num_running -= 1
+            if not self.num_running:
+                self._idle.set()
 
     async def _delay(self, request: generate_pb2.GenerateRequest) -> None:
         if request.sampling.max_new_tokens < 1:
@@ -172,8 +171,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         if self.error is not None:
             raise self.error
 
-    async def _pieces(self, num_tokens: int, size: int) -> AsyncIterator[tuple[int, int]]:
-        """First and end of each chunk, when it is due."""
+    async def _chunks(self, num_tokens: int, size: int) -> AsyncIterator[tuple[int, int]]:
+        """First token and end of each chunk, when it is due."""
         sent, sent_at = 0, time.monotonic()
         for made in range(num_tokens):
             ends = made in (self.fail_after, self.hang_after) or self._handing_over
@@ -189,37 +188,20 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             await asyncio.sleep(self.token_s)
         yield sent, num_tokens
 
-    def _answer(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
-        first = FIRST_ID
-        if request.input_ids and request.input_ids[-1] >= FIRST_ID:
-            first = request.input_ids[-1] + 1
-        ids = list(range(first, first + request.sampling.max_new_tokens))
-        stops = [token for token in ids if token in request.sampling.stop_token_ids]
-        if stops:
-            ids = ids[: ids.index(stops[0]) + 1]
-        return generate_pb2.GenerateResponse(
-            output_ids=ids,
-            logprobs=[logprob_of(token) for token in ids],
-            version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=self.replica.policy_version)],
-            finish_reason=generate_pb2.FINISH_REASON_STOP if stops else generate_pb2.FINISH_REASON_LENGTH,
-            usage=generate_pb2.Usage(num_prompt_tokens=len(request.input_ids), num_output_tokens=len(ids)),
-            replica_id=self.replica_id,
-        )
-
     async def update(self, **fields: Any) -> None:
-        """Change fields of its Replica and renew the lease at once."""
+        """Change fields of the replica and renew the lease at once."""
         for name, value in fields.items():
             setattr(self.replica, name, value)
         assert self._lease is not None
         await self._lease.renew()
 
     async def stop_serving(self) -> None:
-        """Drop all calls and the port, as a crash does, but keep the lease."""
+        """Drop all calls and close the port, as a crash does, but keep the lease."""
         assert self._server is not None
         await self._server.drain(0.0)
 
     async def serve_again(self) -> None:
-        """After `stop_serving`, under the same address."""
+        """Serve again after `stop_serving`, at the same address."""
         self._port = int(self.replica.address.rpartition(":")[2])
         await self._serve()
 
@@ -242,69 +224,24 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
     async def running(self) -> AsyncIterator[Self]:
         """Serve and hold the lease during the context."""
         await self._serve()
-        ttl_s = self._bus.config.lease_ttl_s
-        bucket = await self._bus.bucket("replicas", ttl_s=ttl_s)
         try:
-            async with leases.held(bucket, self.replica_id, self._describe, ttl_s=ttl_s) as self._lease:
-                await self._lease.renew()
+            async with replica_lease(self._bus, self.replica_id, self._describe) as self._lease:
                 yield self
         finally:
             await self.stop_serving()
 
     def _describe(self) -> bytes:
-        return json_format.MessageToJson(self.replica, preserving_proto_field_name=True).encode()
+        if self._tells_load:
+            self.replica.num_running = min(self.num_running, self.replica.max_running)
+            self.replica.num_queued = self.num_running - self.replica.num_running
+        return write_replica(self.replica)
 
 
-def logprob_of(token: int) -> float:
-    """The logprob that it gives to an id: each has its own."""
-    return -(token - FIRST_ID + 1) / 64
-
-
-def chunk_of(response: generate_pb2.GenerateResponse, first: int, end: int) -> generate_pb2.GenerateChunk:
-    """The part of an answer from token `first` up to `end`, as a stream has it."""
-    chunk = generate_pb2.GenerateChunk(
-        output_ids=response.output_ids[first:end],
-        logprobs=response.logprobs[first:end],
-        replica_id=response.replica_id,
-    )
-    start = 0
-    for span in response.version_spans:
-        num_tokens = min(end, start + span.num_tokens) - max(first, start)
-        start += span.num_tokens
-        if num_tokens > 0:
-            chunk.version_spans.add(num_tokens=num_tokens, policy_version=span.policy_version)
-    if end == len(response.output_ids):
-        chunk.finish_reason = response.finish_reason
-    if first == 0 or end == len(response.output_ids):
-        chunk.usage.CopyFrom(response.usage)
-        chunk.usage.num_output_tokens = end
-    return chunk
-
-
-async def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--replica-id", required=True)
-    parser.add_argument("--delay-s", type=float, default=0.0)
-    parser.add_argument("--token-s", type=float, default=0.0)
-    parser.add_argument("--die-after", type=int, default=None)
-    parser.add_argument("--lease-ttl-s", type=float, default=1.0)
-    options = parser.parse_args()
-    log.configure(LogConfig(), service="simulated-engine")  # to standard error: standard output is for the address
-    async with connect(BusConfig(url=options.url, lease_ttl_s=options.lease_ttl_s), run=options.run) as bus:
-        engine = SimulatedEngine(
-            bus,
-            replica_id=options.replica_id,
-            delay_s=options.delay_s,
-            token_s=options.token_s,
-            die_after=options.die_after,
-        )
-        async with engine.running():
-            sys.stdout.write(f"{engine.replica.address}\n")
-            sys.stdout.flush()
-            await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(_main())
+@asynccontextmanager
+async def replica_lease(bus: Bus, replica_id: str, describe: Callable[[], bytes]) -> AsyncIterator[leases.Lease]:
+    """Hold a replica's lease during the context, with what `describe` returns; it is written on entry."""
+    ttl_s = bus.config.lease_ttl_s
+    bucket = await bus.bucket("replicas", ttl_s=ttl_s)
+    async with leases.held(bucket, replica_id, describe, ttl_s=ttl_s) as lease:
+        await lease.renew()
+        yield lease

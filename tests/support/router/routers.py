@@ -11,11 +11,12 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.rpc.channel import connect
+from penstock.testing.answers import FIRST_ID
+from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
 from services.router.tuning import BreakerTuning, LimitTuning, Tuning
-from tests.simulated_engine import FIRST_ID, SimulatedEngine
 
 
 class Caller:

@@ -12,11 +12,11 @@ from penstock.bus.leases import Watch, watched
 from penstock.v1 import common_pb2
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.shared_memory import SharedMemoryPool
+from services.rollout.testing.simulated_replica import SimulatedReplica, simulated_replica, weights_of
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.disk import WeightFileStore
-from tests.simulated_replica import SimulatedReplica, simulated_replica, weights_of
 
 QUICK_S = 3.0
 """A push that waits for no deadline: far less than any of them."""

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from penstock.bus.connection import Bus
+from penstock.testing.answers import FIRST_ID
+from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPeer, SimulatedPrefill
 from penstock.v1 import router_pb2
-from tests.routers import Caller, router
-from tests.simulated_engine import FIRST_ID
-from tests.simulated_pair import SimulatedDecode, SimulatedHalf, SimulatedPrefill
+from tests.support.router.routers import Caller, router
 
 CLOSED = router_pb2.BREAKER_STATE_CLOSED
 
@@ -26,7 +26,7 @@ async def until_idle(caller: Caller) -> None:
     await caller.until(lambda pool: not pool.num_waiting and not any(each.num_in_flight for each in pool.replicas))
 
 
-def assert_well_paired(halves: list[SimulatedHalf]) -> None:
+def assert_well_paired(halves: list[SimulatedPeer]) -> None:
     """No ticket was another's, and nobody waited for a partner in vain."""
     assert not any(half.num_mismatched for half in halves if isinstance(half, SimulatedDecode))
     assert not any(half.num_timed_out for half in halves)

@@ -12,9 +12,10 @@ from pathlib import Path
 import grpc
 
 from penstock.clients.resumable import ResumableTurn
+from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2
-from tests.engine_process import EngineProcess, Push, engine_process
-from tests.engine_reference import Reference
+from tests.support.engine.push import Push
+from tests.support.engine.reference import Reference
 
 Stream = AsyncIterator[generate_pb2.GenerateChunk]
 

@@ -1,4 +1,4 @@
-"""An engine that says what it is told, and prompts for a worker to play on it."""
+"""Prompts for a worker, and what becomes of them on the bus."""
 
 import asyncio
 import contextlib
@@ -9,35 +9,13 @@ from typing import Any
 from penstock.bus.connection import Bus, Stream
 from penstock.records import Group, ImagePart, Message, Prompt, TextPart
 from penstock.records.codec import decode, encode
-from penstock.v1 import common_pb2, generate_pb2
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
-from tests.simulated_engine import SimulatedEngine
 
 # A palette PNG's beginning, a byte of every value, and \r\n: whatever a file may hold must arrive as it is.
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) + b"PLTE"
 ANSWER = "The answer is \\boxed{3}"
-
-
-class SpeakingEngine(SimulatedEngine):
-    """Answers with `answer_ids`, and stops by itself."""
-
-    answer_ids: list[int]
-
-    def _answer(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
-        ids = self.answer_ids
-        return generate_pb2.GenerateResponse(
-            output_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            version_spans=[
-                common_pb2.VersionSpan(num_tokens=1, policy_version=self.replica.policy_version),
-                common_pb2.VersionSpan(num_tokens=len(ids) - 1, policy_version=self.replica.policy_version + 1),
-            ],
-            finish_reason=generate_pb2.FINISH_REASON_STOP,
-            usage=generate_pb2.Usage(num_prompt_tokens=99, num_cached_tokens=5, num_output_tokens=len(ids)),
-            replica_id=self.replica_id,
-        )
 
 
 def free_port() -> int:

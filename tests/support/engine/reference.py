@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw
 
 from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id
+from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2
-from tests.engine_process import EngineProcess
 
 TOLERANCE = 1e-4
 START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367

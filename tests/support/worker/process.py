@@ -1,4 +1,4 @@
-"""A worker in a process of its own, to be killed: `python -m tests.worker_process recipe.json`."""
+"""A worker in a process of its own, to be killed: `python -m tests.support.worker.process recipe.json`."""
 
 import sys
 from pathlib import Path

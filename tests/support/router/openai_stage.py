@@ -14,11 +14,12 @@ from openai import AsyncOpenAI
 from penstock.bus.connection import Bus
 from penstock.model.chat_template import Renderer
 from penstock.rpc.channel import connect
+from penstock.testing.answers import Saying
+from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, router_pb2, router_pb2_grpc
-from tests.router_process import RouterProcess
-from tests.simulated_speaker import SimulatedSpeaker
+from tests.support.router.process import RouterProcess
 
-MODEL_PATH = Path(__file__).parents[1] / "models/tiny-qwen3-vl"
+MODEL_PATH = Path(__file__).parents[3] / "models/tiny-qwen3-vl"
 END_ID = 356
 """<|im_end|>"""
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -37,7 +38,7 @@ class Stage:
 
     run: str
     bus: Bus
-    engines: Sequence[SimulatedSpeaker]
+    engines: Sequence[SimulatedEngine]
     routers: Sequence[RouterProcess]
     renderer: Renderer
     clients: Sequence[AsyncOpenAI] = ()
@@ -52,7 +53,7 @@ class Stage:
         """Have both engines say `text` and end; returns the ids."""
         ids = [*self.renderer.render_text(text), END_ID]
         for engine in self.engines:
-            engine.says = ids
+            engine.answer = Saying(ids)
         return ids
 
     @property

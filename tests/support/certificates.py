@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.config import SecurityConfig
 from penstock.runtime.security import Security
 
-PAGE = (Path(__file__).parents[1] / "docs/security.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
 
 
 def make_certificates(folder: Path) -> SecurityConfig:
