@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats.js import api
 
 from penstock.bus.connection import Bus, Stream
+from penstock.bus.dead_letters import letter_headers
 from penstock.bus.failures import BUS_ERRORS, describe, setting_up
 from penstock.bus.pull import NO_MESSAGES, PullRequests
 from penstock.runtime.process import end_task
@@ -30,7 +31,6 @@ _LOOK_EVERY_S = 3.0
 _HEARTBEATS_PER_ACK_WAIT = 3
 _HEARTBEATS_AT_ONCE = 256
 """Between so many heartbeats other tasks of the process get their turn."""
-_MAX_REASON_BYTES = 2000
 
 
 class Delivery:
@@ -78,11 +78,7 @@ class Delivery:
             self._bus.dead,
             self.payload,
             message_id=f"dead/{self._stream.name}/{self._sequence}",
-            headers={
-                "Penstock-Reason": _header(reason),
-                "Penstock-Subject": self._stream.subject,
-                "Penstock-Message-Id": self.message_id,
-            },
+            headers=letter_headers(reason=reason, subject=self._stream.subject, message_id=self.message_id),
         )
 
     async def heartbeat(self) -> None:
@@ -96,11 +92,6 @@ class Delivery:
             await pending
         except BUS_ERRORS as error:
             log.warning("message.settle_failed", message_id=self.message_id, error=describe(error))
-
-
-def _header(text: str) -> str:
-    """The text on one line of ASCII, which is all that nats-py reads back as it was."""
-    return " ".join(text.split()).encode("ascii", "backslashreplace")[:_MAX_REASON_BYTES].decode()
 
 
 class Consumer:

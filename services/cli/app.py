@@ -13,7 +13,7 @@ from typer.exceptions import TyperException
 
 from penstock.errors import PenstockError, UserError
 from penstock.runtime import process
-from services.cli import replicas
+from services.cli import bus, replicas
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
 from services.cli.replay_command import replay
 from services.cli.score_command import score
@@ -35,6 +35,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
 for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)
 app.add_typer(replicas.app, name="replicas")
+app.add_typer(bus.app, name="bus")
 
 _EXIT_INTERRUPTED = 130
 

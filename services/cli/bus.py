@@ -1,0 +1,145 @@
+"""`penstock bus`: what waits in a run's streams, and its dead letters."""
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from penstock import config as configuration
+from penstock.errors import ConfigError
+from penstock.runtime.security import Security
+from services.recipe import Recipe
+
+if TYPE_CHECKING:
+    from penstock.bus.connection import Bus
+    from penstock.bus.stream_report import StreamReport
+
+app = typer.Typer(
+    help="List the streams of a run with what waits in them; show or re-queue dead letters.",
+    invoke_without_command=True,
+)
+
+ResultT = TypeVar("ResultT")
+
+Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML): the live.toml in the folder of a run.")]
+Url = Annotated[str, typer.Option("--url", metavar="NATS_URL", help="NATS; default: the recipe's bus.url.")]
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run; default: the recipe's.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The letter, as `penstock bus letters` numbers it.")]
+
+
+@app.callback()
+def list_streams(
+    context: typer.Context, config: Config = None, url: Url = "", run: Run = "", as_json: Json = False
+) -> int:
+    """List the streams of a run: messages, bytes, age of the oldest, and what each consumer still has to do."""
+    if context.invoked_subcommand is not None:
+        if config is not None or url or run or as_json:
+            raise ConfigError(f"options of `penstock bus {context.invoked_subcommand}` come after its name")
+        return 0
+    from penstock.bus.stream_report import report_streams  # NATS: not before the arguments are known to be sound
+
+    streams = _on_bus(report_streams, config, url, run)
+    if as_json:
+        _print_json([dataclasses.asdict(stream) for stream in streams])
+    else:
+        _print_streams(streams)
+    return 0
+
+
+@app.command()
+def letters(
+    config: Config = None,
+    url: Url = "",
+    run: Run = "",
+    as_json: Json = False,
+    after: Annotated[int, typer.Option("--after", min=0, help="Only letters with a higher number.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="The most letters to list.")] = 100,
+) -> int:
+    """List the dead letters: messages that were given up, with the reason."""
+    from penstock.bus.dead_letters import list_letters
+
+    found = _on_bus(lambda bus: list_letters(bus, after=after, limit=limit), config, url, run)
+    if as_json:
+        _print_json([_described(letter) for letter in found])
+        return 0
+    for letter in found:
+        sys.stdout.write(f"{letter.number}  {letter.message_id}  {_age(letter.age_s)} ago  {letter.reason}\n")
+    return 0
+
+
+@app.command()
+def show(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
+    """Print a dead letter as JSON, whatever record it holds: bytes and arrays as their sizes, long text cut."""
+    from penstock.bus.dead_letters import read_letter, show_payload
+
+    letter = _on_bus(lambda bus: read_letter(bus, number), config, url, run)
+    _print_json({**_described(letter), "payload": show_payload(letter.payload)})
+    return 0
+
+
+@app.command()
+def requeue(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
+    """Put a dead letter back on its queue. A trainer ignores a group that it has counted as failed already."""
+    from penstock.bus.dead_letters import requeue_letter
+
+    letter = _on_bus(lambda bus: requeue_letter(bus, number), config, url, run)
+    sys.stdout.write(f"message {letter.message_id} is on queue {letter.subject} again\n")
+    return 0
+
+
+def _on_bus(ask: "Callable[[Bus], Awaitable[ResultT]]", config: Path | None, url: str, run: str) -> ResultT:
+    recipe = configuration.load(Recipe, [config] if config else ())
+    settings = recipe.bus.model_copy(update={"url": url}) if url else recipe.bus
+    if not settings.url:
+        raise ConfigError(
+            "bus.url is empty: give --url nats://HOST:PORT and --run NAME, or with --config the live.toml in the "
+            "folder of a run"
+        )
+
+    async def asking() -> ResultT:
+        from penstock.bus.connection import connect
+
+        async with connect(settings, run=run or recipe.run.name, security=Security.load(recipe.security)) as bus:
+            return await ask(bus)
+
+    return asyncio.run(asking())
+
+
+def _described(letter: Any) -> dict[str, Any]:
+    values: dict[str, Any] = dataclasses.asdict(letter)
+    return values | {"payload": f"<{len(values['payload'])} bytes>"}
+
+
+def _print_streams(streams: "list[StreamReport]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("stream", "messages", "MiB", "oldest", "consumer", "pending", "in hand", "redelivered", box=None)
+    for stream in streams:
+        age = "" if stream.oldest_age_s is None else _age(stream.oldest_age_s)
+        row = [stream.name, str(stream.num_messages), f"{stream.size_bytes / 2**20:.1f}", age]
+        for consumer in stream.consumers:
+            counts = (consumer.num_pending, consumer.num_in_hand, consumer.num_redelivered)
+            table.add_row(*row, consumer.name, *map(str, counts))
+            row = ["", "", "", ""]
+        if not stream.consumers:
+            table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def _age(age_s: float) -> str:
+    for unit, seconds in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,86 @@
+"""`penstock bus`, run as a person would, on a real nats-server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+
+from penstock.bus.connection import Bus
+from penstock.bus.consumer import consuming
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+
+
+async def penstock_bus(bus: Bus, run: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `penstock bus` on the run's streams."""
+    command = [PENSTOCK, "bus", *arguments, "--url", bus.config.url, "--run", run]
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+
+
+async def test_lists_the_streams_with_what_waits_in_them(bus: Bus, run_name: str) -> None:
+    """Messages, bytes, age, and what the consumer has in hand or has been given again."""
+    for name in "abc":
+        await bus.publish(bus.prompts, b"x" * 1000, message_id=name)
+    async with consuming(bus, bus.prompts, "workers", ack_wait_s=30.0, max_ack_pending=10) as consumer:
+        [first] = await consumer.fetch(1)
+        await first.put_back()
+        await consumer.fetch(1)
+        await consumer.fetch(1)
+        listed = await penstock_bus(bus, run_name, "--json")
+        table = await penstock_bus(bus, run_name)
+    assert listed.returncode == 0, listed.stderr
+    prompts, groups, dead = json.loads(listed.stdout)
+    assert (prompts["name"], prompts["num_messages"]) == (f"{run_name}_PROMPTS", 3)
+    assert prompts["size_bytes"] > 3000
+    assert prompts["oldest_age_s"] >= 0
+    assert prompts["consumers"] == [{"name": "workers", "num_pending": 1, "num_in_hand": 2, "num_redelivered": 1}]
+    assert (groups["num_messages"], groups["oldest_age_s"], dead["consumers"]) == (0, None, [])
+    assert f"{run_name}_PROMPTS" in table.stdout
+
+
+async def test_shows_a_dead_letter_of_any_version_and_puts_it_back(bus: Bus, run_name: str) -> None:
+    """A record that no present reader knows is shown in full, and its message comes again, byte for byte."""
+    payload = msgpack.packb({"version": 99, "ids": ["<i4", [3], bytes(12)], "image": bytes(5000), "text": "é" * 500})
+    await bus.publish(bus.prompts, payload, message_id="run/7/0/a")
+    async with consuming(bus, bus.prompts, "workers", ack_wait_s=30.0, max_ack_pending=10) as consumer:
+        [delivery] = await consumer.fetch(1)
+        await delivery.bury("CorruptMessageError: no\nPrompt")
+        listed = await penstock_bus(bus, run_name, "letters")
+        assert listed.stdout.startswith("1  run/7/0/a  ")
+        assert listed.stdout.endswith("ago  CorruptMessageError: no Prompt\n")
+        shown = json.loads((await penstock_bus(bus, run_name, "show", "1")).stdout)
+        assert (shown["message_id"], shown["subject"]) == ("run/7/0/a", bus.prompts.subject)
+        assert shown["payload"]["version"] == 99
+        assert shown["payload"]["ids"] == "<array <i4 [3]>"
+        assert shown["payload"]["image"] == "<5000 bytes>"
+        assert shown["payload"]["text"].endswith("... (500 characters)")
+        requeued = await penstock_bus(bus, run_name, "requeue", "1")
+        assert requeued.returncode == 0, requeued.stderr
+        [again] = await consumer.fetch(1)
+        assert again.payload == payload
+        assert (await penstock_bus(bus, run_name, "letters")).stdout == ""
+
+
+async def test_mistakes_are_one_line_with_the_remedy(bus: Bus, run_name: str) -> None:
+    """A letter that is not there, and a command that does not know which bus is meant."""
+    missing = await penstock_bus(bus, run_name, "show", "17")
+    assert missing.returncode != 0
+    assert missing.stderr == "error: there is no dead letter 17; `penstock bus letters` lists them\n"
+    nowhere = await asyncio.to_thread(
+        subprocess.run, [PENSTOCK, "bus"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert nowhere.returncode == 2
+    assert "give --url nats://HOST:PORT and --run NAME" in nowhere.stderr
+
+
+async def test_bytes_that_are_no_record_are_shown_as_such(bus: Bus, run_name: str) -> None:
+    """Anything may be on a queue."""
+    await bus.publish(bus.prompts, b"\xc1 garbage", message_id="a")
+    async with consuming(bus, bus.prompts, "workers", ack_wait_s=30.0, max_ack_pending=10) as consumer:
+        [delivery] = await consumer.fetch(1)
+        await delivery.bury("no record")
+    shown = json.loads((await penstock_bus(bus, run_name, "show", "1")).stdout)
+    assert shown["payload"].startswith("9 bytes that are not msgpack: ")
