@@ -17,7 +17,7 @@ from services.launch.run_plan import make_plan
 from services.recipe import Recipe
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.pd_barrier import Barrier
+from services.rollout.engine.pd_barrier import PdBarrier
 
 
 def config(**rollout: Any) -> RolloutConfig:
@@ -187,7 +187,7 @@ def test_a_prefill_engine_that_cannot_be_found_does_not_start(bootstrap_server: 
 
 async def test_the_barrier_lets_through_who_fits_the_version_after_it() -> None:
     """Requests that wait while weights change are looked at when it opens, not when they came."""
-    barrier = Barrier()
+    barrier = PdBarrier()
     assert await barrier.passed(bootstrap(policy_version=0)) == 0
     barrier.close()
     older, newer = [asyncio.ensure_future(barrier.passed(bootstrap(policy_version=version))) for version in (0, 7)]

@@ -1,7 +1,7 @@
-"""Keeps pushes and prefill/decode pairs apart: no KV cache is decoded by other weights than those that made it.
+"""Keeps pushes and PD pairs apart: a KV cache is decoded only by the weights that computed it.
 
-Invariant: a request passes only under the policy version that its pair was chosen for, and none is inside SGLang while
-weights change. SGLang's own pauses do not hold for pairs: each half would resume by itself, with what the other half
+Invariant: a request passes only under the policy version that its pair was chosen for, and no request is inside SGLang
+while weights change. SGLang's own pauses do not work for pairs: each peer would resume by itself, with what the other
 computed from older weights.
 """
 
@@ -11,7 +11,7 @@ from penstock.errors import NotReadyError
 from penstock.v1 import generate_pb2
 
 
-class Barrier:
+class PdBarrier:
     """Open between pushes; while it is closed, requests wait."""
 
     def __init__(self) -> None:
@@ -21,15 +21,15 @@ class Barrier:
         self._opened.set()
 
     def close(self) -> None:
-        """From now on requests wait."""
+        """Make requests wait."""
         self._opened.clear()
 
     def open(self) -> None:
-        """Let those that waited, and all that come, be looked at under the version of now."""
+        """Check waiting and new requests against the current version."""
         self._opened.set()
 
     async def passed(self, bootstrap: generate_pb2.Bootstrap) -> int:
-        """Wait until it is open; the version under which the request begins, and stays to its end.
+        """Wait until the barrier is open; return the version under which the request starts and ends.
 
         Raises:
             NotReadyError: the pair was chosen for another version.
@@ -38,6 +38,6 @@ class Barrier:
         if bootstrap.policy_version != self.version:
             raise NotReadyError(
                 f"bootstrap.policy_version = {bootstrap.policy_version}, but this engine serves version "
-                f"{self.version}; choose a pair anew: both halves must hold the same version"
+                f"{self.version}; choose another pair: both peers must hold the same version"
             )
         return self.version

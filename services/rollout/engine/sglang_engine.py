@@ -26,7 +26,7 @@ from penstock.v1 import generate_pb2
 from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.generation import Generation, read_generation, require_sound
-from services.rollout.engine.pd_barrier import Barrier
+from services.rollout.engine.pd_barrier import PdBarrier
 from services.rollout.engine.prompt import PromptChecker, Turn
 from services.rollout.engine.token_stream import TokenStream
 
@@ -91,7 +91,7 @@ class SglangEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self.died = asyncio.Event()
-        self.barrier = Barrier()
+        self.barrier = PdBarrier()
         self.is_disaggregated = disaggregation.is_disaggregated(config)
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         context = settings.context_length(config, model_path)

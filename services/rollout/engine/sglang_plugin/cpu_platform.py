@@ -1,6 +1,6 @@
-"""The platform on which SGLang runs where there is no GPU: plain PyTorch, no kernels of its own.
+"""The platform on which SGLang runs without a GPU: plain PyTorch, without SGLang's own kernels.
 
-SGLang finds `activate` through the entry-point group `sglang.srt.platforms`. On machines with CUDA it steps aside.
+SGLang finds `activate` through the entry-point group `sglang.srt.platforms`. With CUDA it returns None.
 """
 
 import torch

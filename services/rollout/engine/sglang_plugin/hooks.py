@@ -1,7 +1,7 @@
-"""What Penstock changes in SGLang, through SGLang's own plugin hooks; nothing is patched behind its back.
+"""What Penstock changes in SGLang, through SGLang's own plugin hooks; nothing is patched.
 
-SGLang calls `register` in every one of its processes (entry-point group `sglang.srt.plugins`), with or without Penstock
-around it, so each hook must leave a plain SGLang as it was.
+SGLang calls `register` in each of its processes (entry-point group `sglang.srt.plugins`), also when Penstock did not
+start it, so each hook must leave a plain SGLang unchanged.
 """
 
 import datetime
@@ -50,18 +50,18 @@ def _set_start_method(_result: None, *_args: Any, **_kwargs: Any) -> None:
     method = os.environ[START_METHOD_VARIABLE]
     multiprocessing.set_start_method(method, force=True)
     if threading.current_thread() is threading.main_thread():
-        # A child that dies while SGLang starts closes its pipe, and that is reported in order. SGLang's own handler
-        # would kill this process before it can say why.
+        # A child that dies while SGLang starts closes its pipe, which is reported as an error. SGLang's own handler
+        # would kill this process before it can report anything.
         signal.signal(signal.SIGQUIT, _note_signal)
 
 
 def _note_signal(_number: int, _frame: object) -> None:
-    """A signal that needs no answer."""
+    """Ignore the signal; unlike SIG_IGN, children do not inherit this."""
 
 
 def _detach_signals(_result: None) -> None:
-    """In a child: Ctrl-C reaches the whole process group, but children must outlive the draining of their engine."""
-    signal.set_wakeup_fd(-1)  # after a fork it still is the parent's event loop
+    """In a child: Ctrl-C reaches the whole OS process group, but children must outlive the draining of their engine."""
+    signal.set_wakeup_fd(-1)  # after a fork it is still the parent's event loop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -93,17 +93,17 @@ def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) 
 
 
 def _sleep_while_paused(_result: None, scheduler: Any) -> None:
-    """SGLang's loop turns without a rest while it is paused, and takes a core from who sends or loads weights.
+    """Sleep while paused: SGLang's loop would spin, and take a core from sending or loading weights.
 
-    Only where `sleep_on_idle` is set (`settings.py`); all that can end a pause comes by the sockets that it sleeps on.
+    It needs `sleep_on_idle` (`settings.py`). Whatever ends a pause arrives at the sockets on which it sleeps.
     """
     scheduler.maybe_sleep_on_idle()
 
 
 def _add_version_spans(_result: None, accumulator: Any, *, req: Any) -> None:
-    """SGLang tells which weights made which tokens when a request ends; a stream has to know it with every token."""
+    """SGLang reports which weights made which tokens when a request ends; a stream needs it with every token."""
     if not accumulator.output_reqs or accumulator.output_reqs[-1] is not req:
-        return  # it had nothing to tell
+        return  # nothing to report
     if req.stream and accumulator.weight_versions[-1] is None:
         from sglang.srt.utils.weight_versions import compute_weight_version_spans
 

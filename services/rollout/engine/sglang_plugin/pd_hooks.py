@@ -1,4 +1,4 @@
-"""Hooks for prefill/decode pairs: SGLang's transfer back ends expect KV on GPUs, and partners that come up in time."""
+"""Hooks for PD pairs: SGLang's transfer back ends expect KV on GPUs, and peers that start in time."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _POLL_S = 0.1
 
 
 def register() -> None:
-    """Register those that this process needs."""
+    """Register the hooks that this process needs."""
     if os.environ.get(PAIR_DEADLINE_VARIABLE):
         HookRegistry.register(f"{_DISAGGREGATION}.decode.DecodePreallocQueue.__init__", _bound_search, HookType.AFTER)
         HookRegistry.register(
@@ -32,13 +32,15 @@ def register() -> None:
 
 
 def _bound_search(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
-    """A prefill engine that is gone is looked for once a second, so many times."""
+    """A decode engine looks for a missing prefill engine once a second; limit the number of attempts."""
     queue._max_ensure_retries = int(os.environ[PAIR_DEADLINE_VARIABLE])
 
 
 def _await_server(_manager: Any, url: str, *_args: Any, **_kwargs: Any) -> None:
-    """SGLang's scheduler tries five times to tell its bootstrap server of itself, and then goes on untold; on a busy
-    machine the process with the server is not so far yet.
+    """Wait until the bootstrap server listens.
+
+    SGLang's scheduler tries five times to register with it and then continues unregistered; on a busy machine the
+    server's process starts later than that.
     """
     address = urllib.parse.urlsplit(url)
     deadline = time.monotonic() + _START_S
@@ -58,5 +60,5 @@ def _keep_indices_off_gpus(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _take_host_memory(_result: None, agent: Any, *_args: Any, **_kwargs: Any) -> None:
-    """What SGLang calls GPU memory is the host's here."""
+    """SGLang calls it GPU memory, but here it is host memory."""
     agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]

@@ -1,25 +1,25 @@
-"""What travels from the engine's process to the hooks inside SGLang's, as environment variables and agreed names."""
+"""Environment variables and names with which the engine's process addresses the hooks inside SGLang's processes."""
 
 import dataclasses
 
 START_METHOD_VARIABLE = "PENSTOCK_SGLANG_START_METHOD"
-"""How SGLang's children start: "fork" shares the parent's imports, "spawn" imports anew. Unset: SGLang is not ours."""
+"""How SGLang's children start: "fork" shares the parent's imports, "spawn" repeats them. Unset: Penstock did not start
+this SGLang."""
 
 GROUP_TIMEOUT_VARIABLE = "PENSTOCK_WEIGHT_GROUP_TIMEOUT_S"
-"""Seconds after which SGLang's part in a weight group gives up. Unset: torch's own half an hour."""
+"""Timeout of SGLang's part in the process group of a push. Unset: torch's half an hour."""
 
 PAIR_DEADLINE_VARIABLE = "PENSTOCK_PAIR_DEADLINE_S"
-"""Seconds that a decode engine looks for a prefill engine that does not answer. Unset: SGLang's own 15."""
+"""Seconds for which a decode engine looks for a prefill engine that does not answer. Unset: SGLang's 15."""
 
 HOST_TRANSFER_VARIABLE = "PENSTOCK_HOST_TRANSFER"
-"""What carries the KV cache between engines that hold it in host memory: "mooncake" or "nixl". Unset: it is on GPUs."""
+"""The transfer back end, "mooncake" or "nixl", if engines hold the KV cache in host memory. Unset: it is on GPUs."""
 
 DIGEST_ACTION = "penstock_digests:"
-"""Action of SGLang's weight checker, before a kind of digest: answers with every parameter's `penstock.weights.digest`,
-by name."""
+"""Action of SGLang's weight checker, followed by a kind of digest: returns every parameter's digest by name."""
 
 PARAMETERS_ACTION = "penstock_parameters"
-"""Action of SGLang's weight checker that answers with every parameter's dtype and shape, by name."""
+"""Action of SGLang's weight checker: returns every parameter's dtype and shape by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class HeldParameter:
 
 
 def describe_parameter(parameter: HeldParameter) -> str:
-    """The parameter as one string, the only kind of value that SGLang's weight checker carries."""
+    """The parameter as a string, the only kind of value that SGLang's weight checker returns."""
     return f"{parameter.dtype}|{','.join(map(str, parameter.shape))}"
 
 

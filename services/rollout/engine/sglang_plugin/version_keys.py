@@ -1,10 +1,10 @@
-"""The prefix cache keyed by policy version, and stamps that are right to the token. Runs inside SGLang's scheduler.
+"""Keys the prefix cache by policy version, and stamps versions exactly to the token. Runs inside SGLang's scheduler.
 
-Invariant: a request that holds no KV yet finds only prefixes that were computed from the weights of now. SGLang's own
-cache knows nothing of versions, so without this an update that does not flush it serves prefixes of older weights.
+Invariant: a request without KV finds only prefixes that were computed from the current weights. SGLang's own cache does
+not know versions: after an update that does not flush it, it would serve prefixes of older weights.
 
-A request gets the key of the version when it is queued, be it new or retracted, and again when the version changes
-while it waits; one that holds KV keeps its key to the end, so what it leaves in the cache is found by nobody later.
+A request gets the version's key when it is queued, new or retracted, and again when the version changes while it waits.
+A request that holds KV keeps its key to the end, so no later request finds what it leaves in the cache.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ IN_PLACE, RETRACT = "in_place", "retract"
 
 
 def key_by_version(_scheduler: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before a request is queued."""
+    """Hook before a request is queued."""
     _set_key(req, _version())
 
 
 def note_version(record: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
-    """Around the change of the version, which comes while nothing runs."""
+    """Hook around the change of the version, which happens while nothing runs."""
     old_version = _version()
     record(scheduler, new_version)
     if new_version is None or new_version == old_version:
         return
     for req in scheduler.waiting_queue:
         _set_key(req, new_version)
-    # With overlap the last batch has been computed, by the old weights, but its tokens are not added yet.
+    # With overlap, the old weights have computed the last batch, but its tokens are not added yet.
     for batch, _ in getattr(scheduler, "result_queue", ()):
         for req in batch.reqs:
             if not req.finished():
@@ -34,19 +34,19 @@ def note_version(record: Callable[..., None], scheduler: Any, new_version: str |
 
 
 def pause(original: Callable[..., None], scheduler: Any, request: Any) -> None:
-    """Around a pause: in place only where every running request has computed its prompt.
+    """Hook around a pause: pause in place only if every running request has computed its prompt.
 
-    A prompt that is half computed would be finished by other weights than it was begun with, and no span would tell.
+    Otherwise new weights would finish a prompt that old ones began, and no span would show it.
     """
     if request.mode == IN_PLACE and scheduler.chunked_req is not None:
         request = type(request)(mode=RETRACT)
     original(scheduler, request)
     if request.mode == IN_PLACE and getattr(scheduler, "result_queue", ()):
-        scheduler.forward_stream.synchronize()  # what has been launched is computed before weights change
+        scheduler.forward_stream.synchronize()  # finish what was launched before weights change
 
 
 def stamp_token_under_way(req: Any, old_version: str) -> None:
-    """Count the token that has been computed but not added to those of `old_version`."""
+    """Count the token that is computed but not added yet to those of `old_version`."""
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
     events, num_tokens = req.weight_version_events, len(req.output_ids)

@@ -1,6 +1,5 @@
 """The architectures that engines on CPUs load: SGLang's own classes, one module each.
 
 SGLang imports every module of this package (`SGLANG_EXTERNAL_MODEL_PACKAGE`) and finds the architecture here, instead
-of importing its two hundred model files to find the one it needs. An architecture that is not here still loads, only
-slower.
+of importing its two hundred model files. Other architectures still load, only more slowly.
 """
