@@ -1,11 +1,13 @@
 """Calls of clients, kept by session in a stream of the run, so that they can be trained on.
 
-Invariant: what `keep` returned from is stored, in the order in which it was; it goes when it is too old, or when
-somebody removes it, and never to make room: a stream that is full refuses.
+Invariants: a call for which `keep` has returned is stored, in order; it is removed when it is too old or on request,
+never to make room: a full stream rejects new calls. A page that is read is bounded in bytes, because every call repeats
+the images of its conversation.
 """
 
 import asyncio
 import base64
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -28,6 +30,20 @@ _IS_FULL = (10077, 10122, 10023)
 """JetStream's codes for a stream, or a server, that is full."""
 
 
+_MAX_PAGE_BYTES = 16 * 2**20
+"""A page ends before it exceeds this, unless its first call alone does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPage:
+    """Some of a session's calls, in order."""
+
+    calls: Sequence[tuple[int, RecordedCall]]
+    """Each with its number in the stream."""
+    has_more: bool
+    """Whether there may be calls after the last of these."""
+
+
 class Recordings:
     """The recorded calls of a run; any process of it may write and read them."""
 
@@ -38,10 +54,10 @@ class Recordings:
         self._stream = bus.calls
 
     async def ensure(self, *, max_age_s: float, max_bytes: int) -> None:
-        """Create the stream, or give the one that is there these bounds.
+        """Create the stream, or give an existing one these bounds.
 
         Raises:
-            SetupError: the server does not make it.
+            SetupError: the server does not create it.
         """
         config = api.StreamConfig(
             name=self._stream.name,
@@ -63,7 +79,7 @@ class Recordings:
         """Store the call.
 
         Raises:
-            InvalidRequestError: it is larger than the server takes.
+            InvalidRequestError: it is larger than the server accepts.
             OverloadedError: the recordings are full.
             UnavailableError: the server did not store it in time.
         """
@@ -93,33 +109,40 @@ class Recordings:
             else:
                 return
 
-    async def read(self, session: str, *, after: int = 0, limit: int = 100) -> Sequence[tuple[int, RecordedCall]]:
-        """Calls of the session in their order, each with its number in the stream.
+    async def read(
+        self, session: str, *, after: int = 0, limit: int = 100, max_bytes: int = _MAX_PAGE_BYTES
+    ) -> RecordedPage:
+        """A page of the session's calls; go on with `after` = the last one's number while it `has_more`.
 
         Args:
             session: Its name.
-            after: Only those with a higher number.
-            limit: The most to return.
+            after: Only calls with a higher number.
+            limit: Most calls of the page.
+            max_bytes: Most bytes of the page, as stored; one call is returned however large it is.
 
         Raises:
             UnavailableError: the server does not answer.
         """
-        found: list[tuple[int, RecordedCall]] = []
-        subject = self._subject(session)
+        calls: list[tuple[int, RecordedCall]] = []
+        subject, num_bytes = self._subject(session), 0
         try:
-            while len(found) < limit:
+            while len(calls) < limit:
                 message = await self._js.get_msg(self._stream.name, seq=after + 1, subject=subject, next=True)
                 assert message.seq is not None
-                found.append((message.seq, decode(message.data or b"", RecordedCall)))
+                payload = message.data or b""
+                num_bytes += len(payload)
+                if calls and num_bytes > max_bytes:
+                    break
+                calls.append((message.seq, decode(payload, RecordedCall)))
                 after = message.seq
         except nats.js.errors.NotFoundError:
-            pass
+            return RecordedPage(calls=calls, has_more=False)
         except BUS_ERRORS as error:
             raise UnavailableError(f"the recordings cannot be read: {describe(error)}") from None
-        return found
+        return RecordedPage(calls=calls, has_more=True)
 
     async def remove(self, session: str) -> None:
-        """Forget the session's calls.
+        """Remove the session's calls.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -130,5 +153,5 @@ class Recordings:
             raise UnavailableError(f"the recordings cannot be removed: {describe(error)}") from None
 
     def _subject(self, session: str) -> str:
-        """A subject for each session, whatever characters its name has."""
+        """The session's subject; base64, because names may hold any character."""
         return f"{self._stream.subject}.{base64.urlsafe_b64encode(session.encode()).decode().rstrip('=')}"

@@ -27,6 +27,11 @@ class TokenTexts:
         self._special = {number: added.get(number, "") for number in special_ids}
         self._bytes |= dict.fromkeys(special_ids, b"")
 
+    @property
+    def longest_bytes(self) -> int:
+        """Size of the longest token."""
+        return max(map(len, self._bytes.values()), default=1)
+
     def bytes_of(self, number: int) -> bytes:
         """What the id says, in UTF-8 of which it may hold parts; nothing where it is unknown or special."""
         return self._bytes.get(number, b"")

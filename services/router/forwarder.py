@@ -11,7 +11,7 @@ import structlog
 
 from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import PenstockError
-from services.router.balancing import Query
+from services.router.balancing import UNBOUNDED, Query
 from services.router.config import RouterConfig
 from services.router.resumable_stream import ResumableStream
 from services.router.slot import Slot
@@ -28,6 +28,12 @@ class RequestForwarder:
         """Forward to `slots`."""
         self._config = config
         self._slots = slots
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of prompt and answer together that a replica takes; None: the leases do not say."""
+        largest = self._slots.view.largest()
+        return None if largest == UNBOUNDED else largest
 
     def forward(self, stream: ResumableStream, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
         """Yield the chunks of the answer, from one replica after another until it is whole. Leaving early aborts the

@@ -80,7 +80,7 @@ async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
                 **options,
             )
         assert getattr(refused.value, "status_code", None) == 400
-        calls = [call for _, call in await Recordings(bus).read("agent")]
+        calls = [call for _, call in (await Recordings(bus).read("agent")).calls]
     assert [len(call.images) for call in calls] == [2, 2, 2, 0, 0]
     assert calls[2].text == text
     assert calls[4].text == completed.choices[0].text

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ async def test_what_is_not_said_is_as_in_the_recipe(stage: Stage) -> None:
 async def test_what_changes_nothing_is_taken(stage: Stage) -> None:
     """Clients that always send all parameters get answers."""
     answer = await stage.chat(
-        seed=None, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, n=1, top_logprobs=0, tool_choice="auto",
+        logit_bias={}, presence_penalty=0, frequency_penalty=0.0, n=1, top_logprobs=0, tool_choice="auto",
         parallel_tool_calls=True, response_format={"type": "text"}, store=False, service_tier="auto", tools=None,
         stop=None, max_tokens=5, max_completion_tokens=5, metadata={"a": "b"},
     )  # fmt: skip
@@ -264,6 +265,93 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+async def test_messages_of_agents_are_taken_with_what_they_carry(stage: Stage) -> None:
+    """Names, indices of streams, other servers' fields and empty turns: what the policy neither sees nor needs."""
+    said = {"function": {"name": "add", "arguments": "{}"}, "index": 0, "type": "function", "id": "call_1"}
+    assistant = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [said],
+        "reasoning_content": "hm",
+        "provider_specific_fields": {"refusal": None},
+    }
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    image = {"type": "image_url", "image_url": {"url": data_url(PNG)}, "uuid": "u"}
+    messages = [
+        {"role": "system", "content": "Be brief.", "name": "system"},
+        {"role": "user", "content": [part, image], "name": "bob"},
+        assistant,
+        {"role": "tool", "tool_call_id": "call_1", "content": "2", "name": "add"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"role": "user", "content": "Go on."},
+    ]
+    await stage.chat(messages, tools=[TOOL])
+    [request] = stage.requests
+    prompt = stage.renderer.decode(request.input_ids)
+    assert "I cannot." in prompt
+    assert "bob" not in prompt
+
+
+async def test_parameters_of_other_servers_are_taken_where_they_change_nothing(stage: Stage) -> None:
+    """A whole SamplingParams, hints of caches, and a seed, which is reported as unused."""
+    neutral = {
+        "min_p": 0, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True,
+        "include_stop_str_in_output": False, "spaces_between_special_tokens": True, "add_generation_prompt": True,
+        "continue_final_message": False, "use_beam_search": False, "length_penalty": 1, "priority": 0,
+        "return_tokens_as_token_ids": False, "no_stop_trim": False, "return_hidden_states": False,
+        "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low", "cache_salt": "c", "request_id": "r",
+        "rid": "r",
+    }  # fmt: skip
+    raw = await stage.client.chat.completions.with_raw_response.create(
+        model=stage.run, messages=HI, seed=7, extra_body=neutral
+    )
+    assert raw.headers["x-penstock-ignored"] == "seed"
+    assert (
+        "x-penstock-ignored"
+        not in (await stage.client.chat.completions.with_raw_response.create(model=stage.run, messages=HI)).headers
+    )
+
+
+async def test_strict_tools_are_taken(stage: Stage) -> None:
+    """Frameworks send it by default; the policy is not constrained by it."""
+    function = {**TOOL["function"], "strict": True}
+    await stage.chat(tools=[{"type": "function", "function": function}])
+    [request] = stage.requests
+    assert "strict" not in stage.renderer.decode(request.input_ids)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_without_parallel_calls_ends_with_its_first(stage: Stage, is_streamed: bool) -> None:
+    """In the engine too; what the policy would have said after it is cut."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ids = stage.says(f"I add.\n{call}\n{call}")
+    num_first = len(stage.renderer.render_text(f"I add.\n{call}"))
+    answer = await stage.chat(
+        tools=[TOOL], stream=is_streamed, parallel_tool_calls=False, extra_body={"return_token_ids": True}
+    )
+    if is_streamed:
+        chunks = await collect(answer)
+        calls = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+        token_ids = [number for chunk in chunks for number in getattr(chunk.choices[0], "token_ids", None) or []]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        [choice] = answer.choices
+        calls, token_ids, reason = choice.message.tool_calls, choice.token_ids, choice.finish_reason
+    assert len(calls) == 1
+    assert reason == "tool_calls"
+    assert token_ids == ids[:num_first]
+
+
+async def test_clients_learn_what_there_is(stage: Stage) -> None:
+    """The context's length if engines say theirs, health, and Penstock's version."""
+    async with stage.http() as client:
+        [model] = (await client.get("/v1/models")).json()["data"]
+        assert model["max_model_len"] is None
+        assert (await client.get("/health")).json() == (await client.get("/healthz")).json() == {"status": "serving"}
+        assert (await client.get("/version")).json() == {"version": importlib.metadata.version("penstock")}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

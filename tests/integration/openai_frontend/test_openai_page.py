@@ -100,6 +100,6 @@ def test_parameters() -> None:
     for model in (ChatRequest, CompletionRequest):
         for name in model.model_fields:
             assert f"`{name}" in PAGE or name == "model", name
-    for name in ("seed", "logit_bias", "best_of", "echo", "suffix", "response_format", "strict", "top_logprobs"):
+    for name in ("logit_bias", "best_of", "echo", "suffix", "response_format", "top_logprobs", "min_p", "ignore_eos"):
         assert name in REFUSED
         assert f"`{name}`" in section("What is taken and what is refused")

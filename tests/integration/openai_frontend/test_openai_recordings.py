@@ -57,6 +57,27 @@ async def test_calls_of_a_session_come_back_in_their_order_whichever_routers_pla
     assert [*page, *rest] == calls
 
 
+async def test_a_page_is_bounded_in_bytes(stage: Stage) -> None:
+    """Each call repeats the images of its conversation: a page ends before it is too large, with one call at least."""
+    image = PNG + bytes(2**19)
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(image)}}]}
+    for _ in range(3):
+        await stage.chat([message], user="images", extra_body=RECORD)
+    recordings = Recordings(stage.bus)
+    whole = await recordings.read("images")
+    assert (len(whole.calls), whole.has_more) == (3, False)
+    numbers, after = [], 0
+    while (page := await recordings.read("images", after=after, max_bytes=int(2.5 * len(image)))).calls:
+        assert len(page.calls) == (2 if not numbers else 1)
+        assert page.has_more == (not numbers)
+        numbers += [number for number, _ in page.calls]
+        after = numbers[-1]
+    assert numbers == [number for number, _ in whole.calls]
+    [(first, _)] = (await recordings.read("images", max_bytes=1)).calls
+    assert first == numbers[0]
+    assert base64.b64decode((await stage.recordings("images"))[2]["images"][0]) == image
+
+
 async def test_a_stream_ends_when_its_call_is_kept(stage: Stage) -> None:
     """Whoever saw the end finds the call."""
     ids = stage.says("streamed")
@@ -80,7 +101,7 @@ async def test_records_are_samples(stage: Stage) -> None:
     """Processes of the run read them from the bus, and make of each what the trainer takes."""
     ids = stage.says("sample")
     await stage.chat(user="sample", extra_body=RECORD)
-    [(_, call)] = await Recordings(stage.bus).read("sample")
+    [(_, call)] = (await Recordings(stage.bus).read("sample")).calls
     sample = call.sample(Verdict(score=1.0, status="OK", extracted="", method="EXACT"))
     num_prompt = len(stage.requests[0].input_ids)
     assert sample.token_ids.tolist() == [*stage.requests[0].input_ids, *ids]

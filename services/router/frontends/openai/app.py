@@ -1,6 +1,7 @@
-"""All pages of the OpenAI-compatible face."""
+"""The routes of the OpenAI-compatible frontend."""
 
 import importlib.metadata
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Query, Request
@@ -13,10 +14,10 @@ from penstock.errors import PenstockError
 from penstock.http.app import describe, make_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import body_of, error_body, error_response, status_for
-from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest
+from services.router.frontends.openai.schemas import PART_TYPES, ChatRequest, CompletionRequest
 
 _DESCRIPTION = """
-Talk to the policy that is being trained, as to any OpenAI-compatible server. Each answer tells which policy version
+Talk to the policy that is being trained, as to any OpenAI-compatible server. Each answer says which policy version
 made which of its tokens, and can be recorded with ids and logprobs to be trained on.
 """
 
@@ -24,7 +25,7 @@ _Session = Annotated[str, Header(description="Names the session: its calls go to
 _Recorded = Annotated[str, Header(description="Names the session, and records the call under it.")]
 
 
-def make_openai_app(face: ChatApi) -> FastAPI:
+def make_openai_app(api: ChatApi) -> FastAPI:
     """The application."""
     version = importlib.metadata.version("penstock")
     app = make_app(title="Penstock policy", description=_DESCRIPTION, version=version)
@@ -35,53 +36,64 @@ def make_openai_app(face: ChatApi) -> FastAPI:
 
     @app.post("/v1/chat/completions", tags=["policy"], response_class=Response)
     async def chat(body: ChatRequest, x_session_id: _Session = "", x_penstock_record: _Recorded = "") -> Response:
-        """ResumableStream a conversation."""
-        return await face.chat(body, session=x_session_id, recorded_session=x_penstock_record)
+        """Answer a conversation."""
+        return await api.chat(body, session=x_session_id, recorded_session=x_penstock_record)
 
     @app.post("/v1/completions", tags=["policy"], response_class=Response)
     async def complete(
         body: CompletionRequest, x_session_id: _Session = "", x_penstock_record: _Recorded = ""
     ) -> Response:
-        """Go on with a text, or with token ids."""
-        return await face.complete(body, session=x_session_id, recorded_session=x_penstock_record)
+        """Continue a text, or token ids."""
+        return await api.complete(body, session=x_session_id, recorded_session=x_penstock_record)
 
     @app.get("/v1/models", tags=["policy"])
     async def list_models() -> dict[str, Any]:
-        """Tell of the served policy."""
-        return {"object": "list", "data": [_model(face)]}
+        """List the served policy."""
+        return {"object": "list", "data": [_model(api)]}
 
     @app.get("/v1/models/{model}", tags=["policy"])
     async def find_model(model: str) -> dict[str, Any]:
-        """Tell of the served policy by its name."""
-        if model != face.model:
-            raise HTTPException(404, f"model = {model!r} is not served here; {face.model!r} is")
-        return _model(face)
+        """Describe the served policy by its name."""
+        api.find_model(model)
+        return _model(api)
 
-    @app.get("/v1/penstock/recordings/{session:path}", tags=["recordings"])
+    @app.get("/v1/penstock/recordings/{session:path}", tags=["recordings"], response_class=Response)
     async def recorded(
         session: str,
         after: Annotated[int, Query(ge=0, lt=2**63, description="Only calls with a higher number.")] = 0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    ) -> JSONResponse:
-        """Give recorded calls of a session back, oldest first."""
-        return JSONResponse(await face.recorded(session, after=after, limit=limit))
+    ) -> Response:
+        """Return a page of a session's recorded calls, oldest first, of at most about 16 MiB."""
+        return Response(await api.recorded(session, after=after, limit=limit), media_type="application/json")
 
     @app.delete("/v1/penstock/recordings/{session:path}", tags=["recordings"])
     async def forget(session: str) -> dict[str, str]:
         """Remove the recorded calls of a session."""
-        await face.forget(session)
+        await api.forget(session)
         return {"session_id": session}
 
     @app.get("/healthz", tags=["operation"])
+    @app.get("/health", tags=["operation"], name="health")
     async def healthz() -> dict[str, str]:
         """200 while the router takes calls; 503 while it stops."""
         return {"status": "serving"}
 
+    @app.get("/version", tags=["operation"])
+    async def show_version() -> dict[str, str]:
+        """The version of Penstock."""
+        return {"version": version}
+
     return app
 
 
-def _model(face: ChatApi) -> dict[str, Any]:
-    return {"id": face.model, "object": "model", "created": face.created, "owned_by": "penstock"}
+def _model(api: ChatApi) -> dict[str, Any]:
+    return {
+        "id": api.model,
+        "object": "model",
+        "created": api.created,
+        "owned_by": "penstock",
+        "max_model_len": api.context_length,
+    }
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
@@ -95,13 +107,29 @@ async def _answer_http_error(_: Request, error: Exception) -> Response:
     return response
 
 
-async def _answer_validation_error(_: Request, error: Exception) -> Response:
+async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"] if part != "body")
+    first = dict(error.errors()[0])
+    first["loc"] = _location(first["loc"])
+    param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "unsupported":
         param = ".".join(filter(None, (param, first["ctx"]["name"])))
         message = f"{param} {first['msg']}"
     else:
         message = describe([first])
     return error_response(400, error_body(400, message, param=param or None))
+
+
+def _location(parts: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Where in the request the error is: pydantic's location without the tags that it adds for unions, which are the
+    kind of content after `content`, the kind of part after a part's index, and types after `prompt`."""
+    kept = []
+    for before, after, part in zip([None, None, *parts], [None, *parts], parts, strict=False):
+        is_tag = (
+            (after == "content" and part in ("text", "parts"))
+            or (before == "parts" and part in PART_TYPES)
+            or (after == "prompt" and isinstance(part, str))
+        )
+        if part != "body" and not is_tag:
+            kept.append(part)
+    return tuple(kept)

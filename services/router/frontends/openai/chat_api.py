@@ -1,10 +1,8 @@
-"""Answers requests of OpenAI's clients with what the policy says."""
+"""Answers the requests of OpenAI's clients with what the policy says."""
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
@@ -17,15 +15,22 @@ from services.router.config import OpenAIConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, UnknownModelError
-from services.router.frontends.openai.event_stream import EventStream, Tell
-from services.router.frontends.openai.generation import playing
-from services.router.frontends.openai.parsed_request import Asked, Reader, name_session
-from services.router.frontends.openai.recording import call_json, record
-from services.router.frontends.openai.responses import ChatForm, CompletionForm, Form
+from services.router.frontends.openai.event_stream import EventStream, SendEvent
+from services.router.frontends.openai.generation import generating
+from services.router.frontends.openai.parsed_request import ParsedRequest
+from services.router.frontends.openai.parsing_threads import ParsingThreads
+from services.router.frontends.openai.recording import page_json, record
+from services.router.frontends.openai.request_parser import (
+    RequestParser,
+    name_session,
+    size_of_chat,
+    size_of_completion,
+)
+from services.router.frontends.openai.responses import ChatFormat, CompletionFormat, ResponseFormat
 from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 _CHUNK_TOKENS = 64
-"""Of answers that nobody reads before they are whole."""
+"""Tokens per chunk of answers that nobody reads before they are whole."""
 
 
 class ChatApi:
@@ -37,103 +42,154 @@ class ChatApi:
         sampling: SamplingConfig,
         *,
         model: str,
-        renderer: Renderer,
-        player: RequestForwarder,
+        renderers: Sequence[Renderer],
+        forwarder: RequestForwarder,
         recordings: Recordings,
     ) -> None:
         """Serve the policy as `model`.
 
+        Args:
+            config: Bounds and times.
+            sampling: Defaults of requests.
+            model: The name.
+            renderers: `NUM_THREADS` copies of the model's template and tokenizer.
+            forwarder: Reaches the engines.
+            recordings: Keeps recorded calls.
+
         Raises:
-            ConfigError: the renderer's tokenizer is of a kind whose text cannot be streamed.
+            ConfigError: the tokenizer's text cannot be streamed.
         """
         self.model = model
         self.created = int(time.time())
         self._config = config
-        self._player = player
+        self._forwarder = forwarder
         self._recordings = recordings
-        self._reader = Reader(config, sampling, renderer)
-        self._texts = renderer.token_texts()
-        # Templates and tokenizers take milliseconds of every long prompt, which other calls need not wait for.
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="render")
+        self._texts = renderers[0].token_texts()
+        self._parsing = ParsingThreads(
+            [
+                RequestParser(
+                    config,
+                    sampling,
+                    renderer,
+                    longest_token_bytes=self._texts.longest_bytes,
+                    context_length=lambda: forwarder.context_length,
+                )
+                for renderer in renderers
+            ]
+        )
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of prompt and answer together; None: the leases do not say."""
+        return self._forwarder.context_length
 
     def close(self) -> None:
-        """End the thread that reads requests."""
-        self._reading.shutdown(wait=False, cancel_futures=True)
+        """End the threads that parse requests."""
+        self._parsing.close()
 
     async def chat(self, body: ChatRequest, *, session: str, recorded_session: str) -> Response:
-        """ResumableStream /v1/chat/completions; `session` and `recorded_session` are what headers say."""
-        return await self._answer(body, self._reader.read_chat, ChatForm, session, recorded_session)
+        """Answer /v1/chat/completions; `session` and `recorded_session` come from headers."""
+        self._require_model(body)
+        session_id, is_recorded = _find_session(body, session=session, recorded_session=recorded_session)
+        request = await self._parsing.run(
+            lambda parser: parser.parse_chat(body, session_id=session_id, is_recorded=is_recorded),
+            size_bytes=size_of_chat(body),
+        )
+        return await self._answer(request, ChatFormat, is_streamed=body.stream)
 
     async def complete(self, body: CompletionRequest, *, session: str, recorded_session: str) -> Response:
-        """ResumableStream /v1/completions."""
-        return await self._answer(body, self._reader.read_completion, CompletionForm, session, recorded_session)
+        """Answer /v1/completions."""
+        self._require_model(body)
+        session_id, is_recorded = _find_session(body, session=session, recorded_session=recorded_session)
+        request = await self._parsing.run(
+            lambda parser: parser.parse_completion(body, session_id=session_id, is_recorded=is_recorded),
+            size_bytes=size_of_completion(body),
+        )
+        return await self._answer(request, CompletionFormat, is_streamed=body.stream)
 
-    async def recorded(self, session: str, *, after: int, limit: int) -> dict[str, Any]:
-        """The session's recorded calls, oldest first."""
-        calls = await self._recordings.read(session, after=after, limit=limit)
-        return {"object": "list", "data": [call_json(number, call) for number, call in calls]}
+    async def recorded(self, session: str, *, after: int, limit: int) -> bytes:
+        """A page of the session's recorded calls as JSON, oldest first."""
+        page = await self._recordings.read(session, after=after, limit=limit)
+        return await asyncio.to_thread(page_json, page)
 
     async def forget(self, session: str) -> None:
         """Remove the session's recorded calls."""
         await self._recordings.remove(session)
 
-    async def _answer(
-        self,
-        body: GenerationRequest,
-        read: Callable[..., Asked],
-        make_form: type[Form],
-        session: str,
-        recorded_session: str,
-    ) -> Response:
+    def find_model(self, name: str) -> None:
+        """Check that the policy is served under this name.
+
+        Raises:
+            UnknownModelError: it is not.
+        """
+        if name != self.model:
+            raise UnknownModelError("model", f"model = {name!r} is not served here; {self.model!r} is")
+
+    def _require_model(self, body: GenerationRequest) -> None:
         if body.model != self.model:
             raise UnknownModelError(
                 "model", f"model = {body.model!r} is not served here; send {self.model!r}, as /v1/models says"
             )
-        session_id = name_session(
-            header=recorded_session or session, metadata=body.metadata.get("session_id", ""), user=body.user
-        )
-        is_recorded = body.record or bool(recorded_session)
-        if is_recorded and not session_id:
-            raise ParameterError("record", "record needs a session; send the header x-session-id, or user")
-        asked = await asyncio.get_running_loop().run_in_executor(
-            self._reading, lambda: read(body, session_id=session_id, is_recorded=is_recorded)
-        )
-        choices = [Choice(self._texts, stops=asked.stops, reads_tools=asked.reads_tools) for _ in range(asked.num_all)]
-        form = make_form(asked, choices, self._texts, model=self.model)
-        if body.stream:
-            return EventStream(lambda tell: self._narrate(asked, choices, form, tell), lambda: form.headers)
-        chunk_tokens = 0 if asked.stops else _CHUNK_TOKENS
-        async with playing(
-            self._player, asked, choices, timeout_s=self._config.timeout_s, chunk_tokens=chunk_tokens
-        ) as pieces:
-            async for _ in pieces:
+
+    async def _answer(
+        self, request: ParsedRequest, make_format: type[ResponseFormat], *, is_streamed: bool
+    ) -> Response:
+        choices = [self._make_choice(request) for _ in range(request.num_all)]
+        form = make_format(request, choices, self._texts, model=self.model)
+        if is_streamed:
+            return EventStream(lambda send: self._stream(request, choices, form, send), lambda: form.headers)
+        chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
+        async with generating(
+            self._forwarder, request, choices, timeout_s=self._config.timeout_s, chunk_tokens=chunk_tokens
+        ) as deltas:
+            async for _ in deltas:
                 pass
-        await self._keep(asked, choices)
+        await self._record(request, choices)
         return JSONResponse(form.whole(), headers=form.headers)
 
-    async def _narrate(self, asked: Asked, choices: list[Choice], form: Form, tell: Tell) -> None:
-        """Tell of the answer while it comes; how the last choice ended is told when the call is recorded."""
+    def _make_choice(self, request: ParsedRequest) -> Choice:
+        return Choice(
+            self._texts, stops=request.stops, reads_tools=request.reads_tools, has_one_call=request.has_one_call
+        )
+
+    async def _stream(
+        self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, send: SendEvent
+    ) -> None:
+        """Send the answer while it is generated; the last choice's end is sent once the call is recorded."""
         opened: set[int] = set()
         num_left = len(choices)
-        async with playing(self._player, asked, choices, timeout_s=self._config.timeout_s, chunk_tokens=0) as pieces:
-            async for index, piece in pieces:
+        async with generating(
+            self._forwarder, request, choices, timeout_s=self._config.timeout_s, chunk_tokens=0
+        ) as deltas:
+            async for index, delta in deltas:
                 if index not in opened and (event := form.opening(index)):
-                    await tell(event)
+                    await send(event)
                 opened.add(index)
-                if event := form.piece(index, piece):
-                    await tell(event)
-                num_left -= piece.is_last
-                if piece.is_last and num_left:
-                    await tell(form.closing(index, is_last=False))
-        await self._keep(asked, choices)
-        await tell(form.closing(index, is_last=True))
-        if asked.shows_usage:
-            await tell(form.usage())
+                if event := form.delta(index, delta):
+                    await send(event)
+                num_left -= delta.is_last
+                if delta.is_last and num_left:
+                    await send(form.closing(index, is_last=False))
+        await self._record(request, choices)
+        await send(form.closing(index, is_last=True))
+        if request.shows_usage:
+            await send(form.usage())
 
-    async def _keep(self, asked: Asked, choices: list[Choice]) -> None:
-        if not asked.is_recorded:
+    async def _record(self, request: ParsedRequest, choices: list[Choice]) -> None:
+        if not request.is_recorded:
             return
         try:
-            await record(self._recordings, asked, choices)
+            await record(self._recordings, request, choices)
         except InvalidRequestError as error:
             raise ParameterError("record", str(error)) from None
+
+
+def _find_session(body: GenerationRequest, *, session: str, recorded_session: str) -> tuple[str, bool]:
+    """The session of a request, and whether the call is recorded under it."""
+    session_id = name_session(
+        header=recorded_session or session, metadata=body.metadata.get("session_id", ""), user=body.user
+    )
+    is_recorded = body.record or bool(recorded_session)
+    if is_recorded and not session_id:
+        raise ParameterError("record", "record needs a session; send the header x-session-id, or user")
+    return session_id, is_recorded

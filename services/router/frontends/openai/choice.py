@@ -1,4 +1,4 @@
-"""One choice of an answer while it comes: chunks of tokens in, text and calls of tools out. Pure.
+"""One choice of an answer while it is generated: chunks of tokens in, text and tool calls out. Pure.
 
 Invariant: with a stop string, the tokens end with the one that completed it; the text ends before it.
 """
@@ -34,7 +34,7 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ChoiceDelta:
     """What a chunk adds to a choice."""
 
     tokens: Sequence[Token]
@@ -44,17 +44,26 @@ class Piece:
 
 
 class Choice:
-    """What was said so far."""
+    """What was generated so far."""
 
-    def __init__(self, texts: TokenTexts, *, stops: Sequence[str], reads_tools: bool) -> None:
-        """Nothing was said yet; `reads_tools`: calls of tools are told apart from text."""
+    def __init__(
+        self, texts: TokenTexts, *, stops: Sequence[str], reads_tools: bool, has_one_call: bool = False
+    ) -> None:
+        """Nothing was generated yet.
+
+        Args:
+            texts: What the ids say.
+            stops: Texts that end the choice.
+            reads_tools: Whether tool calls are told apart from text.
+            has_one_call: Whether the first tool call ends the choice.
+        """
         self.tokens: list[Token] = []
         self.content = ""
         self.calls: list[CallText] = []
         self.ending: Ending | None = None
         """Why it ended; None while it goes on."""
         self.was_cut = False
-        """Whether a stop string ended it, so that the engine is to be told."""
+        """Whether it ended before the engine ended it, which must then be aborted there."""
         self.newest_version = 0
         """The newest policy version that made one of its tokens; 0 before the first."""
         self.num_prompt_tokens = 0
@@ -62,38 +71,35 @@ class Choice:
         self._stream = TextStream(texts)
         self._stops = StopFinder(stops)
         self._calls = ToolCallReader() if reads_tools else None
+        self._has_one_call = has_one_call
         self._num_chars = 0
 
-    def take(self, chunk: generate_pb2.GenerateChunk) -> Piece:
+    def take(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
         """Add what the engine delivered."""
         if chunk.HasField("usage") and not self.tokens:
             self.num_prompt_tokens = chunk.usage.num_prompt_tokens
             self.num_cached_tokens = chunk.usage.num_cached_tokens
-        num_before, text = len(self.tokens), ""
+        num_tokens, num_calls, content = len(self.tokens), len(self.calls), ""
         versions = itertools.chain.from_iterable(
             itertools.repeat(span.policy_version, span.num_tokens) for span in chunk.version_spans
         )
         for number, logprob, version in zip(chunk.output_ids, chunk.logprobs, versions, strict=True):
-            self.tokens.append(
-                Token(number=number, logprob=logprob, policy_version=version, offset=self._num_chars)
-            )  # fmt: skip
-            self.newest_version = max(self.newest_version, version)
-            said = self._stream.add(number)
-            self._num_chars += len(said)
-            text += self._stops.add(said)
-            if self._stops.found:
-                self.ending, self.was_cut = "stop", True
+            content += self._take_token(number, logprob, version)
+            if self.ending is not None:
                 break
         else:
             self.ending = _ENDINGS.get(chunk.finish_reason)
             if self.ending is not None:
-                text += self._stops.add(self._stream.finish()) + self._stops.finish()
-        content, calls = self._sorted(text)
+                content += self._sort(self._stops.add(self._stream.finish()) + self._stops.finish())
+        if self.ending is not None and self._calls is not None and not self._is_full:
+            content += self._collect(self._calls.finish())
         self.content += content
-        self.calls += calls
-        return Piece(
-            tokens=self.tokens[num_before:], content=content, calls=calls, is_last=self.ending is not None
-        )  # fmt: skip
+        return ChoiceDelta(
+            tokens=self.tokens[num_tokens:],
+            content=content,
+            calls=self.calls[num_calls:],
+            is_last=self.ending is not None,
+        )
 
     @property
     def finish_reason(self) -> str:
@@ -105,14 +111,38 @@ class Choice:
         """Which policy version made which tokens."""
         return spans_of(self.tokens)
 
-    def _sorted(self, text: str) -> tuple[str, list[CallText]]:
-        if self._calls is None:
-            return text, []
-        found = self._calls.add(text)
-        if self.ending is not None:
-            found += self._calls.finish()
-        calls = [each for each in found if isinstance(each, CallText)]
-        return "".join(each for each in found if isinstance(each, str)), calls
+    @property
+    def _is_full(self) -> bool:
+        """Whether it has the one call that it may have."""
+        return self._has_one_call and bool(self.calls)
+
+    def _take_token(self, number: int, logprob: float, version: int) -> str:
+        """Add one token; return the content that is certain with it."""
+        self.tokens.append(Token(number=number, logprob=logprob, policy_version=version, offset=self._num_chars))
+        self.newest_version = max(self.newest_version, version)
+        text = self._stream.add(number)
+        self._num_chars += len(text)
+        content = self._sort(self._stops.add(text))
+        if self._stops.found or self._is_full:
+            self.ending, self.was_cut = "stop", True
+        return content
+
+    def _sort(self, text: str) -> str:
+        """Tell text and tool calls apart: keep the calls, return the text."""
+        if self._calls is None or not text:
+            return text
+        return self._collect(self._calls.add(text))
+
+    def _collect(self, found: Iterable[str | CallText]) -> str:
+        content = ""
+        for each in found:
+            if self._is_full:
+                break
+            if isinstance(each, CallText):
+                self.calls.append(each)
+            else:
+                content += each
+        return content
 
 
 def spans_of(tokens: Iterable[Token]) -> tuple[VersionSpan, ...]:

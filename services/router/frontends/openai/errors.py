@@ -1,10 +1,11 @@
-"""Errors in the form of OpenAI's, so that its clients raise what they have for each."""
+"""Errors in OpenAI's form, so that its clients raise their own exception for each."""
 
+import re
 from typing import Any
 
 from starlette.responses import JSONResponse
 
-from penstock.errors import InvalidRequestError, PenstockError, UserError
+from penstock.errors import InvalidRequestError, PenstockError, PoisonError, PromptTooLongError, UserError
 from penstock.http.json_body import printable
 from penstock.http.status import headers_of, status_of
 
@@ -22,13 +23,21 @@ _CODE_OF_STATUS = {
 }
 
 
+_PEER = re.compile(r"replica \S+ at \S+: ")
+"""How errors of engines name the engine, which is nothing that clients outside should see."""
+
+
 class ParameterError(InvalidRequestError):
     """A parameter of the request is wrong."""
 
     def __init__(self, param: str, message: str) -> None:
-        """`message` begins with the name of `param`, or says what it is about."""
+        """`message` begins with the name of `param`, or says what is wrong."""
         super().__init__(message)
         self.param = param
+
+
+class TextTooLongError(ParameterError, PromptTooLongError):
+    """The text cannot fit into the context."""
 
 
 class UnknownModelError(ParameterError):
@@ -39,13 +48,19 @@ def status_for(error: BaseException) -> int:
     """The HTTP status that OpenAI's clients expect."""
     if isinstance(error, UnknownModelError):
         return 404
-    return 400 if isinstance(error, InvalidRequestError | UserError) else status_of(error)
+    if isinstance(error, InvalidRequestError | UserError | PoisonError):  # a 5xx would be retried
+        return 400
+    return status_of(error)
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
     """The error as JSON."""
     status = status_for(error)
-    code = "model_not_found" if isinstance(error, UnknownModelError) else None
+    code = None
+    if isinstance(error, UnknownModelError):
+        code = "model_not_found"
+    elif isinstance(error, PromptTooLongError):
+        code = "context_length_exceeded"
     if isinstance(error, PenstockError):
         message = str(error)
     else:
@@ -57,9 +72,9 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     """An error of that status as JSON."""
     kind = _TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = code or _CODE_OF_STATUS.get(status)
-    return {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": printable(_PEER.sub("", message)), "type": kind, "param": param, "code": code}}
 
 
 def error_response(status: int, body: dict[str, Any]) -> JSONResponse:
-    """The answer that tells of an error."""
+    """The answer that reports an error."""
     return JSONResponse(body, status, headers=headers_of(status))

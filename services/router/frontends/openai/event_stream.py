@@ -19,22 +19,24 @@ from services.router.frontends.openai.errors import body_of
 
 log = structlog.get_logger()
 
-_LAST_WORDS_S = 10.0
-"""So long a client may take to hear what failed; one that does not read would hold its request for ever."""
+_REPORT_S = 10.0
+"""How long a client may take to read what failed; one that does not read would hold its request for ever."""
 
-Tell: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+SendEvent: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends one event."""
 
 
 class EventStream(Response):
-    """The response: what `narrate` tells, and how it ended."""
+    """The response: the events that `produce` sends, and how it ended."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, narrate: Callable[[Tell], Awaitable[None]], headers: Callable[[], Mapping[str, str]]) -> None:
-        """`narrate` is called once; `headers` when it tells of the first event."""
+    def __init__(
+        self, produce: Callable[[SendEvent], Awaitable[None]], headers: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """`produce` is called once; `headers` when it sends the first event."""
         super().__init__()
-        self._narrate = narrate
+        self._produce = produce
         self._later_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +52,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
-            await self._narrate(lambda event: write(json.dumps(event, ensure_ascii=False)))
+            await self._produce(lambda event: write(json.dumps(event, ensure_ascii=False)))
             await write("[DONE]")
         except (PenstockError, TimeoutError) as error:
             if not has_begun:
@@ -58,7 +60,7 @@ class EventStream(Response):
             body = body_of(error)
             log.warning("stream.failed", path=scope["path"], error=body["error"]["message"])
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
+                async with asyncio.timeout(_REPORT_S):
                     await write(json.dumps(body))
                     await send({"type": "http.response.body", "body": b""})
         else:

@@ -1,7 +1,6 @@
 """Images as requests bring them: inside the URL.
 
-An http(s) URL is refused: whoever may talk to the policy could have this server fetch from networks that he cannot
-reach himself.
+An http(s) URL is refused: callers could make this server fetch from networks that they cannot reach themselves.
 """
 
 import base64
@@ -17,11 +16,11 @@ def read_image(url: str, *, param: str, max_bytes: int) -> bytes:
     """The file that a data: URL holds.
 
     Raises:
-        ParameterError: it is another URL, no base64, or larger than `max_bytes`.
+        ParameterError: it is another URL, not base64, or larger than `max_bytes`.
     """
     if url[:5].lower() != "data:":
         raise ParameterError(
-            param, f"{param} = {url[:40]!r}: images are taken as data: URLs only; send data:image/png;base64,..."
+            param, f"{param} = {url[:40]!r}: images are accepted as data: URLs only; send data:image/png;base64,..."
         )
     head = _DATA_URL.match(url)
     if head is None or not head[2].lower().endswith(";base64"):
@@ -34,7 +33,7 @@ def read_image(url: str, *, param: str, max_bytes: int) -> bytes:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ParameterError(param, f"{param} is no base64: {error}") from None
+        raise ParameterError(param, f"{param} is not base64: {error}") from None
     if not data:
         raise ParameterError(param, f"{param} holds no bytes; send the image's file")
     return data

@@ -1,4 +1,4 @@
-"""Answers in the forms of OpenAI, whole and in pieces, with what Penstock adds to them."""
+"""Answers in OpenAI's formats, whole and streamed, with what Penstock adds to them."""
 
 import time
 import uuid
@@ -7,22 +7,24 @@ from typing import Any
 
 from penstock.model.detokenize import TokenTexts
 from penstock.records import VersionSpan
-from services.router.frontends.openai.choice import Choice, Piece, Token
-from services.router.frontends.openai.parsed_request import Asked
+from services.router.frontends.openai.choice import Choice, ChoiceDelta, Token
+from services.router.frontends.openai.parsed_request import ParsedRequest
 from services.router.frontends.openai.tool_calls import CallText
 
 VERSION_HEADER = "x-penstock-policy-version"
+IGNORED_HEADER = "x-penstock-ignored"
+"""Names parameters that were accepted though they have no effect."""
 
 
-class Form:
-    """One answer; subclasses know how a page's choices look."""
+class ResponseFormat:
+    """One answer; subclasses format its choices."""
 
-    whole_kind: str
-    piece_kind: str
+    whole_object: str
+    chunk_object: str
 
-    def __init__(self, asked: Asked, choices: Sequence[Choice], texts: TokenTexts, *, model: str) -> None:
-        """Tell of `choices` as they are when a method is called."""
-        self._asked = asked
+    def __init__(self, request: ParsedRequest, choices: Sequence[Choice], texts: TokenTexts, *, model: str) -> None:
+        """Format `choices` as they are when a method is called."""
+        self._request = request
         self._choices = choices
         self._texts = texts
         self._model = model
@@ -31,38 +33,41 @@ class Form:
     def whole(self) -> dict[str, Any]:
         """The answer, when all choices have ended."""
         choices = [self._entry(index, self._whole_choice(index)) for index in range(len(self._choices))]
-        return {**self._frame(self.whole_kind, choices), "usage": self._usage(), "penstock": self._extra()}
+        return {**self._frame(self.whole_object, choices), "usage": self._usage(), "penstock": self._extra()}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first piece."""
+        """The event before a choice's first delta, if there is one."""
         raise NotImplementedError
 
-    def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """A piece as a stream says it; None where there is nothing to say yet."""
-        asked, has_more = self._asked, bool(piece.content or piece.calls)
-        if not has_more and not (piece.tokens and (asked.shows_token_ids or asked.shows_logprobs)):
+    def delta(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """The event of a delta; None if there is nothing to send yet."""
+        request, has_more = self._request, bool(delta.content or delta.calls)
+        if not has_more and not (delta.tokens and (request.shows_token_ids or request.shows_logprobs)):
             return None
-        return self._frame(self.piece_kind, [self._piece_choice(index, piece)])
+        return self._frame(self.chunk_object, [self._delta_choice(index, delta)])
 
     def closing(self, index: int, *, is_last: bool) -> dict[str, Any]:
-        """How a choice ended; the last one's tells what Penstock adds."""
+        """The event of a choice's end; the last one carries what Penstock adds."""
         choice = self._entry(index, {**self._empty(), "finish_reason": self._choices[index].finish_reason})
-        frame = self._frame(self.piece_kind, [choice])
+        frame = self._frame(self.chunk_object, [choice])
         return {**frame, "penstock": self._extra()} if is_last else frame
 
     def usage(self) -> dict[str, Any]:
-        """The last chunk of a stream that was asked to count."""
-        return {**self._frame(self.piece_kind, []), "usage": self._usage()}
+        """The last event of a stream with usage."""
+        return {**self._frame(self.chunk_object, []), "usage": self._usage()}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer; a stream's are those of its beginning."""
-        return {VERSION_HEADER: str(self._version), "x-request-id": self._asked.request_id}
+        """Headers of the answer; a stream's are those of its beginning."""
+        headers = {VERSION_HEADER: str(self._version), "x-request-id": self._request.request_id}
+        if self._request.ignored:
+            headers[IGNORED_HEADER] = ", ".join(self._request.ignored)
+        return headers
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _piece_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         raise NotImplementedError
 
     def _empty(self) -> dict[str, Any]:
@@ -74,7 +79,7 @@ class Form:
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._asked.request_id,
+            "id": self._request.request_id,
             "object": kind,
             "created": self._created,
             "model": self._model,
@@ -86,8 +91,8 @@ class Form:
         return {"index": index, "logprobs": None, "finish_reason": None, **fields}
 
     def _token_fields(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Ids and logprobs for training, where they were asked for."""
-        if not self._asked.shows_token_ids:
+        """Ids and logprobs for training, if requested."""
+        if not self._request.shows_token_ids:
             return {}
         return {
             "token_ids": [token.number for token in tokens],
@@ -95,12 +100,12 @@ class Form:
         }
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
-        if not self._asked.shows_token_ids:
+        if not self._request.shows_token_ids:
             return {}
-        return {"prompt_token_ids": list(self._asked.prompt_of(index).input_ids)}
+        return {"prompt_token_ids": list(self._request.prompt_of(index).input_ids)}
 
     def _usage(self) -> dict[str, Any]:
-        firsts = self._choices[:: self._asked.num_choices]  # a prompt counts once, however many its choices
+        firsts = self._choices[:: self._request.num_choices]  # a prompt counts once, however many its choices
         num_prompt = sum(choice.num_prompt_tokens for choice in firsts)
         num_output = sum(len(choice.tokens) for choice in self._choices)
         return {
@@ -112,27 +117,27 @@ class Form:
 
     def _extra(self) -> dict[str, Any]:
         return {
-            "request_id": self._asked.request_id,
-            "session_id": self._asked.session_id,
-            "is_recorded": self._asked.is_recorded,
+            "request_id": self._request.request_id,
+            "session_id": self._request.session_id,
+            "is_recorded": self._request.is_recorded,
             "policy_version_spans": [spans_json(choice.version_spans) for choice in self._choices],
         }
 
 
-class ChatForm(Form):
+class ChatFormat(ResponseFormat):
     """Answers of /v1/chat/completions."""
 
-    whole_kind = "chat.completion"
-    piece_kind = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def whole(self) -> dict[str, Any]:
-        """The answer, when all choices have ended; with the prompt's ids once, where they were asked for."""
+        """The answer, when all choices have ended; with the prompt's ids once, if requested."""
         return {**super().whole(), **self._prompt_fields(0)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The role."""
         choice = self._entry(index, {"delta": {"role": "assistant", "content": ""}})
-        return {**self._frame(self.piece_kind, [choice]), **self._prompt_fields(index)}
+        return {**self._frame(self.chunk_object, [choice]), **self._prompt_fields(index)}
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
@@ -150,21 +155,21 @@ class ChatForm(Form):
             **self._token_fields(choice.tokens),
         }
 
-    def _piece_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": piece.content} if piece.content or not piece.calls else {}
-        if piece.calls:
-            first = len(self._choices[index].calls) - len(piece.calls)
-            delta["tool_calls"] = [
-                {"index": first + place, **_call_json(call)} for place, call in enumerate(piece.calls)
+    def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": delta.content} if delta.content or not delta.calls else {}
+        if delta.calls:
+            first = len(self._choices[index].calls) - len(delta.calls)
+            message["tool_calls"] = [
+                {"index": first + index_in_delta, **_call_json(call)} for index_in_delta, call in enumerate(delta.calls)
             ]
-        fields = {"delta": delta, "logprobs": self._logprobs(piece.tokens), **self._token_fields(piece.tokens)}
+        fields = {"delta": message, "logprobs": self._logprobs(delta.tokens), **self._token_fields(delta.tokens)}
         return self._entry(index, fields)
 
     def _empty(self) -> dict[str, Any]:
         return {"delta": {}}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not self._asked.shows_logprobs:
+        if not self._request.shows_logprobs:
             return None
         content = [
             {
@@ -178,15 +183,15 @@ class ChatForm(Form):
         return {"content": content, "refusal": None}
 
 
-class CompletionForm(Form):
+class CompletionFormat(ResponseFormat):
     """Answers of /v1/completions."""
 
-    whole_kind = piece_kind = "text_completion"
+    whole_object = chunk_object = "text_completion"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The prompt's ids, where they were asked for."""
+        """The prompt's ids, if requested."""
         fields = self._prompt_fields(index)
-        return self._frame(self.piece_kind, [self._entry(index, {"text": "", **fields})]) if fields else None
+        return self._frame(self.chunk_object, [self._entry(index, {"text": "", **fields})]) if fields else None
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
@@ -198,20 +203,20 @@ class CompletionForm(Form):
             **self._token_fields(choice.tokens),
         }
 
-    def _piece_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        fields = {"text": piece.content, "logprobs": self._logprobs(piece.tokens)}
-        return self._entry(index, {**fields, **self._token_fields(piece.tokens)})
+    def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        fields = {"text": delta.content, "logprobs": self._logprobs(delta.tokens)}
+        return self._entry(index, {**fields, **self._token_fields(delta.tokens)})
 
     def _empty(self) -> dict[str, Any]:
         return {"text": ""}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not self._asked.shows_logprobs:
+        if not self._request.shows_logprobs:
             return None
         return {
             "tokens": [self._texts.name_of(token.number) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": None,
+            "top_logprobs": [{self._texts.name_of(token.number): token.logprob} for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
 

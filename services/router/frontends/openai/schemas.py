@@ -1,6 +1,8 @@
-"""What requests may hold. What the engine cannot do is refused by name, never passed over.
+"""What requests may contain.
 
-A null is as good as nothing. A parameter that is not supported is taken where its value changes nothing.
+A parameter that would change the answer and is not supported is refused by name, never skipped; where its value changes
+nothing, it is accepted. The policy neither sees nor needs unknown keys inside messages, which agents collect from other
+servers' answers, so they are ignored. A null is the same as an absent key.
 """
 
 from collections.abc import Mapping
@@ -11,42 +13,62 @@ from pydantic_core import PydanticCustomError
 
 _NO_CONSTRAINT = "the engine does not constrain what the policy says"
 _NO_PENALTY = "the policy's distribution is not changed, so that logprobs stay its own"
-_SAMPLED_ONLY = "the engine tells the logprob of the sampled token only"
+_SAMPLED_ONLY = "the engine reports the logprob of the sampled token only"
+_NO_MINIMUM = "an answer ends where the policy ends it"
+_ROUTED = "the router chooses the replica and the order"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_generation_prompt": ((True,), "the assistant speaks next"),
     "audio": ((), "there is text and images only"),
     "best_of": ((1,), "all choices are returned; use n"),
+    "continue_final_message": ((False,), "the assistant speaks next"),
+    "continuous_usage_stats": ((False,), "usage comes with the last chunk"),
     "echo": ((False,), "the prompt is not returned; its ids are, with return_token_ids"),
     "frequency_penalty": ((0,), _NO_PENALTY),
     "function_call": ((), "use tools"),
     "functions": (([],), "use tools"),
+    "ignore_eos": ((False,), _NO_MINIMUM),
+    "include_stop_str_in_output": ((False,), "the text ends before a stop string"),
+    "length_penalty": ((1,), "there is no beam search"),
     "logit_bias": (({},), _NO_PENALTY),
+    "min_p": ((0,), _NO_PENALTY),
+    "min_tokens": ((0,), _NO_MINIMUM),
     "modalities": ((["text"],), "there is text only"),
-    "parallel_tool_calls": ((True,), _NO_CONSTRAINT),
+    "no_stop_trim": ((False,), "the text ends before a stop string"),
     "prediction": ((), "there is no speculation"),
     "presence_penalty": ((0,), _NO_PENALTY),
+    "priority": ((0,), _ROUTED),
     "reasoning_effort": ((), "put it into the prompt"),
+    "repetition_penalty": ((1,), _NO_PENALTY),
     "response_format": (({"type": "text"},), _NO_CONSTRAINT),
-    "seed": ((), "the engine's sampling is not seeded"),
+    "return_hidden_states": ((False,), "the engine returns tokens only"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "service_tier": (("auto", "default"), "there is one tier"),
+    "skip_special_tokens": ((True,), "special tokens say nothing; their ids are in return_token_ids"),
+    "spaces_between_special_tokens": ((True, False), "special tokens say nothing"),
     "store": ((False,), "use record"),
-    "strict": ((False,), _NO_CONSTRAINT),
-    "suffix": (("",), "the policy only goes on"),
+    "suffix": (("",), "the policy only continues a prompt"),
     "top_logprobs": ((0,), _SAMPLED_ONLY),
+    "use_beam_search": ((False,), "there is no beam search"),
 }
-"""Parameters that are not supported: which values change nothing, and why there are no others."""
+"""Parameters that are not supported: the values that change nothing, and why there are no others."""
+
+HINTS = ("cache_salt", "prompt_cache_key", "request_id", "rid", "safety_identifier", "verbosity")
+"""Parameters that are accepted with any value, because no answer depends on them."""
 
 
 class _Model(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
-    _silent: ClassVar[tuple[str, ...]] = ()
-    """What may come and means nothing."""
+    _ignored: ClassVar[tuple[str, ...]] = ()
+    """Keys that are accepted with any value."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _sort_out(cls, value: Any) -> Any:
+    def _drop_neutral(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        given = {name: each for name, each in value.items() if each is not None and name not in cls._silent}
+        given = {name: each for name, each in value.items() if each is not None and name not in cls._ignored}
+        if cls.model_config.get("extra") == "ignore":
+            return given
         for name in [name for name in given if name in REFUSED and name not in cls.model_fields]:
             neutral, why = REFUSED[name]
             if not any(type(given[name]) is type(each) and given[name] == each for each in _spellings(neutral)):
@@ -56,11 +78,17 @@ class _Model(pydantic.BaseModel):
         return given
 
 
+class _MessageModel(_Model):
+    """A part of a message: unknown keys are ignored."""
+
+    model_config = pydantic.ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+
 def _spellings(neutral: tuple[Any, ...]) -> list[Any]:
     return [*neutral, *(float(each) for each in neutral if type(each) is int)]
 
 
-class TextPart(_Model):
+class TextPart(_MessageModel):
     """Text in a message."""
 
     type: Literal["text"]
@@ -68,31 +96,41 @@ class TextPart(_Model):
     """The text."""
 
 
-class ImageUrl(_Model):
-    """Where an image is."""
+class RefusalPart(_MessageModel):
+    """An earlier refusal of the assistant; the policy sees it as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+    """The text."""
+
+
+class ImageUrl(_MessageModel):
+    """An image."""
 
     url: str
     """data:image/png;base64,..., or jpeg, webp or gif."""
     detail: Literal["auto", "high"] = "auto"
-    """Images are seen as the model's processor sees them in training."""
+    """The policy sees images as in training, whatever this says."""
 
 
-class ImagePart(_Model):
+class ImagePart(_MessageModel):
     """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
-    """Where it is."""
+    """The image."""
 
 
-Part: TypeAlias = Annotated[TextPart | ImagePart, pydantic.Field(discriminator="type")]
+Part: TypeAlias = Annotated[TextPart | RefusalPart | ImagePart, pydantic.Field(discriminator="type")]
 Content: TypeAlias = Annotated[
     Annotated[str, pydantic.Tag("text")] | Annotated[list[Part], pydantic.Tag("parts")],
     pydantic.Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
 ]
+PART_TYPES = ("text", "refusal", "image_url")
+"""The types of parts."""
 
 
-class CalledFunction(_Model):
+class CalledFunction(_MessageModel):
     """A function that an assistant called."""
 
     name: Annotated[str, pydantic.Field(min_length=1)]
@@ -101,24 +139,23 @@ class CalledFunction(_Model):
     """A JSON object."""
 
 
-class ToolCallIn(_Model):
+class ToolCallIn(_MessageModel):
     """A call that an assistant made."""
 
     id: str = ""
-    """Its name in the answer."""
+    """Its id in the answer."""
     type: Literal["function"] = "function"
     function: CalledFunction
     """What was called."""
 
 
-class ChatMessage(_Model):
+class ChatMessage(_MessageModel):
     """One message of a conversation."""
 
-    _silent = ("annotations", "refusal")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who says it; developer is another word for system."""
     content: Content | None = None
-    """What is said. Images may be in messages of users and tools."""
+    """What is said. Messages of users and tools may hold images."""
     tool_calls: list[ToolCallIn] = []
     """assistant: what it called."""
     tool_call_id: str = ""
@@ -128,6 +165,7 @@ class ChatMessage(_Model):
 class ToolFunction(_Model):
     """A function that the policy may call."""
 
+    _ignored = ("strict",)
     name: Annotated[str, pydantic.Field(min_length=1)]
     """Its name."""
     description: str | None = None
@@ -139,6 +177,7 @@ class ToolFunction(_Model):
 class Tool(_Model):
     """What the policy may call."""
 
+    _ignored = ("strict",)
     type: Literal["function"]
     function: ToolFunction
     """The function."""
@@ -147,40 +186,43 @@ class Tool(_Model):
 class StreamOptions(_Model):
     """How to stream."""
 
-    _silent = ("include_obfuscation",)
+    _ignored = ("include_obfuscation",)
     include_usage: bool = False
-    """Send a last chunk with what was counted."""
+    """Send a last chunk with the token counts."""
 
 
 class GenerationRequest(_Model):
-    """What both pages take."""
+    """What chats and completions accept."""
 
+    _ignored = HINTS
     model: str
-    """Name of the served policy; /v1/models tells it."""
+    """Name of the served policy, as in /v1/models."""
     max_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**31)] | None = None
-    """Most tokens to produce; else as in the recipe's [sampling]."""
+    """Most tokens to generate; default: the recipe's [sampling]."""
     temperature: Annotated[float, pydantic.Field(ge=0, le=100)] | None = None
-    """Divides the logits; 0 is greedy. Else as in [sampling]."""
+    """Divides the logits; 0 is greedy. Default: [sampling]."""
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
-    """Nucleus sampling. Else as in [sampling]."""
+    """Nucleus sampling. Default: [sampling]."""
     top_k: Annotated[int, pydantic.Field(ge=-1, lt=2**31)] | None = None
-    """Sample from so many of the likeliest tokens; 0 and -1: all. Else as in [sampling]. Not OpenAI's."""
+    """Sample from this many of the likeliest tokens; 0 and -1: all. Default: [sampling]. Not OpenAI's."""
     n: Annotated[int, pydantic.Field(ge=1)] = 1
-    """How many choices to sample for each prompt."""
+    """Choices to sample for each prompt."""
+    seed: int | None = None
+    """Accepted and not used: the engine's sampling is not seeded. The header x-penstock-ignored says so."""
     stop: str | list[str] = []
     """Texts that end an answer and are not part of it, at most 16."""
     stop_token_ids: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]] = []
     """Ids that end an answer beside the model's own. Not OpenAI's."""
     stream: bool = False
-    """Send the answer as server-sent events while it comes."""
+    """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions = StreamOptions()
     """How to stream."""
     user: str = ""
-    """Names the session where nothing else does."""
+    """Names the session if nothing else does."""
     metadata: dict[str, str] = {}
     """`session_id` in it names the session: its calls go to one replica."""
     return_token_ids: bool = False
-    """Return ids of prompt and answer with their logprobs. Not OpenAI's; as in vLLM."""
+    """Return the ids of prompt and answer with their logprobs. Not OpenAI's; as in vLLM."""
     record: bool = False
     """Keep the call under its session, to be trained on. Not OpenAI's."""
 
@@ -188,6 +230,11 @@ class GenerationRequest(_Model):
     def stops(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def unused(self) -> list[str]:
+        """Parameters that were accepted though they have no effect."""
+        return [] if self.seed is None else ["seed"]
 
     @pydantic.field_validator("stop")
     @classmethod
@@ -208,16 +255,18 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     """Return the logprob of each sampled token."""
     tools: list[Tool] = []
-    """What the policy may call, where its chat template tells it of tools."""
+    """What the policy may call, if its chat template supports tools. `strict` in them has no effect."""
     tool_choice: Literal["auto", "none"] = "auto"
-    """none: do not tell it of tools."""
+    """none: the policy does not see the tools."""
+    parallel_tool_calls: bool = True
+    """false: an answer ends with its first call."""
 
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    """Text, which is never a special token whatever it says, or ids; or several of either."""
+    """Text, which never becomes a special token, or ids; or several of either."""
     logprobs: Annotated[int, pydantic.Field(ge=0)] | None = None
     """0: return the logprob of each sampled token; there are no others."""
 

@@ -1,7 +1,9 @@
-"""The life of the OpenAI-compatible face beside a router."""
+"""The life of the OpenAI-compatible frontend beside a router."""
 
+import asyncio
+import copy
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
@@ -17,50 +19,55 @@ from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import error_body
+from services.router.frontends.openai.parsing_threads import NUM_THREADS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBackend:
-    """What a router must know of the policy to speak text."""
+    """What a router must know of the policy to serve text."""
 
     model: str
     """Name under which it is served."""
     renderer: Renderer
     sampling: SamplingConfig
-    """What holds where a request does not say."""
+    """Defaults of requests."""
 
     @classmethod
     def load(cls, config: RouterConfig, *, run: str, model_path: Path, sampling: SamplingConfig) -> Self:
         """Read the model's tokenizer and template.
 
         Raises:
-            ConfigError: the folder has none that could be used.
+            ConfigError: the folder has no usable ones.
         """
         return cls(model=config.openai.model or run, renderer=Renderer.load(model_path), sampling=sampling)
+
+    def renderers(self) -> Sequence[Renderer]:
+        """One renderer for each parsing thread. Copying takes a second for a large vocabulary."""
+        return [self.renderer, *(copy.deepcopy(self.renderer) for _ in range(NUM_THREADS - 1))]
 
 
 @asynccontextmanager
 async def serving(
-    config: RouterConfig, bus: Bus, player: RequestForwarder, voice: ChatBackend, security: Security
+    config: RouterConfig, bus: Bus, forwarder: RequestForwarder, backend: ChatBackend, security: Security
 ) -> AsyncIterator[HttpServer]:
-    """Serve HTTP during the context; it drains at the end.
+    """Serve HTTP during the context; drain it at the end.
 
     Raises:
-        SetupError: the port is in use, or NATS does not make the stream of recorded calls.
+        SetupError: the port is in use, or NATS does not create the stream of recorded calls.
     """
     settings = config.openai
     recordings = Recordings(bus)
     await recordings.ensure(max_age_s=settings.recordings_max_age_s, max_bytes=settings.recordings_max_mb * 2**20)
-    face = ChatApi(
+    api = ChatApi(
         settings,
-        voice.sampling,
-        model=voice.model,
-        renderer=voice.renderer,
-        player=player,
+        backend.sampling,
+        model=backend.model,
+        renderers=await asyncio.to_thread(backend.renderers),
+        forwarder=forwarder,
         recordings=recordings,
     )
     server = HttpServer(
-        make_openai_app(face),
+        make_openai_app(api),
         host=config.host,
         port=config.http_port or 0,
         max_body_bytes=settings.max_body_mb * 2**20,
@@ -74,4 +81,4 @@ async def serving(
         finally:
             await server.drain(config.grace_s)
     finally:
-        face.close()
+        api.close()

@@ -1,6 +1,6 @@
-"""Stop strings, found in text while it comes. Pure.
+"""Stop strings, found in text while it is generated. Pure.
 
-Invariant: no character of a stop string that is found was told before, so what may become one is held back.
+Invariant: no character of a stop string that is found was emitted before, so text that may become one is held back.
 """
 
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ class StopFinder:
         self._stops = stops
         self._held = ""
         self.found = False
-        """Whether one was found: nothing is told from then on."""
+        """Whether one was found: nothing is emitted from then on."""
 
     def add(self, text: str) -> str:
-        """Take more text; return what can be told."""
+        """Take more text; return what can be emitted."""
         if self.found or not self._stops:
             return "" if self.found else text
         self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
+        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
             self.found = True
-            told, self._held = self._held[: min(places)], ""
-            return told
+            emitted, self._held = self._held[: min(starts)], ""
+            return emitted
         num_held = max(held_back(self._held, stop) for stop in self._stops)
-        told, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
-        return told
+        emitted, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
+        return emitted
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        told, self._held = self._held, ""
-        return told
+        """Return what was held back; nothing follows."""
+        emitted, self._held = self._held, ""
+        return emitted
 
 
 def held_back(text: str, word: str) -> int:

@@ -1,11 +1,10 @@
-"""Calls of tools in a policy's text, in the form of Hermes and Qwen. Pure.
+"""Tool calls in a policy's text, in the format of Hermes and Qwen. Pure.
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1}}
     </tool_call>
 
-Invariant: nothing is lost. What looks like a call and is none (no JSON, no name, no end) is given as the text that it
-is.
+Invariant: nothing is lost. What looks like a call and is not one (no JSON, no name, no end) stays text.
 """
 
 import dataclasses
@@ -28,17 +27,17 @@ class CallText:
 
 
 class ToolCallReader:
-    """Tells text and calls of one answer apart, while it comes; white space around calls is dropped."""
+    """Tells text and calls of one answer apart while it is generated; white space around calls is dropped."""
 
     def __init__(self) -> None:
-        """Nothing was said yet."""
+        """Nothing was generated yet."""
         self._held = ""
         self._opening = ""
-        """Of the block that has not ended, with the white space before it; empty outside of blocks."""
+        """Start of the unfinished block, with the white space before it; empty outside of blocks."""
         self._has_called = False
 
     def add(self, text: str) -> list[str | CallText]:
-        """Take more text; return what is certain by now, in its order."""
+        """Take more text; return what is certain, in order."""
         self._held += text
         found: list[str | CallText] = []
         while True:
@@ -52,9 +51,9 @@ class ToolCallReader:
                 self._has_called = call is not None
                 self._opening = ""
             else:
-                told = before.rstrip()
-                found.append(self._trimmed(told))
-                self._opening = before[len(told) :] + mark
+                emitted = before.rstrip()
+                found.append(self._trimmed(emitted))
+                self._opening = before[len(emitted) :] + mark
         if not self._opening:
             num_held = held_back(self._held, OPEN)
             end = len(self._held[: len(self._held) - num_held].rstrip())
@@ -63,7 +62,7 @@ class ToolCallReader:
         return [each for each in found if each]
 
     def finish(self) -> list[str | CallText]:
-        """What was held back, now that nothing follows."""
+        """Return what was held back; nothing follows."""
         rest = self._trimmed(self._opening + self._held)
         self._held = self._opening = ""
         return [rest] if rest else []
@@ -77,16 +76,16 @@ class ToolCallReader:
 
 
 def arguments_json(arguments: dict[str, Any]) -> str:
-    """The arguments as JSON that any encoding can carry: lone surrogates, which escapes can spell, become U+FFFD.
+    """The arguments as JSON for any encoding: lone surrogates, which escapes can spell, become U+FFFD.
 
     Raises:
-        ValueError: they hold NaN or Infinity, which are no JSON.
+        ValueError: they hold NaN or Infinity, which are not JSON.
     """
     return printable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
 def _read(block: str) -> CallText | None:
-    """The call that a block holds, if it is one."""
+    """The call that a block holds, if it holds one."""
     try:
         match json.loads(block):
             case {"name": str(name), "arguments": dict(arguments)} if name:
