@@ -18,10 +18,11 @@ import structlog
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.failures import deliveries_allowed
 from penstock.errors import AccessError, PenstockError
+from penstock.runtime.backoff import Backoff
 
 log = structlog.get_logger()
 
-_MAX_DELAY_S = 10.0
+_BACKOFF = Backoff(first_s=0.5, max_s=10.0)
 
 Handler = Callable[[Delivery], Awaitable[None]]
 GiveUp = Callable[[Delivery, str], Awaitable[None]]
@@ -104,7 +105,7 @@ async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, g
         if delivery.num_delivered >= deliveries_allowed(error, max_deliveries):
             await _bury(delivery, reason, give_up)
             return
-        delay_s = min(_MAX_DELAY_S, 0.25 * 2 ** min(delivery.num_delivered, 10))
+        delay_s = _BACKOFF.after(delivery.num_delivered)
         log.warning("message.put_back", message_id=delivery.message_id, reason=reason, delay_s=delay_s)
         await delivery.put_back(delay_s)
     else:
@@ -118,4 +119,4 @@ async def _bury(delivery: Delivery, reason: str, give_up: GiveUp | None) -> None
         await delivery.bury(reason)
     except Exception as failure:
         log.exception("message.give_up_failed", message_id=delivery.message_id, error=repr(failure))
-        await delivery.put_back(_MAX_DELAY_S)
+        await delivery.put_back(_BACKOFF.max_s)

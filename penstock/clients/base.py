@@ -1,21 +1,27 @@
 """What every client of a service has: a channel, a deadline for each call, and retries of what may succeed later."""
 
-import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
 import structlog
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_random_exponential,
+)
 
-from penstock.errors import NotReadyError, OverloadedError, PenstockError, UnavailableError
+from penstock.errors import NotReadyError, OverloadedError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.runtime.security import Security
 
 log = structlog.get_logger()
 
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
+_BACKOFF = wait_random_exponential(multiplier=0.1, max=2.0)
+"""Waits are drawn below a bound that doubles from 0.1 to 2 s: callers that failed together come back apart."""
 _MIN_ATTEMPT_S = 0.05
 
 ResultT = TypeVar("ResultT")
@@ -52,27 +58,27 @@ class Client:
     ) -> ResultT:
         """Call `attempt(number, timeout_s)` until it succeeds, fails for good, or `retry_until` (monotonic) comes.
 
-        What may succeed later is tried again: UnavailableError, OverloadedError and NotReadyError. Waits grow from
-        0.1 to 2 seconds, each drawn between half of it and all of it: callers that failed together come back apart.
+        What may succeed later is tried again: UnavailableError, OverloadedError and NotReadyError.
         """
-        number, backoff_s = 0, _FIRST_BACKOFF_S
-        while True:
-            remaining_s = timeout_s if retry_until is None else min(timeout_s, retry_until - time.monotonic())
-            try:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type((UnavailableError, OverloadedError, NotReadyError)),
+            wait=_BACKOFF,
+            stop=stop_after_attempt(1) if retry_until is None else stop_before_delay(retry_until - time.monotonic()),
+            before_sleep=self._log_retry,
+            reraise=True,
+        )
+        async for trial in retrying:
+            with trial:
+                remaining_s = timeout_s if retry_until is None else min(timeout_s, retry_until - time.monotonic())
+                number = trial.retry_state.attempt_number - 1
                 result = await attempt(number, max(_MIN_ATTEMPT_S, remaining_s))
-            except (UnavailableError, OverloadedError, NotReadyError) as error:
-                wait_s = backoff_s * random.uniform(0.5, 1.0)
-                if retry_until is None or time.monotonic() + wait_s >= retry_until:
-                    raise
-                self._tell_failing(error)
-                await asyncio.sleep(wait_s)
-                number, backoff_s = number + 1, min(_MAX_BACKOFF_S, 2 * backoff_s)
-            else:
                 self._failing = False
                 return result
+        raise AssertionError  # the last trial returns or raises
 
-    def _tell_failing(self, error: PenstockError) -> None:
+    def _log_retry(self, state: RetryCallState) -> None:
         """One warning when a server stops answering, not one for each of a thousand calls."""
+        assert state.outcome is not None
         level = log.debug if self._failing else log.warning
-        level("call.retried", address=self.address, reason=str(error))
+        level("call.retried", address=self.address, reason=str(state.outcome.exception()))
         self._failing = True

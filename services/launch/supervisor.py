@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import PenstockError, UserError
+from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import EXIT_USER_ERROR
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopStage
@@ -115,7 +116,7 @@ class Supervisor:
         """Run `child` until it is asked to stop or has ended the run."""
         name, config = child.spec.name, self._config
         deaths: deque[float] = deque(maxlen=config.max_restarts + 1)
-        backoff_s = self._first_backoff_s / 2
+        num_failures = 0
         while not child.stop_asked.is_set():
             code = await child.run()
             child.state = State.STOPPED
@@ -129,7 +130,8 @@ class Supervisor:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             if num_recent > config.max_restarts:
                 raise ProcessFailedError(_describe_failure(child, how, num_recent))
-            backoff_s = self._first_backoff_s if child.age_s > _MAX_BACKOFF_S else min(_MAX_BACKOFF_S, 2 * backoff_s)
+            num_failures = 1 if child.age_s > _MAX_BACKOFF_S else num_failures + 1
+            backoff_s = Backoff(self._first_backoff_s, _MAX_BACKOFF_S).after(num_failures)
             self._report(f"{name} {how}; starting it again in {backoff_s:g} s")
             child.state = State.RESTARTING
             with suppress(TimeoutError):

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from services.reward.admission_queue import AdmissionQueue
 from services.reward.isolation.pool import WorkerPool
-from services.reward.places import Places
 from services.reward.verdict import Finding
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -13,7 +13,7 @@ _BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0
 class Metrics:
     """Counters that the verifier feeds, and gauges that are read when somebody asks."""
 
-    def __init__(self, pool: WorkerPool, places: Places) -> None:
+    def __init__(self, pool: WorkerPool, queue: AdmissionQueue) -> None:
         self._registry = CollectorRegistry()
         self._items = Counter(
             "penstock_reward_items",
@@ -30,11 +30,11 @@ class Metrics:
         )
         self._of_kind: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
         for name, text, read in (
-            ("queue_places_used", "Items in the service, running ones included.", lambda: places.num_taken),
-            ("queue_places", "Items that the service holds at most.", lambda: places.num_places),
+            ("queue_items", "Items in the service, running ones included.", lambda: queue.num_admitted),
+            ("queue_max_items", "The most items that the service admits at once.", lambda: queue.max_items),
             ("workers", "Worker processes alive.", lambda: pool.num_workers),
             ("workers_busy", "Worker processes that are at an item.", lambda: pool.num_busy),
-            ("workers_overtime", "Of those, worker processes whose item lost its turn.", lambda: pool.num_overtime),
+            ("workers_overtime", "Of those, worker processes whose item is in overtime.", lambda: pool.num_overtime),
             ("items_waiting", "Items that wait for a worker process.", lambda: pool.num_waiting),
             ("workers_killed", "Worker processes killed since the start.", lambda: pool.num_killed),
         ):

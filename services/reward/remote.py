@@ -8,7 +8,6 @@ status FAILED and a logged reason, never a silent 0.
 import asyncio
 import json
 import math
-import random
 import ssl
 import time
 from http import HTTPStatus
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from penstock.runtime.security import REMOTE_TOKEN, Tls, read_secret
 from services.reward.config import RemoteConfig
@@ -25,8 +25,7 @@ from services.reward.verdict import Finding, Method, Status
 
 log = structlog.get_logger()
 
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
+_BACKOFF = wait_random_exponential(multiplier=0.2, max=5.0)
 _WORTH_ANOTHER_TRY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 
 
@@ -40,7 +39,7 @@ class RemoteVerifier:
     def __init__(self, config: RemoteConfig, tls: Tls | None = None) -> None:
         """Use the authorities of `tls`, beside the public ones, where the service speaks https."""
         self._config = config
-        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._slots = asyncio.Semaphore(config.max_concurrency)
         # Its token is not that of this process's own ports, for it may be anybody's service.
         token = read_secret(REMOTE_TOKEN)
         self._client = httpx.AsyncClient(
@@ -59,36 +58,51 @@ class RemoteVerifier:
 
     async def verify(self, item: Item, deadline_s: float) -> tuple[Finding, float]:
         """Ask the remote service; return its finding and the seconds that it took, queueing excluded."""
-        async with self._places:
+        async with self._slots:
             started = time.monotonic()
             finding = await self._verify_within(item, deadline_s)
             return finding, time.monotonic() - started
 
     async def _verify_within(self, item: Item, deadline_s: float) -> Finding:
         reason = "no attempt was finished"
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type((TimeoutError, httpx.HTTPError)),
+            wait=_BACKOFF,
+            stop=stop_after_attempt(self._config.attempts),
+            reraise=True,
+        )
+        deadline = asyncio.timeout(deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                for attempt in range(self._config.attempts):
-                    if attempt:
-                        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _MAX_BACKOFF_S)
-                        await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
-                    try:
-                        async with asyncio.timeout(self._config.timeout_s):
-                            credit = await self._ask(item)
-                        return Finding(status=Status.OK, credit=credit, method=Method.VERIFIER)
-                    except TimeoutError:
-                        reason = f"an attempt took longer than {self._config.timeout_s:g} s"
-                    except httpx.HTTPStatusError as error:  # whose text has the URL, and that may hold a secret
-                        reason = f"it answered with HTTP status {error.response.status_code}"
-                    except httpx.HTTPError as error:
-                        reason = f"{type(error).__name__}: {error}"
-        except TimeoutError:
-            log.warning("remote.failed", reason=f"the deadline of {deadline_s:g} s passed; {reason}")
-            return Finding(status=Status.TIMEOUT)
+            async with deadline:
+                async for attempt in retrying:
+                    with attempt:
+                        try:
+                            return await self._attempt(item)
+                        except (TimeoutError, httpx.HTTPError) as error:
+                            reason = self._describe(error)
+                            raise
+        except (TimeoutError, httpx.HTTPError):
+            if deadline.expired():
+                log.warning("remote.failed", reason=f"the deadline of {deadline_s:g} s passed; {reason}")
+                return Finding(status=Status.TIMEOUT)
         except _RemoteError as error:
             reason = str(error)
         log.warning("remote.failed", reason=reason)
         return Finding(status=Status.FAILED)
+
+    async def _attempt(self, item: Item) -> Finding:
+        async with asyncio.timeout(self._config.timeout_s):
+            credit = await self._ask(item)
+        return Finding(status=Status.OK, credit=credit, method=Method.VERIFIER)
+
+    def _describe(self, error: Exception) -> str:
+        match error:
+            case TimeoutError():
+                return f"an attempt took longer than {self._config.timeout_s:g} s"
+            case httpx.HTTPStatusError():  # its text has the URL, which may hold a secret
+                return f"it answered with HTTP status {error.response.status_code}"
+            case _:
+                return f"{type(error).__name__}: {error}"
 
     async def _ask(self, item: Item) -> float:
         golds = [sendable(gold) for gold in item.golds]

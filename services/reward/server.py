@@ -12,11 +12,11 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
-from services.reward.faces.http.app import make_http_app
-from services.reward.faces.rpc import RewardServicer
-from services.reward.heap import trim_at_rest
+from services.reward.frontends.http.app import make_http_app
+from services.reward.frontends.rpc import RewardServicer
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.worker_process import WorkerDiedError
+from services.reward.malloc_trim import trim_when_idle
 from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier
 
@@ -64,7 +64,7 @@ async def running(config: RewardConfig, *, security: Security | None = None) -> 
         max_body_bytes=config.http_max_body_mb * 2**20,
         security=security,
     )
-    trimming = asyncio.create_task(trim_at_rest(verifier.places))
+    trimming = asyncio.create_task(trim_when_idle(verifier.queue))
     try:
         try:
             await pool.start()

@@ -10,12 +10,12 @@ import structlog
 
 from penstock.errors import InvalidRequestError
 from penstock.runtime.security import Tls
+from services.reward.admission_queue import AdmissionQueue
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
 from services.reward.metrics import Metrics
-from services.reward.places import Places
 from services.reward.profiles.profile import Decision, Forwarded, Profile, Undecided
 from services.reward.profiles.registry import find_profile, make_profiles
 from services.reward.remote import RemoteVerifier
@@ -73,9 +73,9 @@ class Verifier:
         self._config = config
         self._pool = pool
         self._remote = RemoteVerifier(config.remote, tls) if config.remote.url else None
-        self.places = Places(config.max_queue)
+        self.queue = AdmissionQueue(config.max_queue)
         """Taken by the items that are in the service."""
-        self.metrics = Metrics(pool, self.places)
+        self.metrics = Metrics(pool, self.queue)
         self.profiles = make_profiles(config, verifiers)
 
     async def close(self) -> None:
@@ -95,7 +95,7 @@ class Verifier:
             OverloadedError: the queue is full.
         """
         plans = self._plans(items, within_s)
-        with self.places.taken(len(plans)):
+        with self.queue.admitted(len(plans)):
             return await self._verify(plans)
 
     async def verify_when_free(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
@@ -105,7 +105,7 @@ class Verifier:
             InvalidRequestError: a profile is unknown, a deadline is invalid, or there are too many items.
         """
         plans = self._plans(items, within_s)
-        async with self.places.taken_when_free(len(plans)):
+        async with self.queue.admitted_in_turn(len(plans)):
             return await self._verify(plans)
 
     def _plans(self, items: Sequence[Item], within_s: float | None) -> list[_Plan]:

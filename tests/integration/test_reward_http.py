@@ -13,7 +13,7 @@ import pytest
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError
 from services.reward.config import RewardConfig
-from services.reward.faces.http.openrlhf import response_in
+from services.reward.frontends.http.openrlhf import response_in
 from services.reward.server import RunningService, running
 from tests.support.reward.service import item_of
 from tests.support.waiting import until
@@ -302,7 +302,7 @@ async def test_metrics_count_what_was_judged_on_both_faces() -> None:
         lines = (await client.get("/metrics")).text.splitlines()
         assert 'penstock_reward_items_total{method="EXACT",profile="math",status="OK"} 2.0' in lines
         assert 'penstock_reward_item_seconds_count{method="EXACT"} 2.0' in lines
-        assert "penstock_reward_queue_places_used 1.0" in lines
+        assert "penstock_reward_queue_items 1.0" in lines
         assert "penstock_reward_workers_busy 1.0" in lines
         await hanging
         lines = (await client.get("/metrics")).text.splitlines()

@@ -46,7 +46,8 @@ class RewardModel:
                 self.requests.append(request)
                 self.max_at_once = max(self.max_at_once, self.num_open)
                 if self.hangs:
-                    await asyncio.sleep(60)
+                    await reader.read()  # until the client leaves
+                    return
                 await asyncio.sleep(0.01)
                 status, text = self.reply(request)
                 body = text.encode()

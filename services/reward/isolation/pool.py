@@ -1,12 +1,8 @@
 """Worker processes, one item each at a time, under wall-clock deadlines that are held here and end with SIGKILL.
 
-An item that takes long loses its turn, not its time: a spare worker, forked ahead, takes the next item meanwhile. If it
-goes on, its worker is demoted, in the end to the processor time that nobody else wants. So items that hang hold up the
-others for moments only.
-
-Invariants: a worker that was cut short or demoted, in whatever way, is never used again; a worker that dies through no
-fault of its item loses no item; `run` always returns within the deadline, once a worker is free; there are never more
-than `num_workers + max_overtime` items at work.
+An item that takes long loses its permit, not its time: a spare worker, forked ahead, takes the next item meanwhile. If
+the item goes on, its worker's priority falls, in the end to processor time that nobody else wants. So items that hang
+hold up the others for moments only.
 """
 
 import asyncio
@@ -16,9 +12,10 @@ from collections.abc import Mapping
 
 import structlog
 
+from penstock.runtime.backoff import Backoff
 from services.reward.isolation.forkserver_protocol import Sandbox
+from services.reward.isolation.permits import Permit, Permits
 from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply
-from services.reward.isolation.turns import Turn, Turns
 from services.reward.isolation.worker_process import Forkserver, WorkerDiedError, WorkerProcess
 from services.reward.verdict import Status
 
@@ -26,7 +23,7 @@ log = structlog.get_logger()
 
 _MAX_DEATHS = 3
 """Workers that may die over one item before the item is blamed."""
-_MAX_BACKOFF_S = 5.0
+_BACKOFF = Backoff(first_s=0.1, max_s=5.0)
 _OVERTIME_AFTER_S = 0.01
 """A few times what a typical item takes."""
 _DEMOTED_AFTER_S = (0.04, 0.3)
@@ -54,7 +51,7 @@ class WorkerPool:
             num_workers: Items at work at once, those in overtime not counted.
             memory_limit_bytes: Address space of a worker.
             recycle_after: Items after which a worker is replaced.
-            max_overtime: Items that may be in overtime at once; then workers that hang hold their turn.
+            max_overtime: Items that may be in overtime at once; then workers that hang keep their permit.
             overtime_memory_bytes: What workers may allocate together; beyond it, who has most is killed.
             sandbox: Whether workers are confined, see `ForkserverSettings`.
             verifiers: Custom verifiers by name, see `ForkserverSettings`.
@@ -65,10 +62,10 @@ class WorkerPool:
         self._recycle_after = recycle_after
         self._overtime_memory_bytes = overtime_memory_bytes
         self._forkserver = Forkserver(memory_limit_bytes=memory_limit_bytes, sandbox=sandbox, verifiers=verifiers or {})
-        self._turns = Turns(num_workers, max_overtime, _OVERTIME_AFTER_S)
+        self._permits = Permits(num_workers, max_overtime, _OVERTIME_AFTER_S)
         self._workers: set[WorkerProcess] = set()
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
-        self._busy: dict[WorkerProcess, Turn] = {}
+        self._busy: dict[WorkerProcess, Permit] = {}
         self._condemned: set[WorkerProcess] = set()
         self._is_short = asyncio.Event()
         self._has_overtime = asyncio.Event()
@@ -115,13 +112,13 @@ class WorkerPool:
 
     @property
     def num_overtime(self) -> int:
-        """Workers whose item lost its turn."""
-        return self._turns.num_overtime
+        """Workers whose item is in overtime."""
+        return self._permits.num_overtime
 
     @property
     def num_waiting(self) -> int:
-        """Items that wait for their turn."""
-        return self._turns.num_waiting
+        """Items that wait for a permit."""
+        return self._permits.num_waiting
 
     async def run(self, task: Task, deadline_s: float) -> tuple[WorkerReply, float]:
         """Have a worker do `task` and return its reply and the seconds that it took, queueing excluded.
@@ -130,11 +127,11 @@ class WorkerPool:
         """
         spent_s = 0.0
         for _ in range(_MAX_DEATHS):
-            async with self._turns.next() as turn:
-                worker = await self._take_idle(turn)
+            async with self._permits.acquire() as permit:
+                worker = await self._take_idle(permit)
                 started = time.monotonic()
                 try:
-                    turn.start(self._on_overtime)
+                    permit.start(self._on_overtime)
                     async with asyncio.timeout(deadline_s - spent_s):
                         reply = await worker.ask(task, cpu_limit_s=math.ceil(deadline_s) + 1)
                 except TimeoutError:
@@ -163,11 +160,11 @@ class WorkerPool:
             return WorkerReply(status=Status.FAILED, detail=detail), spent_s
         return WorkerReply(status=Status.OUT_OF_MEMORY), spent_s  # which is what native code dies of
 
-    async def _take_idle(self, turn: Turn) -> WorkerProcess:
+    async def _take_idle(self, permit: Permit) -> WorkerProcess:
         while True:
             worker = await self._idle.get()
             if worker.is_alive:
-                self._busy[worker] = turn
+                self._busy[worker] = permit
                 return worker
             log.warning("worker.died", pid=worker.pid)
             self._discard(worker)
@@ -189,18 +186,19 @@ class WorkerPool:
 
     async def _refill(self) -> None:
         """Keep as many workers as there should be, with a new forkserver if the old one is gone."""
-        backoff_s = 0.1
+        num_failures = 0
         while True:
             while len(self._workers) - self.num_overtime >= self._num_ready:
                 self._is_short.clear()
                 await self._is_short.wait()
             try:
                 await self._spawn()
-                backoff_s = 0.1
+                num_failures = 0
             except (WorkerDiedError, OSError) as error:
-                log.error("forkserver.failed", reason=str(error), retry_in_s=backoff_s)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                num_failures += 1
+                wait_s = _BACKOFF.after(num_failures)
+                log.error("forkserver.failed", reason=str(error), retry_in_s=wait_s)
+                await asyncio.sleep(wait_s)
 
     async def _spawn(self) -> None:
         try:

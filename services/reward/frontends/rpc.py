@@ -48,7 +48,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request_iterator: AsyncIterator[reward_pb2.VerifyStreamRequest], context: Context
     ) -> None:
         """Verify responses as they come, many at a time."""
-        places = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         writing = asyncio.Lock()
 
         async def answer(request: reward_pb2.VerifyStreamRequest) -> None:
@@ -57,11 +57,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 async with writing:
                     await context.write(response)
             finally:
-                places.release()
+                slots.release()
 
         async def read(group: asyncio.TaskGroup) -> None:
             async for request in request_iterator:
-                await places.acquire()
+                await slots.acquire()
                 group.create_task(answer(request))
 
         async with asyncio.TaskGroup() as group:

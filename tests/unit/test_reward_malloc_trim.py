@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from services.reward import heap
-from services.reward.places import Places
+from services.reward import malloc_trim
+from services.reward.admission_queue import AdmissionQueue
 from tests.support.waiting import until
 
 
 def test_a_block_between_others_is_given_back() -> None:
     """By glibc, whose own habit is to keep what lies below something that is in use."""
-    trim = heap.find_trim()
+    trim = malloc_trim.find_trim()
     if trim is None:
         pytest.skip("this C library has no malloc_trim")
     libc = ctypes.CDLL(None)
@@ -41,15 +41,15 @@ async def test_once_after_each_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while there are items, and not again until there were some."""
     trims: list[int] = []
     trim: Callable[[int], None] = trims.append
-    monkeypatch.setattr(heap, "find_trim", lambda: trim)
-    monkeypatch.setattr(heap, "_INTERVAL_S", 0.01)
-    places = Places(10)
-    trimming = asyncio.create_task(heap.trim_at_rest(places))
+    monkeypatch.setattr(malloc_trim, "find_trim", lambda: trim)
+    monkeypatch.setattr(malloc_trim, "_INTERVAL_S", 0.01)
+    queue = AdmissionQueue(10)
+    trimming = asyncio.create_task(malloc_trim.trim_when_idle(queue))
     for num_bursts in range(3):
         await asyncio.sleep(0.1)
         assert len(trims) == num_bursts
-        with places.taken(2):
-            with places.taken(3):
+        with queue.admitted(2):
+            with queue.admitted(3):
                 pass
             await asyncio.sleep(0.1)
             assert len(trims) == num_bursts

@@ -18,7 +18,7 @@ from penstock.errors import InvalidRequestError
 from penstock.http.app import ErrorBody
 from penstock.http.json_body import parse_json
 from services.reward.config import RewardConfig
-from services.reward.faces.http.label import golds_of, text_of
+from services.reward.frontends.http.label import golds_of, text_of
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile
 from services.reward.verdict import Status

@@ -6,7 +6,7 @@ from fastapi import FastAPI, Response
 
 from penstock.http.app import make_app
 from services.reward.config import RewardConfig
-from services.reward.faces.http import native, openrlhf, slime
+from services.reward.frontends.http import native, openrlhf, slime
 from services.reward.metrics import CONTENT_TYPE
 from services.reward.profiles.registry import find_profile
 from services.reward.verifier import Verifier
