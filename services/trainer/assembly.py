@@ -18,15 +18,15 @@ from penstock.runtime.security import Security
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.backend.opening import open_policy
+from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from services.trainer.loop import TrainingLoop
-from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
-from services.trainer.policy.opening import open_policy
-from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
 from services.trainer.telemetry.metrics_log import MetricsLog

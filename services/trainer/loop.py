@@ -19,12 +19,12 @@ from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
-from services.trainer.policy.checkpoint import CheckpointStore
-from services.trainer.policy.optimizer import PolicyOptimizer
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.metrics_log import MetricsLog

@@ -13,9 +13,9 @@ from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.assembly import assemble, new_run_id
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
-from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.telemetry.curves import draw_curves
 from services.trainer.telemetry.progress import Progress, TrainerServicer
 from services.trainer.versions import open_versions

@@ -23,11 +23,11 @@ from penstock.records.codec import decode
 from penstock.runtime.security import Security
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
+from services.trainer.backend.model import load_policy
+from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.sequences import GroupReader, ModelTokens
 from services.trainer.data.geometry import GeometryDataset
-from services.trainer.policy.batch import GroupReader, ModelTokens
-from services.trainer.policy.images import ImagePatcher
-from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.policy.policy_model import load_policy
 from tests.support.certificates import make_certificates, security_of
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
 

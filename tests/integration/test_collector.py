@@ -22,12 +22,12 @@ from penstock.records.group import NUM_DELIVERIES_HEADER
 from penstock.runtime.process import end_task
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger, GroupStatus
+from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
-from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
 from tests.cuttable_link import CuttableLink
 from tests.support.trainer.groups import make_group, num_placeholders, picture
 from tests.support.waiting import until

@@ -13,10 +13,10 @@ from penstock.config import BusConfig
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, Prompt, RecordedCall, Verdict
 from penstock.testing.engine_process import EngineProcess
-from services.trainer.policy.batch import GroupReader, ModelTokens
-from services.trainer.policy.images import ImagePatcher
-from services.trainer.policy.packing import pad
-from services.trainer.policy.policy_model import PolicyModel, load_policy
+from services.trainer.backend.model import PolicyModel, load_policy
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.micro_batch import pad
+from services.trainer.batching.sequences import GroupReader, ModelTokens
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.router.openai_stage import data_url
 from tests.support.router.process import router_process

@@ -13,9 +13,9 @@ from penstock.errors import SetupError, SupersededError
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger, GroupStatus
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.loop import TrainingLoop
-from services.trainer.policy.checkpoint import CheckpointStore
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
 

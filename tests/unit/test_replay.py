@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import ConfigError, SetupError
 from services.cli.replay import replay
-from services.trainer.policy.checkpoint import CheckpointStore
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.comparison import Line, compare, verdict
 from services.trainer.replay.environment import current_environment
 from services.trainer.replay.recording import read_recording, recorded_steps, write_recording

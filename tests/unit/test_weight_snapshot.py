@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.rollout.testing.simulated_replica import SHAPES, weights_of
-from services.trainer.policy.policy_model import load_policy
+from services.trainer.backend.model import load_policy
 from services.trainer.weight_sync import snapshot
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.weights.publishing import digests

@@ -15,7 +15,7 @@ from penstock.records import Group, parse_message_id
 from penstock.records.codec import decode
 from penstock.records.group import NUM_DELIVERIES_HEADER
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
-from services.trainer.policy.batch import GroupReader, TrainGroup
+from services.trainer.batching.sequences import GroupReader, TrainGroup
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.records import Group
-from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.policy.random_state import random_state_digest
+from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.backend.random_state import random_state_digest
 from services.trainer.replay.environment import current_environment
 from services.trainer.replay.recording import StepInputs, write_recording
 from services.trainer.replay.run import GROUPS_FOLDER

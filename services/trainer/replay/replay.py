@@ -13,9 +13,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 from penstock.errors import InvalidRequestError, SetupError
-from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
-from services.trainer.policy.opening import open_policy
-from services.trainer.policy.random_state import random_state_digest
+from services.trainer.backend.opening import open_policy
+from services.trainer.backend.random_state import random_state_digest
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.environment import Environment, computing_threads, current_environment
 from services.trainer.replay.recording import Recording
 from services.trainer.replay.run import RecordedRun

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.errors import SetupError
-from services.trainer.policy.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.recording import Recording, describe_steps, read_recording, recorded_steps, step_folder
 
 GROUPS_FOLDER = "groups"

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import services.trainer.policy.policy_model as policy_model
+import services.trainer.backend.model as policy_model
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group
-from services.trainer.policy.batch import GroupReader, ModelTokens, TrainSequence
-from services.trainer.policy.images import ImagePatcher
-from services.trainer.policy.packing import MicroBatch, pad
-from services.trainer.policy.policy_model import PolicyModel, load_policy
+from services.trainer.backend.model import PolicyModel, load_policy
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.micro_batch import MicroBatch, pad
+from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
 from tests.support.trainer.groups import make_group, picture
 
 TEMPERATURE = 0.7

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import published_name
-from services.trainer.policy.packing import MicroBatch
+from services.trainer.batching.micro_batch import MicroBatch
 
 MAX_LOGITS = 2**27
 """Logits that exist at one time: half a GiB in float32. Beyond it they are made in slices and again in the backward

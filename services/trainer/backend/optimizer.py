@@ -27,12 +27,12 @@ from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.algorithm.advantage import group_advantages
 from services.trainer.algorithm.loss import policy_loss, token_weights
 from services.trainer.algorithm.token_stats import TokenStats
+from services.trainer.backend.model import PolicyModel
+from services.trainer.backend.random_state import capture_random_state, restore_random_state
+from services.trainer.batching.micro_batch import pad, plan_micro_batches
+from services.trainer.batching.sequences import TrainGroup, TrainSequence
+from services.trainer.checkpoint.store import save_model
 from services.trainer.config import BackendConfig
-from services.trainer.policy.batch import TrainGroup, TrainSequence
-from services.trainer.policy.checkpoint import save_model
-from services.trainer.policy.packing import pad, plan_micro_batches
-from services.trainer.policy.policy_model import PolicyModel
-from services.trainer.policy.random_state import capture_random_state, restore_random_state
 
 log = structlog.get_logger()
 

@@ -12,13 +12,13 @@ import torch
 from penstock.errors import ConfigError, UserError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.algorithm.advantage import group_advantages
+from services.trainer.backend.model import load_policy
+from services.trainer.backend.optimizer import PolicyOptimizer, warmup_factor
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.micro_batch import pad
+from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LossConfig, OptimizerConfig, TrainerConfig
-from services.trainer.policy.batch import GroupReader, ModelTokens, TrainGroup
-from services.trainer.policy.checkpoint import CheckpointStore
-from services.trainer.policy.images import ImagePatcher
-from services.trainer.policy.optimizer import PolicyOptimizer, warmup_factor
-from services.trainer.policy.packing import pad
-from services.trainer.policy.policy_model import load_policy
 from tests.support.trainer.groups import make_group, picture
 
 

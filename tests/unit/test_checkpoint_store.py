@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SetupError
-from services.trainer.policy.checkpoint import CheckpointStore
+from services.trainer.checkpoint.store import CheckpointStore
 
 
 def write(folder: Path) -> None:

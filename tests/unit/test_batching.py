@@ -16,9 +16,9 @@ from penstock.errors import InvalidRequestError
 from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, Sample, Verdict, VersionSpan
-from services.trainer.policy.batch import GroupReader, ModelTokens
-from services.trainer.policy.images import ImagePatcher
-from services.trainer.policy.packing import pad, plan_micro_batches
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.micro_batch import pad, plan_micro_batches
+from services.trainer.batching.sequences import GroupReader, ModelTokens
 from tests.support.trainer.groups import BETWEEN, make_group, num_placeholders, picture
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import InvalidRequestError
 from penstock.records import Group, Sample
-from services.trainer.policy.images import ImagePatches
+from services.trainer.batching.images import ImagePatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

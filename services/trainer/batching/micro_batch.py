@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from services.trainer.policy.batch import TrainSequence
+from services.trainer.batching.sequences import TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

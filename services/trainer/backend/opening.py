@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from penstock.model.tokens import forbidden_token_ids
+from services.trainer.backend.model import load_policy
+from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.sequences import GroupReader, ModelTokens
 from services.trainer.config import BackendConfig
-from services.trainer.policy.batch import GroupReader, ModelTokens
-from services.trainer.policy.images import ImagePatcher
-from services.trainer.policy.optimizer import PolicyOptimizer
-from services.trainer.policy.policy_model import load_policy
 
 
 def open_policy(

@@ -1,0 +1,1 @@
+"""What computes: model, log-probabilities, optimizer, optimizer step, export of weights."""

@@ -1,1 +1,0 @@
-"""The policy that is trained: groups to tensors, forward passes, optimizer steps, checkpoints."""
