@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import structlog
-import torch
 
 from penstock.bus import leases
 from penstock.bus.connection import Bus
@@ -18,8 +17,9 @@ from penstock.runtime.security import Security
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.backend.opening import open_policy
-from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.backend.base import TrainBackend
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import open_dataset
@@ -62,14 +62,11 @@ async def assemble(
     config = settings.trainer
     ledger = _open_ledger(config, checkpoint)
     dataset = await asyncio.to_thread(open_dataset, settings.data, seed=settings.run.seed)
-    optimizer, reader = await asyncio.to_thread(
-        open_policy,
-        settings.model.path,
-        None if checkpoint is None else checkpoint.path,
-        seed=settings.run.seed,
-        temperature=settings.sampling.temperature,
-        config=config,
+    backend = InProcessBackend(
+        settings.model.path, config, seed=settings.run.seed, temperature=settings.sampling.temperature
     )
+    await asyncio.to_thread(backend.load, None if checkpoint is None else checkpoint.path)
+    reader = await asyncio.to_thread(open_reader, settings.model.path)
     step = 0 if checkpoint is None else checkpoint.step
     progress.step = progress.checkpoint_step = step
 
@@ -100,7 +97,7 @@ async def assemble(
         newest_held=newest_version_held(replicas),
         max_staleness=config.max_staleness,
     )
-    publisher = _publisher(config.weight_sync, folder, replicas, optimizer.device, security)
+    publisher = _publisher(config.weight_sync, folder, replicas, security, has_gpu=backend.config.device == "cuda")
     stack.push_async_callback(publisher.close)
     log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
     return TrainingLoop(
@@ -110,15 +107,15 @@ async def assemble(
         lock=lock,
         versions=versions,
         progress=progress,
-        optimizer=optimizer,
+        backend=backend,
         publisher=publisher,
         ledger=ledger,
         feeder=feeder,
         collector=collector,
         batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector),
         checkpoints=store,
-        metrics=MetricsLog(folder, last_step=step),
-        recorder=_recorder(settings, folder, optimizer, progress.run_id) if config.record_groups else None,
+        metrics=await asyncio.to_thread(MetricsLog, folder, last_step=step),
+        recorder=_recorder(settings, folder, backend, progress.run_id) if config.record_groups else None,
         version=version,
         step=step,
         saved_version=None if checkpoint is None else int(checkpoint.state["version"]),
@@ -135,20 +132,19 @@ def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupL
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
 
 
-def _recorder(settings: TrainerSettings, folder: Path, optimizer: PolicyOptimizer, run_id: str) -> StepRecorder:
+def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, run_id: str) -> StepRecorder:
     recorded = StepSettings.of(
         model_path=settings.model.path,
         seed=settings.run.seed,
         temperature=settings.sampling.temperature,
         trainer=settings.trainer,
     )
-    return StepRecorder(folder, recorded, optimizer, run_id=run_id)
+    return StepRecorder(folder, recorded, backend, run_id=run_id)
 
 
 def _publisher(
-    config: WeightSyncConfig, folder: Path, replicas: leases.Watch, device: torch.device, security: Security | None
+    config: WeightSyncConfig, folder: Path, replicas: leases.Watch, security: Security | None, *, has_gpu: bool
 ) -> WeightPublisher:
-    has_gpu = device.type == "cuda"
     if has_gpu:
         os.environ.update(nccl.environment())  # read when the first process group forms
     return WeightPublisher(

@@ -19,7 +19,7 @@ from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.backend.optimizer import PolicyOptimizer
+from services.trainer.backend.base import TrainBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
@@ -45,12 +45,12 @@ class TrainingLoop:
     config: TrainerConfig
     folder: Path
     base_model: Path
-    """Folder that the weights were loaded from first, for tokenizer and processor of a checkpoint."""
+    """Folder of the model that the run began with; every checkpoint names it."""
     lock: Lock
     """Only its holder may publish and acknowledge."""
     versions: PolicyVersions
     progress: Progress
-    optimizer: PolicyOptimizer
+    backend: TrainBackend
     publisher: WeightPublisher
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
@@ -114,9 +114,9 @@ class TrainingLoop:
             played = [finished.played for finished in batch]
             await asyncio.to_thread(self.recorder.record, self.step + 1, self.version, played)
         groups = [finished.ready for finished in batch]
-        metrics: dict[str, Any] = await asyncio.to_thread(self.optimizer.step, groups, self.version)
+        metrics: dict[str, Any] = await asyncio.to_thread(self.backend.step, groups, self.version)
         if self.recorder is not None:
-            metrics["weights_digest"] = await asyncio.to_thread(self.optimizer.weights_digest)
+            metrics["weights_digest"] = (await asyncio.to_thread(self.backend.digests)).weights
         self.ledger.finish_training()
         self.step += 1
         if self.step % self.config.samples_every == 0 or self.step == 1:
@@ -126,7 +126,7 @@ class TrainingLoop:
     async def _publish(self, version: int) -> PushReport:
         """Push the current weights as `version`, then announce it: from then on groups may be admitted at it."""
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
-        weights = await asyncio.to_thread(lambda: self.publisher.take(version, self.optimizer.named_weights()))
+        weights = await asyncio.to_thread(lambda: self.publisher.take(version, self.backend.export()))
         await self.lock.confirm()
         await self.versions.claim(self._describe_version(version))
         report = await self.publisher.publish(weights)
@@ -166,9 +166,7 @@ class TrainingLoop:
             "ledger": ledger.state,
         }
         started = time.monotonic()
-        await asyncio.to_thread(
-            self.checkpoints.save, self.step, state, lambda folder: self.optimizer.save(folder, self.base_model)
-        )
+        await asyncio.to_thread(self.checkpoints.save, self.step, state, self.backend.save)
         await self.lock.confirm()
         settled = self.ledger.settle(ledger)
         for first in range(0, len(settled), _ACKS_AT_A_TIME):

@@ -17,16 +17,13 @@ from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
 from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
-from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
 from penstock.records.codec import decode
 from penstock.runtime.security import Security
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
-from services.trainer.backend.model import load_policy
-from services.trainer.backend.optimizer import PolicyOptimizer
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.batching.sequences import open_reader
 from services.trainer.data.geometry import GeometryDataset
 from tests.support.certificates import make_certificates, security_of
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
@@ -160,29 +157,23 @@ def test_every_push_was_verified(run: TrainProcess) -> None:
 def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     """The same samples through a loop without processes, queues or pushes give the same parameters, bit for bit."""
     recipe = load(Recipe, [run.folder / "config.toml"])
-    torch.manual_seed(recipe.run.seed)
-    forbidden = forbidden_token_ids(recipe.model.path)
-    policy = load_policy(recipe.model.path, temperature=recipe.sampling.temperature, forbidden_ids=forbidden)
-    before = {name: tensor.clone() for name, tensor in policy.named_weights()}
-    optimizer = PolicyOptimizer(policy, recipe.trainer)
-    config = policy.model.config
-    tokens = ModelTokens(
-        vocab_size=config.text_config.vocab_size, image_id=config.image_token_id, forbidden_ids=frozenset(forbidden)
-    )
-    reader = GroupReader(tokens, ImagePatcher(recipe.model.path))
+    sampling = {"seed": recipe.run.seed, "temperature": recipe.sampling.temperature}
+    plain = InProcessBackend(recipe.model.path, recipe.trainer, **sampling)
+    plain.load(None)
+    before = {name: tensor.clone() for name, tensor in plain.export()}
+    reader = open_reader(recipe.model.path)
     for step in range(1, NUM_STEPS + 1):
         files = sorted((run.folder / "groups" / f"step-{step:06d}").glob("*.msgpack"))
         groups = [decode(file.read_bytes(), Group) for file in files]
-        optimizer.step([reader.read(group) for group in groups], version=step)
-    trained = load_policy(
-        run.folder / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model", temperature=1.0, forbidden_ids=forbidden
-    )
-    plain = dict(policy.named_weights())
-    assert any(not torch.equal(before[name], plain[name]) for name in plain), (
+        plain.step([reader.read(group) for group in groups], policy_version=step)
+    trained = InProcessBackend(recipe.model.path, recipe.trainer, **sampling)
+    trained.load(run.folder / "checkpoints" / f"step-{NUM_STEPS:06d}")
+    weights = dict(plain.export())
+    assert any(not torch.equal(before[name], weights[name]) for name in weights), (
         "nothing was trained: the test proves nothing"
     )
-    for name, tensor in trained.named_weights():
-        assert torch.equal(tensor, plain[name]), name
+    for name, tensor in trained.export():
+        assert torch.equal(tensor, weights[name]), name
 
 
 def test_the_run_leaves_what_it_promises(run: TrainProcess) -> None:

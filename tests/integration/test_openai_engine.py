@@ -13,7 +13,8 @@ from penstock.config import BusConfig
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, Prompt, RecordedCall, Verdict
 from penstock.testing.engine_process import EngineProcess
-from services.trainer.backend.model import PolicyModel, load_policy
+from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens

@@ -58,9 +58,7 @@ class Receipt:
 async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> TrainingLoop:
     """A loop at step 7 that holds the trainer's lock, with no model behind it."""
     lock = await claim(bus, "trainer", ttl_s=0.2)
-    backend: Any = SimpleNamespace(
-        named_weights=lambda: [("w", torch.ones(3))], save=lambda path, _: (path / "model").mkdir()
-    )
+    backend: Any = SimpleNamespace(export=lambda: [("w", torch.ones(3))], save=lambda path: (path / "model").mkdir())
     return TrainingLoop(
         config=TrainerConfig(),
         folder=folder,
@@ -68,7 +66,7 @@ async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> Tr
         lock=lock,
         versions=await open_versions(bus),
         progress=Progress(run_id="run", num_steps=10),
-        optimizer=backend,
+        backend=backend,
         publisher=pushes,  # type: ignore[arg-type]
         ledger=GroupLedger(Gate(max_staleness=0, groups_per_step=1)),
         feeder=SimpleNamespace(trainer_epoch=epoch),  # type: ignore[arg-type]

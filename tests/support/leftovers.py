@@ -24,6 +24,8 @@ import pytest
 _GRACE_S = 5.0
 _POOLS = ("asyncio_", "ThreadPoolExecutor-", "AnyIO worker thread", "pytest_timeout")
 """How the names of threads begin that serve any number of tests."""
+_CACHES = ("torchinductor_",)
+"""How the names of folders begin that libraries make once per process: torch does when its compiler is imported."""
 _LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 _ROOT = Path(__file__).parents[2]
@@ -123,7 +125,8 @@ def _holdings() -> Holdings:
         found["descriptor", number, target] = f"descriptor {number} of {target}"
     for folder in (Path(tempfile.gettempdir()), _ROOT):
         for path in folder.iterdir():
-            found["file", path] = f"file {path}"
+            if not path.name.startswith(_CACHES):
+                found["file", path] = f"file {path}"
     return found
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import services.trainer.backend.model as policy_model
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group
-from services.trainer.backend.model import PolicyModel, load_policy
+from services.trainer.backend import logprobs as token_logprobs_module
+from services.trainer.backend.export import named_weights
+from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import MicroBatch, pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
@@ -86,7 +88,7 @@ def test_slices_of_logits_change_nothing(
         return logprobs.detach(), policy.model.get_input_embeddings().weight.grad.clone()
 
     whole = run()
-    monkeypatch.setattr(policy_model, "MAX_LOGITS", 7 * 384)
+    monkeypatch.setattr(token_logprobs_module, "MAX_LOGITS", 7 * 384)
     torch.testing.assert_close(run(), whole, rtol=1e-3, atol=1e-4)
 
 
@@ -124,7 +126,7 @@ def test_weights_carry_the_names_of_the_checkpoint(policy: PolicyModel, tiny_mod
 
     with safe_open(tiny_model_path / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
-        ours = dict(policy.named_weights())
+        ours = dict(named_weights(policy))
         assert set(ours) == names - {"lm_head.weight"}
         assert any(name.startswith("model.visual.") for name in ours)
         assert all(torch.equal(ours[name], file.get_tensor(name)) for name in ours)
@@ -157,7 +159,7 @@ def test_text_only_models_work_too(tmp_path: Path) -> None:
         expected = policy.model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
         found = policy(batch_of(sequence))
     torch.testing.assert_close(found, expected[torch.from_numpy(sequence.loss_mask_X[1:])], rtol=0, atol=1e-5)
-    assert "lm_head.weight" in dict(policy.named_weights())
+    assert "lm_head.weight" in dict(named_weights(policy))
 
 
 def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_refuses_a_checkpoint_that_is_cut_short(tiny_model_path: Path, tmp_path:
     file = tmp_path / "m" / "model.safetensors"
     for size in (file.stat().st_size // 2, 100, 0):
         file.write_bytes(file.read_bytes()[:size])
-        with pytest.raises(ConfigError, match=rf"model\.path: {file} is no safetensors file, or part of one"):
+        with pytest.raises(ConfigError, match=rf"model\.path: {file} is not a complete safetensors file"):
             load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=())
 
 
@@ -195,7 +197,7 @@ def test_refuses_a_checkpoint_with_other_names(tiny_model_path: Path, tmp_path: 
     shutil.copytree(tiny_model_path, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file({**load_file(file), "model.unknown": torch.zeros(1)}, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1 of the checkpoint not in the model \(such as \['model.unknown'\]\)"):
+    with pytest.raises(ConfigError, match=r"1 of the checkpoint are not in the model \(such as \['model.unknown'\]\)"):
         load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=())
 
 
@@ -216,6 +218,6 @@ def older_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_are_pushed_under_transformers_names(older_model_path: Path) -> None:
     """Engines know only these, also for a model whose checkpoint has older names."""
     loaded = load_policy(older_model_path, temperature=1.0, forbidden_ids=())
-    names = [name for name, _ in loaded.named_weights()]
+    names = [name for name, _ in named_weights(loaded)]
     assert names == [name for name, _ in loaded.model.named_parameters()]
     assert any(name.startswith("model.visual.") for name in names)

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.errors import ConfigError, SetupError
 from services.cli.replay import replay
+from services.trainer.backend.environment import current_environment
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.comparison import Line, compare, verdict
-from services.trainer.replay.environment import current_environment
 from services.trainer.replay.recording import read_recording, recorded_steps, write_recording
 from services.trainer.replay.replay import ReplayedStep, replay_step, start_of
 from services.trainer.replay.run import RecordedRun, opened_run

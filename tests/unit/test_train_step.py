@@ -12,8 +12,9 @@ import torch
 from penstock.errors import ConfigError, UserError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.algorithm.advantage import group_advantages
-from services.trainer.backend.model import load_policy
-from services.trainer.backend.optimizer import PolicyOptimizer, warmup_factor
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.optimizer import warmup_factor
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
@@ -27,10 +28,11 @@ def config(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{"device": "cpu", "optimizer": OptimizerConfig(learning_rate=1e-3), **changes})
 
 
-def optimizer_of(path: Path, trainer_config: TrainerConfig) -> PolicyOptimizer:
-    """A fresh one."""
-    policy = load_policy(path, temperature=1.0, forbidden_ids=forbidden_token_ids(path))
-    return PolicyOptimizer(policy, trainer_config)
+def backend_of(path: Path, trainer_config: TrainerConfig, checkpoint: Path | None = None) -> InProcessBackend:
+    """One that has loaded the model, or the checkpoint."""
+    backend = InProcessBackend(path, trainer_config, seed=0, temperature=1.0)
+    backend.load(checkpoint)
+    return backend
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,9 @@ def groups(tiny_model_path: Path) -> list[TrainGroup]:
     ]
 
 
-def weights(optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
+def weights(backend: InProcessBackend) -> dict[str, torch.Tensor]:
     """A copy of them."""
-    return {name: weight.clone() for name, weight in optimizer.named_weights()}
+    return {name: weight.clone() for name, weight in backend.export()}
 
 
 def largest_change(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
@@ -73,7 +75,7 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
     """One micro-batch of everything, or each sample alone: same loss, same gradient norm, same weights."""
     results = []
     for micro_batch_tokens in (100_000, 1):
-        optimizer = optimizer_of(
+        backend = backend_of(
             tiny_model_path,
             config(
                 micro_batch_tokens=micro_batch_tokens,
@@ -81,8 +83,8 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
                 optimizer=OptimizerConfig(learning_rate=1e-3, eps=1e-3),  # else a step is the sign of the gradient
             ),
         )
-        metrics = optimizer.step(groups, version=2)
-        results.append((metrics, weights(optimizer)))
+        metrics = backend.step(groups, policy_version=2)
+        results.append((metrics, weights(backend)))
     (whole, whole_weights), (cut, cut_weights) = results
     assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
     assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
@@ -91,7 +93,7 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
 
 def test_the_gradient_is_that_of_the_formula(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Of -1/tokens * sum w A logp over every sample, equal groups in the denominator; computed sample by sample."""
-    optimizer = optimizer_of(tiny_model_path, config())
+    backend = backend_of(tiny_model_path, config())
     reference = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=forbidden_token_ids(tiny_model_path))
     num_tokens = sum(sequence.num_own_tokens for group in groups for sequence in group.sequences)
     for group in groups:
@@ -102,43 +104,43 @@ def test_the_gradient_is_that_of_the_formula(tiny_model_path: Path, groups: list
             weight = (logprobs.detach() - batch.engine_logprobs_N).exp().clamp(max=2.0)
             (-(weight * logprobs).sum() * float(advantage) / num_tokens).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
-    assert optimizer.step(groups, version=2)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert backend.step(groups, policy_version=2)["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_equal_rewards_change_nothing_but_are_counted(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """A batch of them leaves every weight; beside others they only add to the denominator."""
-    optimizer = optimizer_of(tiny_model_path, config())
-    before = weights(optimizer)
-    metrics = optimizer.step([groups[1]], version=2)
-    assert largest_change(before, weights(optimizer)) == 0
+    backend = backend_of(tiny_model_path, config())
+    before = weights(backend)
+    metrics = backend.step([groups[1]], policy_version=2)
+    assert largest_change(before, weights(backend)) == 0
     assert metrics["loss"] == metrics["grad_norm"] == 0
     assert metrics["num_groups_without_gradient"] == 1
     assert metrics["dlogp_mean"] > 0
-    with_equal = optimizer_of(tiny_model_path, config()).step(groups, version=2)
-    without = optimizer_of(tiny_model_path, config()).step([groups[0], groups[2]], version=2)
+    with_equal = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
+    without = backend_of(tiny_model_path, config()).step([groups[0], groups[2]], policy_version=2)
     assert with_equal["grad_norm"] == pytest.approx(without["grad_norm"] * 2 / 3, rel=1e-4)
 
 
 def test_good_samples_become_likelier_and_bad_ones_less(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Ten steps on the same group separate them."""
-    optimizer = optimizer_of(tiny_model_path, config())
+    backend = backend_of(tiny_model_path, config())
 
     def gap() -> float:
         group = groups[2]
         with torch.no_grad():
-            each = [float(optimizer.policy(pad([s], [0.0], [0.0])).mean()) for s in group.sequences]
+            each = [float(backend.policy(pad([s], [0.0], [0.0])).mean()) for s in group.sequences]
         return each[2] - (each[0] + each[1] + each[3]) / 3
 
     before = gap()
     for _ in range(10):
-        metrics = optimizer.step([groups[2]], version=2)
+        metrics = backend.step([groups[2]], policy_version=2)
     assert gap() > before + 0.5
     assert metrics["kl_k3"] > 0
 
 
 def test_metrics_say_how_stale_and_how_far_off(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """One group of three lags by a version."""
-    metrics = optimizer_of(tiny_model_path, config()).step(groups, version=2)
+    metrics = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
     assert metrics["staleness_max"] == 1
     assert metrics["staleness_mean"] == pytest.approx(1 / 3)
     assert metrics["reward_mean"] == pytest.approx((2 + 3.6 + 1) / 12)
@@ -161,20 +163,20 @@ def test_a_loss_that_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(
     tiny_model_path: Path, groups: list[TrainGroup]
 ) -> None:
     """Weights, optimizer and schedule stay; a good step between them starts the count anew."""
-    optimizer = optimizer_of(
+    backend = backend_of(
         tiny_model_path, config(optimizer=OptimizerConfig(learning_rate=1e-3, max_skipped_steps=1, warmup_steps=9))
     )
-    before = weights(optimizer)
-    assert optimizer.step(broken(groups), version=2)["skipped"] == 1
-    assert largest_change(before, weights(optimizer)) == 0
-    metrics = optimizer.step(groups, version=2)
+    before = weights(backend)
+    assert backend.step(broken(groups), policy_version=2)["skipped"] == 1
+    assert largest_change(before, weights(backend)) == 0
+    metrics = backend.step(groups, policy_version=2)
     assert metrics["skipped"] == 0
     assert metrics["learning_rate"] == pytest.approx(1e-4)  # the first of the warm-up, not the second
-    after = weights(optimizer)
-    optimizer.step(broken(groups), version=2)
+    after = weights(backend)
+    backend.step(broken(groups), policy_version=2)
     with pytest.raises(UserError, match="2 steps in a row"):
-        optimizer.step(broken(groups), version=2)
-    assert largest_change(after, weights(optimizer)) == 0
+        backend.step(broken(groups), policy_version=2)
+    assert largest_change(after, weights(backend)) == 0
 
 
 def test_resumes_from_a_checkpoint_as_if_nothing_had_happened(
@@ -182,30 +184,29 @@ def test_resumes_from_a_checkpoint_as_if_nothing_had_happened(
 ) -> None:
     """Two steps, a checkpoint, one more step; or the checkpoint loaded and the same step: equal to the bit."""
     settings = config(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=5))
-    optimizer = optimizer_of(tiny_model_path, settings)
+    backend = backend_of(tiny_model_path, settings)
     for _ in range(2):
-        optimizer.step(groups, version=2)
+        backend.step(groups, policy_version=2)
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(2, {"version": 3}, lambda folder: optimizer.save(folder, tiny_model_path))
+    store.save(2, {"version": 3}, backend.save)
     expected_draw = torch.rand(3)
-    metrics = optimizer.step(groups, version=3)
+    metrics = backend.step(groups, policy_version=3)
 
     checkpoint = store.latest()
     assert checkpoint is not None
-    resumed = optimizer_of(checkpoint.model_path, settings)
-    resumed.load(checkpoint.path)
+    resumed = backend_of(tiny_model_path, settings, checkpoint.path)
     assert torch.equal(torch.rand(3), expected_draw)
-    again = resumed.step(groups, version=3)
+    again = resumed.step(groups, policy_version=3)
     assert (again["loss"], again["learning_rate"]) == (metrics["loss"], metrics["learning_rate"])
-    assert largest_change(weights(optimizer), weights(resumed)) == 0
+    assert largest_change(weights(backend), weights(resumed)) == 0
 
 
 def test_a_checkpoints_model_folder_is_whole(tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path) -> None:
     """Tokenizer, processor and template load from it, and nothing of the base model is missing."""
     from transformers import AutoProcessor
 
-    optimizer = optimizer_of(tiny_model_path, config())
-    optimizer.save(tmp_path, tiny_model_path)
+    backend = backend_of(tiny_model_path, config())
+    backend.save(tmp_path)
     assert {path.name for path in tiny_model_path.iterdir()} <= {path.name for path in (tmp_path / "model").iterdir()}
     AutoProcessor.from_pretrained(tmp_path / "model")
     assert forbidden_token_ids(tmp_path / "model") == forbidden_token_ids(tiny_model_path)
@@ -227,32 +228,26 @@ def test_bfloat16_computes_and_pushes_in_bfloat16_and_keeps_master_weights(
 ) -> None:
     """A step smaller than bfloat16 can tell apart is not lost; the gradient is float32's within a few percent."""
     small = OptimizerConfig(learning_rate=1e-6)
-    optimizer = optimizer_of(tiny_model_path, config(dtype="bfloat16", optimizer=small))
-    assert {weight.dtype for _, weight in optimizer.named_weights()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in optimizer.policy.parameters()} == {torch.float32}
-    before = [parameter.detach().clone() for parameter in optimizer.policy.parameters()]
-    metrics = optimizer.step(groups, version=2)
-    after = [parameter.detach() for parameter in optimizer.policy.parameters()]
+    backend = backend_of(tiny_model_path, config(dtype="bfloat16", optimizer=small))
+    assert {weight.dtype for _, weight in backend.export()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in backend.policy.parameters()} == {torch.float32}
+    before = [parameter.detach().clone() for parameter in backend.policy.parameters()]
+    metrics = backend.step(groups, policy_version=2)
+    after = [parameter.detach() for parameter in backend.policy.parameters()]
     changes = [float((b - a).abs().max()) for b, a in zip(before, after, strict=True)]
     assert all(0 < change < 2e-6 for change in changes)
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    exact = optimizer_of(tiny_model_path, config(optimizer=small)).step(groups, version=2)
+    exact = backend_of(tiny_model_path, config(optimizer=small)).step(groups, policy_version=2)
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert metrics["dlogp_mean"] == pytest.approx(exact["dlogp_mean"], rel=0.02)
 
 
 def test_recomputing_activations_changes_nothing(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Gradient checkpointing: same loss, same gradient norm."""
-    plain = optimizer_of(tiny_model_path, config()).step(groups, version=2)
-    policy = load_policy(
-        tiny_model_path,
-        temperature=1.0,
-        forbidden_ids=forbidden_token_ids(tiny_model_path),
-        gradient_checkpointing=True,
-    )
-    recomputed = PolicyOptimizer(policy, config()).step(groups, version=2)
+    plain = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
+    recomputed = backend_of(tiny_model_path, config(gradient_checkpointing=True)).step(groups, policy_version=2)
     assert recomputed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
@@ -267,4 +262,4 @@ def test_refuses_several_ranks(tiny_model_path: Path, monkeypatch: pytest.Monkey
     """Instead of training the same thing several times."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
-        optimizer_of(tiny_model_path, config())
+        backend_of(tiny_model_path, config())

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from services.rollout.testing.simulated_replica import SHAPES, weights_of
-from services.trainer.backend.model import load_policy
+from services.trainer.backend.export import named_weights
+from services.trainer.backend.load_model import load_policy
 from services.trainer.weight_sync import snapshot
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.weights.publishing import digests
@@ -42,7 +43,7 @@ def test_a_digest_that_cannot_be_computed_is_heard_of_before_the_push(monkeypatc
 def test_tied_weights_are_sent_once(tiny_model_path: Path) -> None:
     """Each memory has one name in the manifest; one that had two is refused."""
     policy = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=())
-    named = dict(policy.named_weights())
+    named = dict(named_weights(policy))
     taken = WeightSnapshot.take(1, named.items(), max_bucket_bytes=1 << 20)
     storages = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.model.parameters()}
     assert len(taken.manifest.tensors) == len(storages)

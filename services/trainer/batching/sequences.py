@@ -9,12 +9,14 @@ placeholder becomes as many as the image processor's grid says, and the sum is c
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from penstock.errors import InvalidRequestError
+from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, Sample
-from services.trainer.batching.images import ImagePatches
+from services.trainer.batching.images import ImagePatcher, ImagePatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,3 +168,18 @@ class GroupReader:
                 f"the engine counted {sample.num_prompt_tokens} prompt tokens in the last turn, we {num_prompt}: "
                 "both must use the same model folder and image processor, and the engine must have seen every image"
             )
+
+
+def open_reader(model_path: Path) -> GroupReader:
+    """Return what reads groups for the model in `model_path`; the weights are not read.
+
+    Raises:
+        ConfigError: the folder holds no model, or none of its image processor.
+    """
+    image_id = image_token_id(model_path)
+    tokens = ModelTokens(
+        vocab_size=vocab_size(model_path),
+        image_id=image_id,
+        forbidden_ids=frozenset(forbidden_token_ids(model_path)),
+    )
+    return GroupReader(tokens, None if image_id is None else ImagePatcher(model_path))

@@ -29,7 +29,6 @@ from penstock.errors import SetupError
 log = structlog.get_logger()
 
 _NAME = re.compile(r"step-(\d{6,})")
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,23 +135,6 @@ class CheckpointStore:
         later = [path for path in paths if _step(path) > step]
         for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
             shutil.rmtree(path)
-
-
-def save_model(model: Any, base_path: Path, folder: Path) -> None:
-    """Write `folder/model`: the weights as they are now, and all that the base model's folder has beside weights.
-
-    Args:
-        model: A transformers model.
-        base_path: Folder that the model was loaded from, for tokenizer, processor and chat template.
-        folder: Where to put `model`.
-    """
-    target = folder / "model"
-    target.mkdir()
-    for path in sorted(base_path.iterdir()):
-        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and not path.name.startswith("."):
-            shutil.copyfile(path, target / path.name)
-    model.save_pretrained(target)
 
 
 def _read(path: Path) -> Checkpoint:

@@ -22,7 +22,7 @@ from penstock import config as configuration
 from penstock.errors import SetupError
 from penstock.records import Group
 from penstock.records.codec import decode, encode
-from services.trainer.replay.environment import Environment
+from services.trainer.backend.environment import Environment
 from services.trainer.replay.settings import StepSettings
 
 _NAME = re.compile(r"step-(\d{6,})")

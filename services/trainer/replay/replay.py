@@ -13,10 +13,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 from penstock.errors import InvalidRequestError, SetupError
-from services.trainer.backend.opening import open_policy
-from services.trainer.backend.random_state import random_state_digest
+from services.trainer.backend.environment import Environment, computing_threads
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
-from services.trainer.replay.environment import Environment, computing_threads, current_environment
 from services.trainer.replay.recording import Recording
 from services.trainer.replay.run import RecordedRun
 from services.trainer.replay.settings import StepSettings
@@ -32,7 +32,7 @@ class ReplayedStep:
     """What a step did."""
 
     metrics: dict[str, float]
-    """As `PolicyOptimizer.step` returns them."""
+    """As `TrainBackend.step` returns them."""
     weights_before: str
     """Digest."""
     weights_after: str
@@ -107,13 +107,11 @@ class _Trainer:
         self._base_path = model_path if start is None else start.model_path
         # accelerate fixes the precision for a process; here one step may follow another in other precision.
         AcceleratorState._reset_state(reset_partial_state=True)
-        self.optimizer, self._reader = open_policy(
-            self._base_path,
-            None if start is None else start.path,
-            seed=settings.run.seed,
-            temperature=settings.sampling.temperature,
-            config=config,
+        self.backend = InProcessBackend(
+            self._base_path, config, seed=settings.run.seed, temperature=settings.sampling.temperature
         )
+        self.backend.load(None if start is None else start.path)
+        self._reader = open_reader(self._base_path)
 
     def compute(self, recording: Recording) -> ReplayedStep:
         inputs = recording.inputs
@@ -126,23 +124,23 @@ class _Trainer:
         if not fresh:
             raise SetupError(f"trainer.max_staleness = {bound} leaves none of the {len(groups)} groups of the step")
         with computing_threads(inputs.environment.num_threads):
-            weights_before, random_state = self.optimizer.weights_digest(), random_state_digest()
-            metrics = self.optimizer.step(fresh, inputs.policy_version)
-            environment = current_environment(self.optimizer.device)
+            before = self.backend.digests()
+            metrics = self.backend.step(fresh, inputs.policy_version)
+            environment = self.backend.environment()
         return ReplayedStep(
             metrics=metrics,
-            weights_before=weights_before,
-            weights_after=self.optimizer.weights_digest(),
-            random_state=random_state,
+            weights_before=before.weights,
+            weights_after=self.backend.digests().weights,
+            random_state=before.random_state,
             environment=environment,
         )
 
     def save(self, store: CheckpointStore, step: int) -> Checkpoint:
-        return store.save(step, {}, lambda folder: self.optimizer.save(folder, self._base_path))
+        return store.save(step, {}, self.backend.save)
 
 
 def _require_same_weights(trainer: _Trainer, first: Recording, start: Checkpoint | None, model_path: Path) -> None:
-    found, recorded = trainer.optimizer.weights_digest(), first.inputs.weights
+    found, recorded = trainer.backend.digests().weights, first.inputs.weights
     if found == recorded:
         return
     if start is None:

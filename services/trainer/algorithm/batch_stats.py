@@ -1,0 +1,39 @@
+"""Metrics of the samples of an optimizer step: rewards, lengths, staleness.
+
+Legend: G = samples of the batch.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def batch_stats(
+    rewards: Sequence[Sequence[float]], num_tokens_G: np.ndarray, staleness: Sequence[int]
+) -> dict[str, float]:
+    """Return metrics of the batch by name.
+
+    Args:
+        rewards: Group by group; NaN for a sample that was not judged, which counts in no reward.
+        num_tokens_G: The policy's own tokens of each sample.
+        staleness: Of each group: published version minus the version of its oldest token.
+    """
+    rewards_G = np.array([reward for group in rewards for reward in group], dtype=np.float64)
+    judged = rewards_G[~np.isnan(rewards_G)]
+    return {
+        "reward_mean": float(judged.mean()) if len(judged) else 0.0,
+        "reward_std": float(judged.std()) if len(judged) else 0.0,
+        "num_groups": float(len(rewards)),
+        "num_groups_without_gradient": float(sum(_is_flat(group) for group in rewards)),
+        "num_samples": float(len(rewards_G)),
+        "sample_tokens_mean": float(np.mean(num_tokens_G)),
+        "sample_tokens_max": float(np.max(num_tokens_G)),
+        "staleness_mean": float(np.mean(staleness)),
+        "staleness_max": float(np.max(staleness)),
+    }
+
+
+def _is_flat(rewards: Sequence[float]) -> bool:
+    """Whether all judged samples of a group have the same reward."""
+    return len({reward for reward in rewards if not math.isnan(reward)}) <= 1

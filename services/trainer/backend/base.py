@@ -1,0 +1,77 @@
+"""The seam between the controller and what computes.
+
+The controller owns the bus, the ledger, the weight sync and the checkpoint folder. A backend owns the model, the
+optimizer and every tensor. The controller commands it through this protocol alone, whether the backend is one process
+or many ranks.
+
+All methods block for as long as they compute: call them from a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from services.trainer.backend.environment import Environment
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.config import BackendConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDigests:
+    """What a step starts from, in two numbers: equal digests mean equal bits."""
+
+    weights: str
+    """Over name and value of every master weight."""
+    random_state: str
+    """Over torch's generators, from which alone a step could draw."""
+
+
+class TrainBackend(Protocol):
+    """Trains the policy."""
+
+    @property
+    def config(self) -> BackendConfig:
+        """The settings in use, with device and dtype resolved."""
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or with None the model that the run begins with. Must come before everything else.
+
+        Weights, the optimizer's averages and the random state are the checkpoint's; all settings are the recipe's.
+
+        Raises:
+            ConfigError: the folder holds no model that can be loaded.
+        """
+
+    def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
+        """Take one optimizer step over the whole batch and return its metrics.
+
+        A loss or gradient that is not finite changes nothing; the metrics count it as `skipped`.
+
+        Args:
+            groups: The batch, in an order that a replay must repeat.
+            policy_version: The published version, which the weights have before the step.
+
+        Raises:
+            UserError: more than `optimizer.max_skipped_steps` steps in a row were skipped.
+        """
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
+
+        The tensors may be the backend's own: copy them before the next step.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit."""
+
+    def digests(self) -> StateDigests:
+        """Return digests of the present state; reads every weight once."""
+
+    def environment(self) -> Environment:
+        """Return what the numbers depend on beside the inputs."""

@@ -1,0 +1,44 @@
+"""Weights out of the model: under the names that engines load, as a model folder, and as one digest."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import xxhash
+
+from penstock.weights.digest import XXH3, tensor_digests
+from services.trainer.backend.model import PolicyModel
+
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+
+
+def named_weights(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every master weight under transformers' name, which engines know, tied ones once, in a fixed order."""
+    for name, parameter in policy.model.named_parameters():
+        yield name, parameter.detach()
+
+
+def weights_digest(policy: PolicyModel) -> str:
+    """Return one digest over name and value of every master weight; equal digests mean equal bits."""
+    digests = tensor_digests(named_weights(policy), XXH3)
+    text = "".join(f"{name}={digest:016x}\n" for name, digest in sorted(digests.items()))
+    digest: str = xxhash.xxh3_64_hexdigest(text.encode())
+    return digest
+
+
+def save_model(policy: PolicyModel, base_path: Path, folder: Path) -> None:
+    """Write `folder/model`: the weights, and everything but weights of the base model's folder.
+
+    Args:
+        policy: The policy.
+        base_path: Folder that the policy was loaded from, for tokenizer, processor and chat template.
+        folder: Where to make `model`.
+    """
+    target = folder / "model"
+    target.mkdir()
+    for path in sorted(base_path.iterdir()):
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+    policy.model.save_pretrained(target)

@@ -1,0 +1,106 @@
+"""The backend of one rank, in the trainer's own process."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from penstock.errors import ConfigError
+from penstock.model.tokens import forbidden_token_ids
+from services.trainer.backend.base import StateDigests
+from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
+from services.trainer.backend.environment import Environment, current_environment
+from services.trainer.backend.export import named_weights, save_model, weights_digest
+from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.model import PolicyModel
+from services.trainer.backend.optimizer import Optimizer, make_adamw
+from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
+from services.trainer.backend.train_step import TrainStep
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.config import BackendConfig
+
+_STATE_FILE = "optimizer.pt"
+
+
+class InProcessBackend:
+    """A `TrainBackend` on one device."""
+
+    policy: PolicyModel
+    """The model; there after `load`."""
+
+    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int, temperature: float) -> None:
+        """Choose device and precision; `load` makes the rest.
+
+        Args:
+            model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
+            config: How steps are computed.
+            seed: Of torch's generator, in a run that starts from `model_path`.
+            temperature: Of the sampling that is trained.
+
+        Raises:
+            ConfigError: the device is not there, or the process is one of several ranks.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the trainer runs as one process; start it without "
+                "torchrun or accelerate launch"
+            )
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        self._config = config.model_copy(update={"device": device, "dtype": dtype})
+        self._model_path = model_path
+        self._seed = seed
+        self._temperature = temperature
+        self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if dtype == "bfloat16" else "no")
+
+    @property
+    def config(self) -> BackendConfig:
+        """The settings in use, with device and dtype resolved."""
+        return self._config
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or with None the model folder; see `TrainBackend.load`."""
+        torch.manual_seed(self._seed)
+        self.policy = load_policy(
+            self._model_path if checkpoint is None else checkpoint / "model",
+            temperature=self._temperature,
+            forbidden_ids=forbidden_token_ids(self._model_path),
+            gradient_checkpointing=self._config.gradient_checkpointing,
+        )
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        self._accelerator.free_memory()  # what an earlier load prepared
+        model, adamw = self._accelerator.prepare(self.policy, make_adamw(parameters, self._config.optimizer))
+        self._optimizer = Optimizer(adamw, parameters, self._config.optimizer)
+        self._step = TrainStep(
+            model=model, optimizer=self._optimizer, device=self._accelerator.device, config=self._config
+        )
+        if checkpoint is not None:
+            state = torch.load(checkpoint / _STATE_FILE, map_location=self._accelerator.device, weights_only=True)
+            self._optimizer.load_state_dict(state["optimizer"])
+            restore_random_state(state["random"])
+
+    def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
+        """Take one optimizer step over the whole batch; see `TrainBackend.step`."""
+        return self._step(groups, policy_version)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what an engine loads; see `TrainBackend.export`."""
+        dtype = DTYPES[self._config.dtype]
+        for name, parameter in named_weights(self.policy):
+            yield name, parameter.to(dtype)
+
+    def save(self, folder: Path) -> None:
+        """Write `model/` and `optimizer.pt` into `folder`."""
+        save_model(self.policy, self._model_path, folder)
+        state = {"optimizer": self._optimizer.state_dict(), "random": capture_random_state()}
+        torch.save(state, folder / _STATE_FILE)
+
+    def digests(self) -> StateDigests:
+        """Return digests of the present weights and random state."""
+        return StateDigests(weights=weights_digest(self.policy), random_state=random_state_digest())
+
+    def environment(self) -> Environment:
+        """Return what the numbers depend on beside the inputs."""
+        return current_environment(self._accelerator.device)
