@@ -1,6 +1,7 @@
 """Replay: the recorded steps of a real run come out the same, and other settings show what they would have done."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def test_a_kept_checkpoint_gives_the_step_that_training_up_to_it_gives(run: Reco
 
 
 def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
-    """Another cap, loss or clip of the gradient changes what it is meant to change, and nothing else."""
+    """Another cap, loss, clip or learning rate changes what it is meant to change, and nothing else."""
     run = RecordedRun(RECORDED)
     start = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
     recording = run.recording(2)
@@ -96,9 +97,12 @@ def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
     clipped = with_settings("--trainer.optimizer.grad_clip=0.01")
     assert clipped.metrics["loss"] == recorded.metrics["loss"]
     assert clipped.weights_after != recorded.weights_after
+    slow = with_settings("--trainer.optimizer.learning_rate=1e-9")
+    assert slow.metrics["learning_rate"] < recorded.metrics["learning_rate"]
+    assert slow.weights_after != recorded.weights_after
     cut = with_settings("--trainer.micro_batch_tokens=1")
     assert cut.metrics["loss"] == pytest.approx(recorded.metrics["loss"], abs=1e-6)
-    assert all(step.weights_before == recorded.weights_before for step in (capped, direct, clipped, cut))
+    assert all(step.weights_before == recorded.weights_before for step in (capped, direct, clipped, slow, cut))
 
 
 def test_a_stricter_bound_leaves_stale_groups_out(tmp_path: Path) -> None:
@@ -199,12 +203,17 @@ def test_refuses_settings_that_no_step_has(run: RecordedRun) -> None:
         run.recording(1, ["--trainer.num_steps=7"])
 
 
-def test_the_command_shows_both_sides_and_what_other_settings_give() -> None:
+def test_the_command_shows_both_sides_and_what_other_settings_give(tmp_path: Path) -> None:
     """Recorded and replayed side by side, one more column for the overrides, and one sentence."""
     command = [sys.executable, "-m", "services.cli", "replay", str(RECORDED), "--step", "2"]
     override = "--trainer.loss.tis_cap=1.0"
     done = subprocess.run(
-        [*command, override, f"--model.path={MODEL}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*command, override, f"--model.path={MODEL}"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode in (0, 1), done.stderr
     first, *rest = done.stdout.splitlines()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from penstock.errors import ConfigError, UserError
@@ -14,7 +15,6 @@ from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_siz
 from services.trainer.algorithm.advantage import group_advantages
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
-from services.trainer.backend.optimizer import warmup_factor
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
@@ -252,14 +252,37 @@ def test_recomputing_activations_changes_nothing(tiny_model_path: Path, groups: 
     assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
-def test_warm_up_is_linear_and_then_constant() -> None:
-    """With 3 steps: a quarter, a half, three quarters, one."""
-    assert [warmup_factor(step, 3) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert warmup_factor(0, 0) == 1
-
-
 def test_refuses_several_ranks(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of training the same thing several times."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
         backend_of(tiny_model_path, config())
+
+
+def test_a_resume_logs_every_setting_that_changed(
+    tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path
+) -> None:
+    """By name, with the checkpoint's value and the recipe's; the next step uses the recipe's."""
+    before = config(optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=3))
+    first = backend_of(tiny_model_path, before)
+    first.step(groups, policy_version=2)
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(1, {}, first.save)
+    recipe = config(
+        optimizer=OptimizerConfig(learning_rate=3e-5, betas=(0.9, 0.99), warmup_steps=3),
+        loss=LossConfig(tis_cap=1.5),
+        micro_batch_tokens=100,
+    )
+    with structlog.testing.capture_logs() as logs:
+        resumed = backend_of(tiny_model_path, recipe, checkpoint.path)
+    changed = {entry["setting"]: (entry["checkpoint"], entry["recipe"]) for entry in logs}
+    assert changed == {
+        "trainer.optimizer.learning_rate": (1e-4, 3e-5),
+        "trainer.optimizer.betas": ([0.9, 0.999], [0.9, 0.99]),
+        "trainer.loss.tis_cap": (2.0, 1.5),
+        "trainer.micro_batch_tokens": (8192, 100),
+    }
+    assert {entry["event"] for entry in logs} == {"setting.changed"}
+    assert resumed.step(groups, policy_version=2)["learning_rate"] == pytest.approx(3e-5 / 2)
+    with structlog.testing.capture_logs() as logs:
+        backend_of(tiny_model_path, before, checkpoint.path)
+    assert logs == []

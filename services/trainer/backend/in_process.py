@@ -3,7 +3,9 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import structlog
 import torch
 from accelerate import Accelerator
 
@@ -20,6 +22,8 @@ from services.trainer.backend.random_state import capture_random_state, random_s
 from services.trainer.backend.train_step import TrainStep
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
+
+log = structlog.get_logger()
 
 _STATE_FILE = "optimizer.pt"
 
@@ -49,7 +53,8 @@ class InProcessBackend:
             )
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        self._config = config.model_copy(update={"device": device, "dtype": dtype})
+        own = {name: getattr(config, name) for name in BackendConfig.model_fields}
+        self._config = BackendConfig(**{**own, "device": device, "dtype": dtype})
         self._model_path = model_path
         self._seed = seed
         self._temperature = temperature
@@ -78,6 +83,7 @@ class InProcessBackend:
         )
         if checkpoint is not None:
             state = torch.load(checkpoint / _STATE_FILE, map_location=self._accelerator.device, weights_only=True)
+            self._log_changes(state["settings"])
             self._optimizer.load_state_dict(state["optimizer"])
             restore_random_state(state["random"])
 
@@ -94,7 +100,11 @@ class InProcessBackend:
     def save(self, folder: Path) -> None:
         """Write `model/` and `optimizer.pt` into `folder`."""
         save_model(self.policy, self._model_path, folder)
-        state = {"optimizer": self._optimizer.state_dict(), "random": capture_random_state()}
+        state = {
+            "optimizer": self._optimizer.state_dict(),
+            "random": capture_random_state(),
+            "settings": self._settings(),
+        }
         torch.save(state, folder / _STATE_FILE)
 
     def digests(self) -> StateDigests:
@@ -104,3 +114,21 @@ class InProcessBackend:
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
         return current_environment(self._accelerator.device)
+
+    def _settings(self) -> dict[str, Any]:
+        """Every setting of a step by its name in a recipe, as plain data."""
+        return {"sampling.temperature": self._temperature, **_flat("trainer", self._config.model_dump(mode="json"))}
+
+    def _log_changes(self, saved: dict[str, Any]) -> None:
+        """The recipe's settings hold after a resume; say which the checkpoint was trained with."""
+        for name, value in self._settings().items():
+            if (before := saved.get(name)) != value:
+                log.info("setting.changed", setting=name, checkpoint=before, recipe=value)
+
+
+def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the leaves of `tree` under their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(f"{prefix}.{name}", value) if isinstance(value, dict) else {f"{prefix}.{name}": value}
+    return flat

@@ -1,6 +1,7 @@
 """AdamW with warm-up and a bound on the gradient's norm.
 
-Invariant: weights and averages change only by a finite gradient.
+Invariants: weights and averages change only by a finite gradient. Every setting is the recipe's, also after a resume:
+a checkpoint holds what AdamW has averaged and how many updates there were, never a learning rate.
 """
 
 import math
@@ -24,9 +25,7 @@ class Optimizer:
         self._adamw = adamw
         self._parameters = parameters
         self._config = config
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            getattr(adamw, "optimizer", adamw), lambda step: warmup_factor(step, config.warmup_steps)
-        )
+        self._num_updates = 0
         self._num_skipped_in_a_row = 0
 
     def update(self, loss: float) -> dict[str, float]:
@@ -36,11 +35,13 @@ class Optimizer:
             UserError: more than `max_skipped_steps` updates in a row were not finite.
         """
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
-        learning_rate = float(self._schedule.get_last_lr()[0])
+        learning_rate = self._config.learning_rate * warmup_factor(self._num_updates, self._config.warmup_steps)
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if is_finite:
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
             self._adamw.step()
-            self._schedule.step()
+            self._num_updates += 1
             self._num_skipped_in_a_row = 0
         self._adamw.zero_grad(set_to_none=True)
         if not is_finite:
@@ -57,15 +58,16 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` continues from: plain data and tensors."""
         return {
-            "adamw": self._adamw.state_dict(),
-            "schedule": self._schedule.state_dict(),
+            "adamw": self._adamw.state_dict()["state"],
+            "num_updates": self._num_updates,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self._adamw.load_state_dict(state["adamw"])
-        self._schedule.load_state_dict(state["schedule"])
+        """Continue from what `state_dict` returned; the settings stay as they are."""
+        # torch would take the checkpoint's learning rate, betas, eps and weight decay with its param_groups.
+        self._adamw.load_state_dict({"state": state["adamw"], "param_groups": self._adamw.state_dict()["param_groups"]})
+        self._num_updates = state["num_updates"]
         self._num_skipped_in_a_row = state["num_skipped_in_a_row"]
 
 
