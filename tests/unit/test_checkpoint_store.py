@@ -1,5 +1,7 @@
 """Checkpoints: whole or not there, whatever dies while they are written."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,65 @@ def test_later_steps_of_a_history_that_was_given_up_do_not_come_back(tmp_path: P
     latest = store.latest()
     assert latest is not None
     assert latest.state == {"life": 2}
+
+
+_KILLED_EVERYWHERE = """
+import json, os, shutil, sys
+from pathlib import Path
+from services.trainer.checkpoint.store import CheckpointStore
+
+EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+root, before, moments = Path(sys.argv[1]), [int(step) for step in sys.argv[2].split(",")], 0
+
+def write(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"w" * 100)
+
+def save_and_die(folder, moment):
+    seen = 0
+    def hook(event, arguments):
+        nonlocal seen
+        seen += event in EVENTS
+        if event in EVENTS and seen == moment:
+            os._exit(9)
+    sys.addaudithook(hook)
+    CheckpointStore(folder, keep=1).save(3, {"life": 2}, write)
+    os._exit(0)
+
+for moment in range(1, 1000):
+    folder = root / str(moment)
+    for step in before:
+        CheckpointStore(folder, keep=1).save(step, {"life": 1}, write)
+    pid = os.fork()
+    if pid == 0:
+        save_and_die(folder, moment)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = CheckpointStore(folder, keep=1).latest()
+    assert found is not None and found.step in (*before, 3), (moment, found)
+    assert (found.model_path / "weights").read_bytes() == b"w" * 100
+    again = CheckpointStore(folder, keep=1).save(3, {"life": 3}, write)
+    assert CheckpointStore(folder, keep=1).latest().state == {"life": 3}
+    assert sorted(os.listdir(folder)) == ["latest", "step-000003"], os.listdir(folder)
+    if code == 0:
+        print(moment)
+        break
+"""
+
+
+@pytest.mark.parametrize("before", ["3", "2", "2,3"])
+def test_a_trainer_killed_at_any_moment_of_saving_has_a_checkpoint(tmp_path: Path, before: str) -> None:
+    """Before each change to the disk, also where the step is saved for the second time and there is no other."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED_EVERYWHERE, str(tmp_path), before], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 5
+
+
+def test_says_so_when_the_checkpoints_are_gone(tmp_path: Path) -> None:
+    """What is left says that there were some: to start anew would give up the run."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(7, {}, write)
+    (tmp_path / "step-000007").rename(tmp_path / "moved")
+    with pytest.raises(SetupError, match=r"latest names step-000007, but .* holds no checkpoint"):
+        store.latest()

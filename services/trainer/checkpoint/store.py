@@ -1,16 +1,17 @@
-"""Checkpoints: folders that are whole or not there.
+"""Checkpoints: folders that are complete or absent.
 
     checkpoints/
       step-000010/
         model/           weights, configuration, tokenizer, processor: a model folder for transformers and SGLang
-        optimizer.pt     AdamW, schedule, random state
-        state.json       whatever the trainer must know beside the weights
+        optimizer.pt     AdamW's averages, number of updates, random state, settings
+        state.json       what the controller must know beside the weights
         manifest.json    every file above with its size; written last
-      latest             name of the newest one
+      latest             name of the newest checkpoint
 
-Invariant: a folder named step-N was complete when it got that name: it is written under another name, flushed to
-the disk, and renamed. What the disk lost afterwards (a truncated or missing file) is found by the sizes in the
-manifest, and the checkpoint before it is taken.
+Invariants: a folder named step-N was complete when it got that name: it is written under another name, flushed to
+the disk, and renamed. Once there is a checkpoint, there is one at every moment: a step that is saved again has its old
+checkpoint renamed aside, not deleted, until the new one has the name. What the disk loses afterwards (a truncated or
+missing file) is found by the sizes in the manifest, and the checkpoint before it is taken.
 """
 
 import json
@@ -29,6 +30,8 @@ from penstock.errors import SetupError
 log = structlog.get_logger()
 
 _NAME = re.compile(r"step-(\d{6,})")
+_REPLACED = ".replaced"
+"""Ends the name of a checkpoint that is being replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,7 @@ class Checkpoint:
     step: int
     path: Path
     state: Mapping[str, Any]
-    """What was given to `CheckpointStore.save`."""
+    """The state given to `CheckpointStore.save`."""
 
     @property
     def model_path(self) -> Path:
@@ -50,7 +53,7 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        """Use `folder`, which is made when first needed; keep the newest `keep` checkpoints."""
+        """Use `folder`, which `save` makes; keep the newest `keep` checkpoints."""
         self.folder = folder
         self._keep = keep
 
@@ -58,12 +61,13 @@ class CheckpointStore:
         """Write a checkpoint, make it the latest, and delete the oldest beyond `keep`. Blocks.
 
         Args:
-            step: Optimizer steps that the weights have behind them. An existing checkpoint of that step is replaced.
+            step: Optimizer steps taken. An existing checkpoint of this step is replaced.
             state: Plain data for JSON.
-            write: Writes the other files into the folder that it is given.
+            write: Writes the other files into the folder it is given.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for partial in self.folder.glob(".*.partial"):  # of a trainer that was killed
+        self._restore_replaced()
+        for partial in self.folder.glob(".*.partial"):  # left by a trainer that was killed
             shutil.rmtree(partial)
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f".{final.name}.partial"
@@ -74,25 +78,34 @@ class CheckpointStore:
         (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
         for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
             _flush(path)
+        replaced = self.folder / f".{final.name}{_REPLACED}"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
         _flush(self.folder)
         self._point_at(final.name)
+        if replaced.exists():
+            shutil.rmtree(replaced)
         self._delete_others(step)
         return Checkpoint(step=step, path=final, state=state)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, or None where there never was one.
+        """Return the newest complete checkpoint, or None if this folder never had one.
 
         Raises:
-            SetupError: there are checkpoints, but none is complete.
+            SetupError: there are or were checkpoints, but none is complete.
         """
+        self._restore_replaced()
         paths = self._paths()
-        if not paths:
-            return None
         pointer = self.folder / "latest"
         newest = pointer.read_text().strip() if pointer.is_file() else ""
+        if not paths and newest:
+            raise SetupError(
+                f"{pointer} names {newest}, but {self.folder} holds no checkpoint; restore one from a backup, or "
+                "delete the folder to start the run anew"
+            )
+        if not paths:
+            return None
         ordered = sorted(paths, key=lambda path: (path.name != newest, -_step(path)))
         problems = []
         for path in ordered:
@@ -119,6 +132,15 @@ class CheckpointStore:
                 log.warning("checkpoint.refused", path=str(path), reason=str(error))
         return None
 
+    def _restore_replaced(self) -> None:
+        """Finish what a trainer that was killed while it replaced a checkpoint had begun."""
+        for replaced in self.folder.glob(f".step-*{_REPLACED}"):
+            final = self.folder / replaced.name.removeprefix(".").removesuffix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(final)
+
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
@@ -130,7 +152,7 @@ class CheckpointStore:
         _flush(self.folder)
 
     def _delete_others(self, step: int) -> None:
-        """Delete what is older than the newest `keep`, and later steps, which belong to a history that was given up."""
+        """Delete all but the newest `keep`, and later steps, which belong to an abandoned history."""
         paths = sorted(self._paths(), key=_step)
         later = [path for path in paths if _step(path) > step]
         for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
