@@ -1,7 +1,7 @@
 """The run's metrics: one JSON object per optimizer step, in the order of the weights' surviving history.
 
-Invariant: a step stands in the file at most once. What a crashed trainer wrote after its last checkpoint is moved to a
-file of its own when the run goes on from that checkpoint.
+Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
+wrote after it are moved to a file of their own.
 """
 
 import json
@@ -17,15 +17,15 @@ class MetricsLog:
     """Appends to `metrics.jsonl` in the run folder."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
-        """Go on after `last_step`; later lines are moved to `metrics-discarded.jsonl`."""
+        """Continue after `last_step`; move later lines to `metrics-discarded.jsonl`. Reads the whole file."""
         self._path = folder / "metrics.jsonl"
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= last_step]
-        if len(kept) < len(lines):
+        is_kept = [_step_of(line) <= last_step for line in lines]
+        if not all(is_kept):
             with (folder / "metrics-discarded.jsonl").open("a") as discarded:
-                discarded.writelines(f"{line}\n" for line in lines if line not in set(kept))
+                discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
             temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{line}\n" for line in kept))
+            temporary.write_text("".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
             os.replace(temporary, self._path)
 
     def write(self, row: dict[str, Any]) -> None:

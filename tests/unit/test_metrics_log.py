@@ -1,0 +1,39 @@
+"""The metrics file of a run that goes on from a checkpoint."""
+
+import json
+from pathlib import Path
+
+from services.trainer.telemetry.metrics_log import MetricsLog
+
+
+def test_what_was_written_after_the_checkpoint_is_moved_away(tmp_path: Path) -> None:
+    """Also the line that a crash cut short; the rest stays as it is, and the file goes on from there."""
+    log = MetricsLog(tmp_path, last_step=0)
+    for step in range(1, 5):
+        log.write({"step": step, "reward_mean": 1 / 3, "loss": 1 / 3})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "rew']))
+    again = MetricsLog(tmp_path, last_step=2)
+    assert [row["step"] for row in again.rows()] == [1, 2]
+    assert (tmp_path / "metrics-discarded.jsonl").read_text().splitlines() == [*lines[2:], '{"step": 5, "rew']
+    again.write({"step": 3})
+    assert [row["step"] for row in MetricsLog(tmp_path, last_step=3).rows()] == [1, 2, 3]
+
+
+def test_loss_and_gradient_norm_keep_all_digits(tmp_path: Path) -> None:
+    """They are what a replay must reproduce; other floats are short, and a NaN is read back as one."""
+    log = MetricsLog(tmp_path, last_step=0)
+    log.write({"step": 1, "loss": 1 / 3, "grad_norm": 2 / 3, "reward_mean": 1 / 3, "weights_digest": "00ff"})
+    log.write({"step": 2, "loss": float("nan")})
+    first, second = log.rows()
+    assert first == {"step": 1, "loss": 1 / 3, "grad_norm": 2 / 3, "reward_mean": 0.333333, "weights_digest": "00ff"}
+    assert second["loss"] != second["loss"]
+
+
+def test_a_long_run_is_resumed_in_one_pass(tmp_path: Path) -> None:
+    """With work per line that grew with the lines, so many of them would take longer than a test may."""
+    lines = [json.dumps({"step": step}) + "\n" for step in range(1, 200_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    MetricsLog(tmp_path, last_step=199_999)
+    assert (tmp_path / "metrics-discarded.jsonl").read_text() == lines[-1]
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:-1])
