@@ -128,7 +128,7 @@ def test_last_turns_prompt_is_checked_over_several_turns(tiny_model_path: Path, 
     group = make_group(tiny_model_path)
     sequence = reader.read(with_sample(group, num_prompt_tokens=7, **changes)).sequences[0]
     assert sequence.versions_X.tolist() == [-1, -1, -1, 1, 1, -1, -1, 2, 2, 2, -1, -1]
-    with pytest.raises(InvalidRequestError, match="engine counted 3 prompt tokens in the last turn, we 7"):
+    with pytest.raises(InvalidRequestError, match="engine counted 3 prompt tokens in the last turn, the trainer 7"):
         reader.read(with_sample(group, num_prompt_tokens=3, **changes))
 
 
@@ -142,7 +142,7 @@ def own_token(sample: Sample, token_id: int) -> np.ndarray:
 def test_refuses_a_prompt_that_the_engine_saw_differently(tiny_model_path: Path, reader: GroupReader) -> None:
     """The engine saw one placeholder, the trainer nine: the image never reached the encoder."""
     group = make_group(tiny_model_path, images=[picture(0)], placeholders=[1], index=5)
-    message = r"group run/5, sample 0: the engine counted 29 prompt tokens .*we 37.*must have seen every image"
+    message = r"group run/5, sample 0: the engine counted 29 prompt tokens .*the trainer 37.*must have seen every image"
     with pytest.raises(InvalidRequestError, match=message):
         reader.read(group)
 
@@ -186,7 +186,7 @@ def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupRead
         reader.read(with_sample(group, loss_mask=np.ones(length, bool), version_spans=spans))
     with pytest.raises(InvalidRequestError, match="sample 1: its reward is nan"):
         reader.read(make_group(tiny_model_path, rewards=[1.0, float("nan")]))
-    with pytest.raises(InvalidRequestError, match=r"group run/0 has failed .* because"):
+    with pytest.raises(InvalidRequestError, match=r"group run/0 failed .* because"):
         reader.read(Group(prompt=group.prompt, samples=(), worker_id="w", error="because"))
     with pytest.raises(InvalidRequestError, match=r"sample 0: image \(3 bytes\) cannot be decoded"):
         reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]))

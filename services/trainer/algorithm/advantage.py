@@ -1,8 +1,9 @@
 """Group advantages of GRPO.
 
-Legend: N = samples of the batch. All in float64: in float32 eight rewards of 0.9 do not average to 0.9, and dividing
-the difference by a vanishing standard deviation turns it into a gradient. Invariant: equal rewards have advantage
-exactly 0.
+Legend: N = samples of the batch.
+
+Invariant: equal rewards have advantage exactly 0. All is computed in float64: in float32, eight rewards of 0.9 do not
+average to 0.9, and dividing the difference by a vanishing standard deviation makes a gradient of it.
 """
 
 from typing import Literal
@@ -22,9 +23,9 @@ def group_advantages(
     dr_grpo: A = r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training")
 
     Args:
-        rewards_N: Rewards. NaN: not judged; the advantage is 0 and the group's mean is that of the others.
-        groups_N: Group of each sample, any integers in any order.
-        kind: Which of the two.
+        rewards_N: NaN for a sample that was not judged: its advantage is 0 and it does not count in the group's mean.
+        groups_N: Group of each sample: any integers, in any order.
+        kind: grpo or dr_grpo.
 
     Raises:
         ValueError: the shapes differ, or a reward is infinite.
@@ -32,7 +33,9 @@ def group_advantages(
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     groups_N = np.asarray(groups_N)
     if rewards_N.ndim != 1 or rewards_N.shape != groups_N.shape:
-        raise ValueError(f"rewards {rewards_N.shape} and groups {groups_N.shape} must be two vectors of one length")
+        raise ValueError(
+            f"rewards {rewards_N.shape} and groups {groups_N.shape} must be two vectors of the same length"
+        )
     if np.isinf(rewards_N).any():
         raise ValueError("a reward is infinite")
     is_judged_N = ~np.isnan(rewards_N)

@@ -1,9 +1,9 @@
 """The GRPO loss with importance correction for stale tokens.
 
-Legend: N = the policy's own tokens of a micro-batch, of all samples one after the other; nothing else enters the loss.
+Legend: N = the policy's own tokens of a micro-batch, sample by sample; no other token enters the loss.
 
-With logp the policy's logprob of a token, logp_old = sg(logp) the same without a gradient, logp_engine what the engine
-reported when it sampled the token, A the advantage of its sample and sg() a stopped gradient:
+logp is the policy's logprob of a token, logp_old = sg(logp) the same without gradient, logp_engine the logprob that the
+engine reported when it sampled the token, A the advantage of its sample, sg() a stopped gradient:
 
     tis  (decoupled)  r = exp(logp - logp_old)             w = min(exp(logp_old - logp_engine), cap)
     ppo  (direct)     r = exp(logp - logp_engine)          w = 1
@@ -13,12 +13,12 @@ reported when it sampled the token, A the advantage of its sample and sg() a sto
 The surrogate is PPO's (Schulman et al. 2017, eq. 7) with DAPO's two bounds (Yu et al. 2025, Clip-Higher). `tis` is
 truncated importance sampling between trainer and engine (Yao et al. 2025, "Your Efficient RL Framework Secretly
 Brings You Off-Policy RL Training"), which with stale engines is also AReaL's decoupled objective (Fu et al. 2025,
-section 5.2) with pi_prox = the policy at the start of the step. With one optimizer step per version that is the policy
-itself: r is 1 in value, the clip is idle and the gradient is w A grad logp. `ppo` clips against the engine instead, so
-that tokens that moved too far give no gradient.
+section 5.2) with pi_prox = the policy at the start of the step. With one optimizer step per version, pi_prox is the
+policy itself: r is 1 in value, the clip has no effect, and the gradient is w A grad logp. `ppo` clips against the
+engine instead, so tokens that moved too far have no gradient.
 
-`weight_t` comes from `token_weights`, which knows the whole optimizer batch. Invariant: the losses of its
-micro-batches add up to the loss of the batch, however it is cut.
+`weight_t` comes from `token_weights`, which sees the whole optimizer batch. Invariant: the losses of the micro-batches
+add up to the loss of the batch, however it is cut.
 """
 
 from typing import Literal
@@ -29,7 +29,7 @@ import torch
 from services.trainer.config import LossConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped here before exp(); beyond it a token counts as a constant, without gradient."""
+"""Log ratios are clamped to this before exp(). A token beyond it counts as a constant, without gradient."""
 
 
 def token_weights(num_tokens_G: np.ndarray, aggregation: Literal["token_mean", "sequence_mean"]) -> np.ndarray:
@@ -38,9 +38,9 @@ def token_weights(num_tokens_G: np.ndarray, aggregation: Literal["token_mean", "
     token_mean: 1 / tokens of the batch. sequence_mean: 1 / (samples * tokens of the sample).
 
     Args:
-        num_tokens_G: Tokens of the policy's own in each sample of the whole optimizer batch, at least 1. Samples
-            without a gradient are counted too, so that the scale of the loss does not depend on how many there are.
-        aggregation: Which of the two.
+        num_tokens_G: The policy's own tokens of each sample of the whole optimizer batch, at least 1. Samples without
+            gradient count too, so the scale of the loss does not depend on their number.
+        aggregation: token_mean or sequence_mean.
     """
     counts = np.asarray(num_tokens_G, dtype=np.float64)
     if aggregation == "token_mean":
@@ -59,10 +59,10 @@ def policy_loss(
 
     Args:
         logprobs_N: Current policy, float32, with gradient.
-        engine_logprobs_N: As the engine sampled them, at the same temperature.
-        advantages_N: Each token's sample's advantage.
-        weights_N: Each token's weight, from `token_weights`.
-        config: Which correction, and its bounds.
+        engine_logprobs_N: Reported by the engine, at the same temperature.
+        advantages_N: Advantage of each token's sample.
+        weights_N: Weight of each token, from `token_weights`.
+        config: The correction and its bounds.
     """
     if config.importance == "tis":
         old = logprobs_N.detach()

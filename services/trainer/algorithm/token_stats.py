@@ -1,8 +1,7 @@
-"""What is reported about the tokens of an optimizer step: how far trainer and engine are apart, and how stale the
-tokens are.
+"""Metrics of the tokens of an optimizer step: the gap between trainer and engine, and staleness.
 
-Legend: N = the policy's own tokens of a micro-batch. Sums are kept in float64 and added over micro-batches, so that the
-result does not depend on how the batch was cut.
+Legend: N = the policy's own tokens of a micro-batch. Values are in float64 and cover all micro-batches, so the result
+does not depend on how the batch was cut.
 """
 
 from collections import defaultdict
@@ -16,7 +15,7 @@ class TokenStats:
     """Collects the tokens of one optimizer step."""
 
     def __init__(self, config: LossConfig, version: int) -> None:
-        """Start empty; `version` is the published version, which is the trainer's own before the step."""
+        """Start empty; `version` is the published version, which the trainer's weights have before the step."""
         self._config = config
         self._version = version
         self._deltas: list[np.ndarray] = []
@@ -32,17 +31,17 @@ class TokenStats:
         self._lags.append(self._version - versions_N)
 
     def metrics(self) -> dict[str, float]:
-        """Return what was collected.
+        """Return the metrics by name.
 
-        With d = logp_trainer - logp_engine over tokens that the engine sampled:
+        With d = logp_trainer - logp_engine of each sampled token:
 
-        - `dlogp_mean`, `dlogp_max`: of |d|; with `_current` over tokens made by the current version, where d is
-          numerics alone; with `_lag_k` over tokens k versions old, where it is also training.
+        - `dlogp_mean`, `dlogp_max`: of |d|. With `_current`, of tokens sampled by the current version, where d is
+          numerical error alone; with `_lag_k`, of tokens k versions old, where d includes training.
         - `kl_k1`, `kl_k3`: estimates of KL(engine || trainer): mean of -d, and of exp(d) - 1 - d (Schulman 2020,
           "Approximating KL Divergence").
         - `tis_mean`, `tis_capped_fraction`: importance weight after the cap, share of tokens at the cap.
-        - `clip_fraction`: share of tokens without gradient because of the clip. 0 for `tis`, see `loss`.
-        - `token_lag_mean`, `token_lag_max`: versions between a token and the published one.
+        - `clip_fraction`: share of tokens that the clip leaves without gradient. 0 for `tis`, see `loss`.
+        - `token_lag_mean`, `token_lag_max`: published version minus the token's version.
         """
         delta = np.concatenate(self._deltas)
         advantages = np.concatenate(self._advantages)

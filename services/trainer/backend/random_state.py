@@ -1,4 +1,4 @@
-"""The random generators of this process, for a checkpoint: plain data and tensors, nothing that must be unpickled."""
+"""The state of this process's random generators, as plain data and tensors that load without unpickling."""
 
 import random
 from typing import Any
@@ -29,7 +29,7 @@ def random_state_digest() -> str:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set what `capture_random_state` returned. GPU generators are set only if there are as many GPUs as there were."""
+    """Restore what `capture_random_state` returned; GPU generators only if the number of GPUs is the same."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

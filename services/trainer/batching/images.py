@@ -1,9 +1,9 @@
-"""Encoded images to the patches that the vision tower reads, exactly as the engine makes them.
+"""Turns encoded images into the patches that the vision tower reads, exactly as the engine does.
 
 Legend: P = patches of an image, D = values of a patch (channels * temporal patch * patch height * patch width).
 
-Both decode with `penstock.model.images` and then call the model's own image processor: any other decoding would show as
-a difference of logprobs and nothing else.
+Trainer and engine both decode with `penstock.model.images` and then call the model's own image processor. Any other
+decoding would show only as a difference of logprobs.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class ImagePatcher:
     """Makes patches with the image processor of a model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        """Load the processor; nothing else of the model is read.
+        """Load the image processor only.
 
         Raises:
-            ConfigError: the folder has none.
+            ConfigError: the folder has no image processor, or one that cannot be loaded.
         """
         from transformers import AutoImageProcessor
 
@@ -49,10 +49,10 @@ class ImagePatcher:
         self._merge_area = int(self._processor.merge_size) ** 2
 
     def __call__(self, data: bytes) -> ImagePatches:
-        """Decode and cut one image.
+        """Decode an image and cut it into patches.
 
         Raises:
-            InvalidRequestError: the bytes are no image, or one that the processor refuses.
+            InvalidRequestError: the bytes are not an image, or the processor refuses it.
         """
         image = decode_image(data)
         try:

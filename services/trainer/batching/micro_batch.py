@@ -1,10 +1,10 @@
-"""Sequences to padded micro-batches.
+"""Pads sequences into micro-batches.
 
 Legend: B = rows of a micro-batch, T = its longest sequence, N = the policy's own tokens in it (row by row), I =
 images in order of their placeholders, U = different images among them, P = patches of the different images, D =
 values of a patch.
 
-Padding is on the right, where causal attention never looks from a real token; positions are computed per row.
+Padding is on the right, where causal attention from a real token never looks. The model computes positions per row.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from services.trainer.batching.sequences import TrainSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """What one forward pass reads, and what the loss needs beside it."""
+    """The input of one forward pass, and what the loss needs beside it."""
 
     input_ids_BT: torch.Tensor
     attention_mask_BT: torch.Tensor
@@ -32,10 +32,10 @@ class MicroBatch:
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
     pixel_values_PD: torch.Tensor | None
-    """None when no row has an image."""
+    """None if no row has an image."""
     grid_thw_U3: torch.Tensor | None
     image_numbers_I: torch.Tensor | None
-    """Which of the different images each occurrence is."""
+    """For each occurrence, its row in the different images."""
 
     @property
     def num_own_tokens(self) -> int:
@@ -66,11 +66,11 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
 
 
 def pad(sequences: Sequence[TrainSequence], advantages: Sequence[float], token_weights: Sequence[float]) -> MicroBatch:
-    """Put sequences into one padded micro-batch. Rows are padded with their own first id, which is never a placeholder.
+    """Pad sequences into one micro-batch. Each row is padded with its own first id, which is never a placeholder.
 
     Args:
         sequences: The rows.
-        advantages: Of each row.
+        advantages: One per row.
         token_weights: Weight of each of a row's own tokens, from `loss.token_weights`.
     """
     shape = (len(sequences), max(len(sequence) for sequence in sequences))

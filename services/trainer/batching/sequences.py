@@ -1,9 +1,9 @@
-"""Groups as they come from the workers to sequences as the model reads them.
+"""Turns groups from the workers into sequences for the model.
 
 Legend: T = tokens of a sample with one placeholder per image, X = the same with placeholders expanded.
 
-Invariant: a sequence that leaves here has exactly the tokens that the engine's forward pass had. Each image's one
-placeholder becomes as many as the image processor's grid says, and the sum is checked against what the engine counted.
+Invariant: a sequence has exactly the tokens of the engine's forward pass. Each image's single placeholder becomes as
+many as the image processor's grid says, and the total is checked against the engine's count.
 """
 
 import math
@@ -28,13 +28,13 @@ class TrainSequence:
     loss_mask_X: np.ndarray
     """bool[X]: the policy's own tokens."""
     engine_logprobs_X: np.ndarray
-    """float32[X]: 0 where the token is not the policy's own."""
+    """float32[X]: 0 for tokens that are not the policy's own."""
     versions_X: np.ndarray
-    """int64[X]: policy version that produced the token; -1 where it is not the policy's own."""
+    """int64[X]: policy version that sampled the token; -1 for tokens that are not the policy's own."""
     image_mask_X: np.ndarray
     """bool[X]: placeholders."""
     images: tuple[ImagePatches, ...]
-    """In the order of their placeholders. Equal images of a group are the same object."""
+    """In the order of their placeholders. Equal images of a group share one object."""
 
     def __len__(self) -> int:
         """Return X."""
@@ -42,39 +42,39 @@ class TrainSequence:
 
     @property
     def num_own_tokens(self) -> int:
-        """Tokens that the policy itself produced."""
+        """Tokens that the policy sampled."""
         return int(self.loss_mask_X.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainGroup:
-    """A group that passed every check and can be trained."""
+    """A group that passed every check and is ready to train."""
 
     index: int
     attempt: int
     oldest_version: int
     sequences: tuple[TrainSequence, ...]
     rewards: tuple[float, ...]
-    """NaN where the reward service could not judge: such a sample neither teaches nor counts in its group's mean."""
+    """NaN for a sample that was not judged: it has no gradient and does not count in its group's mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTokens:
-    """What the token ids of a model mean to the trainer."""
+    """The token ids of a model, as far as the trainer must know them."""
 
     vocab_size: int
-    """Ids are below this."""
+    """Every id is below this."""
     image_id: int | None
-    """The image placeholder; None for a model of text only."""
+    """The image placeholder; None for a text-only model."""
     forbidden_ids: frozenset[int]
     """Ids that the policy can never sample (penstock.model.tokens)."""
 
 
 class GroupReader:
-    """Checks and expands groups. Slow for large images: call it from a thread when a group arrives."""
+    """Checks and expands groups. Slow for large images, so call it from a thread."""
 
     def __init__(self, tokens: ModelTokens, patcher: Callable[[bytes], ImagePatches] | None) -> None:
-        """Take the model's ids and what cuts its images; `patcher` is None for a model of text only."""
+        """Use the model's ids and its image patcher; `patcher` is None for a text-only model."""
         self._tokens = tokens
         self._patcher = patcher
 
@@ -82,12 +82,12 @@ class GroupReader:
         """Return the group expanded.
 
         Raises:
-            InvalidRequestError: the group is a failed one, or a sample of it contradicts itself or the model. The
-                message names group and sample, what was expected and what was found.
+            InvalidRequestError: the group failed, or one of its samples contradicts itself or the model. The message
+                names group and sample, what was expected and what was found.
         """
         prompt = group.prompt
         if group.error:
-            raise InvalidRequestError(f"group {prompt.group_id} has failed and holds no samples: {group.error}")
+            raise InvalidRequestError(f"group {prompt.group_id} failed and has no samples: {group.error}")
         patches: dict[bytes, ImagePatches] = {}
         sequences = []
         for number, sample in enumerate(group.samples):
@@ -122,7 +122,7 @@ class GroupReader:
         own_T = sample.loss_mask
         if ids_T.min() < 0 or ids_T.max() >= self._tokens.vocab_size:
             bad = ids_T[(ids_T < 0) | (ids_T >= self._tokens.vocab_size)][0]
-            raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {self._tokens.vocab_size}")
+            raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {self._tokens.vocab_size} ids")
         if own_T[0]:
             raise InvalidRequestError("its first token is the policy's own, so it has no prompt")
         if forbidden := self._tokens.forbidden_ids.intersection(ids_T[own_T].tolist()):
@@ -158,23 +158,24 @@ class GroupReader:
 
     @staticmethod
     def _check_prompt_length(sample: Sample, own_X: np.ndarray) -> None:
-        """The last turn's first own token lies where the engine's count of its prompt says."""
+        """Check that the last turn begins where the engine's count of prompt tokens says."""
         positions = np.flatnonzero(own_X)
         num_last = sample.num_last_turn_tokens
         if not 1 <= num_last <= len(positions):
-            raise InvalidRequestError(f"its last turn has {num_last} of the policy's {len(positions)} own tokens")
+            raise InvalidRequestError(f"its last turn claims {num_last} of the policy's {len(positions)} own tokens")
         if (num_prompt := int(positions[-num_last])) != sample.num_prompt_tokens:
             raise InvalidRequestError(
-                f"the engine counted {sample.num_prompt_tokens} prompt tokens in the last turn, we {num_prompt}: "
-                "both must use the same model folder and image processor, and the engine must have seen every image"
+                f"the engine counted {sample.num_prompt_tokens} prompt tokens in the last turn, the trainer "
+                f"{num_prompt}: both must use the same model folder and image processor, and the engine must have seen "
+                "every image"
             )
 
 
 def open_reader(model_path: Path) -> GroupReader:
-    """Return what reads groups for the model in `model_path`; the weights are not read.
+    """Return a reader for the model in `model_path`, without reading its weights.
 
     Raises:
-        ConfigError: the folder holds no model, or none of its image processor.
+        ConfigError: the folder has no model, or an image model without its image processor.
     """
     image_id = image_token_id(model_path)
     tokens = ModelTokens(
