@@ -53,13 +53,15 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     folder.live_file.write_text(configuration.dump(live))
     plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
     sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
-    await run_processes(process_specs(plan, folder, security), folder, recipe.launch, stop)
+    await run_processes(process_specs(plan, folder, security), folder, recipe.launch, stop, security)
 
 
 async def run_processes(
-    specs: Sequence[ProcessSpec], folder: RunFolder, config: LaunchConfig, stop: asyncio.Event
+    specs: Sequence[ProcessSpec], folder: RunFolder, config: LaunchConfig, stop: asyncio.Event, security: Security
 ) -> None:
     """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
+
+    `security` is what the trainer is shown when it is asked how far it has come.
 
     Raises:
         UserError: a process found something that a person must change.
@@ -79,7 +81,7 @@ async def run_processes(
             finally:
                 if stop.is_set():
                     display.write("stopping; Ctrl-C again kills all processes at once")
-                async with _trainer_reported(specs, display):
+                async with _trainer_reported(specs, display, security):
                     await supervisor.stop()
         new_rows = metrics.poll()  # the trainer may have finished a step since it was asked to stop
         display.show(supervisor.children, metrics.rows, new_rows)
@@ -193,14 +195,14 @@ async def _watched(
 
 
 @asynccontextmanager
-async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display) -> AsyncIterator[None]:
+async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display, security: Security) -> AsyncIterator[None]:
     """Say what the trainer is still doing, whenever that changes: stopping waits for it without a limit."""
     address = next((spec.address for spec in specs if spec.ends_run), None)
 
     async def report() -> None:
         last = ""
         while address is not None:
-            run = await fetch_run(address)
+            run = await fetch_run(address, security)
             phase = "" if run is None else describe_phase(run)
             if phase and phase != last:
                 display.write(f"waiting for the trainer: {phase}")

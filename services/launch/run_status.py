@@ -3,14 +3,15 @@
 import grpc
 
 from penstock.rpc.channel import connect
+from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 
 _TIMEOUT_S = 2.0
 
 
-async def fetch_run(address: str) -> trainer_pb2.GetRunResponse | None:
-    """The trainer's answer; None while it does not answer."""
-    async with connect(address) as channel:
+async def fetch_run(address: str, security: Security) -> trainer_pb2.GetRunResponse | None:
+    """The trainer's answer; None while it does not answer. `security` is what it is shown."""
+    async with connect(address, security) as channel:
         try:
             return await trainer_pb2_grpc.TrainerServiceStub(channel).GetRun(
                 trainer_pb2.GetRunRequest(), timeout=_TIMEOUT_S

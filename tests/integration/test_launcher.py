@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from penstock.rpc.server import RpcServer
+from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.security import Security
+from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopStage
 from services.launch.config import LaunchConfig
@@ -21,6 +23,8 @@ from services.launch.launcher import run_processes
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
+from services.launch.run_status import describe_phase, fetch_run
+from services.trainer.telemetry.progress import Progress, TrainerServicer
 
 FAKE_RUN = Path(__file__).parents[1] / "support" / "fake_run.py"
 
@@ -323,7 +327,7 @@ while True:
         name="trainer", command=command, environment=dict(os.environ), stage=StopStage.WORK, ends_run=True
     )
     stop = asyncio.Event()
-    running = asyncio.create_task(run_processes([trainer], folder, LaunchConfig(), stop))
+    running = asyncio.create_task(run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment()))
     async with asyncio.timeout(30.0):
         while not folder.metrics_file.exists():
             await asyncio.sleep(0.02)
@@ -339,7 +343,8 @@ async def test_a_grpc_server_is_ready_when_its_health_says_so(tmp_path: Path) ->
     """A process counts as up when it answers grpc.health.v1, whatever it logs; each start has a port of its own."""
     program = """
 import asyncio, sys
-from penstock.rpc.server import RpcServer
+from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.security import Security
 async def main():
     server = RpcServer(host="127.0.0.1", port=int(sys.argv[1].partition("=")[2]))
     print("server.started", flush=True)
@@ -384,6 +389,22 @@ asyncio.run(main())
     child.kill()
     await running
     await reaper.end()
+
+
+async def test_the_trainer_is_asked_what_it_is_doing_with_what_it_wants_to_see() -> None:
+    """A run with tokens is reported, too: GetRun wants one."""
+    security = Security(token="t", nats_token="n", control_token="c")
+    server = RpcServer(host="127.0.0.1", port=0, security=security)
+    progress = Progress(run_id="r", num_steps=9, phase=trainer_pb2.RUN_PHASE_PUSHING)
+    name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
+    await server.start()
+    run = await fetch_run(server.address, security)
+    assert run is not None
+    assert describe_phase(run) == "pushing weights to the engines"
+    assert await fetch_run(server.address, Security()) is None
+    await server.drain(0.0)
+    assert await fetch_run(server.address, security) is None
 
 
 async def test_what_does_not_serve_is_not_ready(nats_url: str) -> None:
