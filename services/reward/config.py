@@ -84,8 +84,6 @@ class RewardConfig(Config):
     http_max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
     """HTTP requests above this size, in MiB, are refused. All requests together may hold twice as much, and 4 to 10
     times that in memory once their JSON is read; further ones are told to come back later."""
-    http_eos_tokens: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
-    """Ends of text that are stripped, with white space, from the end of an OpenRLHF query."""
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
     deadline_s: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -94,20 +92,13 @@ class RewardConfig(Config):
     """The most an item may ask for."""
     memory_limit_mb: int = pydantic.Field(default=256, ge=128)
     """Address space of a worker process, in MiB; about 100 of it are its own libraries."""
-    max_overtime: int = pydantic.Field(default=8, ge=0, le=1024)
-    """Items that take long leave their worker's place to others, so many at once; 0 lets each hold its place."""
-    overtime_memory_mb: int = pydantic.Field(default=192, ge=16)
-    """What worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY."""
     sandbox: Literal["auto", "require", "off"] = "auto"
     """Confine worker processes (no network, no new process, no writing) where the kernel can; or refuse to start."""
     recycle_after: int = pydantic.Field(default=5000, ge=1)
-    """A worker process is replaced by a fresh one after so many items."""
+    """A worker process is replaced by a fresh one after this many items; 1 isolates the items of a verifier that runs
+    code out of responses from each other."""
     max_queue: int = pydantic.Field(default=4096, ge=1)
     """Items in the service at once, running ones included; calls that bring more are refused."""
-    max_response_chars: int = pydantic.Field(default=65536, ge=1024)
-    """Only so many characters of a response, from its end, are searched for the answer."""
-    max_answer_chars: int = pydantic.Field(default=512, ge=1)
-    """An answer that is longer is answered with TOO_LARGE, a gold answer GOLD_INVALID."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
     """Profile geo3k: largest |answer - gold| that is right for gold answers that are rounded labels: written with a
     decimal point, or an integer of at least 100 in absolute value; 0 is strict."""

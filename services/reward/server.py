@@ -20,6 +20,12 @@ from services.reward.malloc_trim import trim_when_idle
 from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier
 
+MAX_OVERTIME = 8
+"""Enough for a batch with a few hostile items to go on, and few enough not to fill the cores."""
+OVERTIME_MEMORY_BYTES = 192 * 2**20
+"""What worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY. It bounds
+what hostile items take of a container together, as memory_limit_mb bounds each."""
+
 
 class RunningService(NamedTuple):
     """What a reward service is made of."""
@@ -30,8 +36,15 @@ class RunningService(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def running(config: RewardConfig, *, security: Security | None = None) -> AsyncIterator[RunningService]:
+async def running(
+    config: RewardConfig, *, security: Security | None = None, max_overtime: int = MAX_OVERTIME
+) -> AsyncIterator[RunningService]:
     """Run the service for as long as the context lasts; on leaving it, calls in progress may finish within `grace_s`.
+
+    Args:
+        config: The settings.
+        security: What callers must show; None: what the environment says.
+        max_overtime: Items that take long and leave their worker's turn to others, at once.
 
     Raises:
         ConfigError: a setting names a profile that there is not, or is wrong for it.
@@ -43,8 +56,8 @@ async def running(config: RewardConfig, *, security: Security | None = None) -> 
         num_workers=config.workers,
         memory_limit_bytes=config.memory_limit_mb * 2**20,
         recycle_after=config.recycle_after,
-        max_overtime=config.max_overtime,
-        overtime_memory_bytes=config.overtime_memory_mb * 2**20,
+        max_overtime=max_overtime,
+        overtime_memory_bytes=OVERTIME_MEMORY_BYTES,
         sandbox=config.sandbox,
         verifiers=verifiers,
     )

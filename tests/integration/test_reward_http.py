@@ -19,7 +19,6 @@ from tests.support.reward.service import item_of
 from tests.support.waiting import until
 
 HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_verify", "deadline_s": 30}
-EOS = RewardConfig().http_eos_tokens
 
 
 @contextlib.asynccontextmanager
@@ -261,14 +260,14 @@ async def test_openrlhf_is_told_what_is_wrong(http: httpx.AsyncClient, body: obj
 )
 def test_the_response_is_what_follows_the_prompt(query: str, prompt: str, response: str) -> None:
     """Without ends of text and white space after it."""
-    assert response_in(query, prompt, EOS) == response
+    assert response_in(query, prompt) == response
 
 
 def test_stripping_a_flood_of_ends_of_text_is_linear() -> None:
     """Five megabytes of them take no more than moments, of which there are as many as characters."""
     started = time.monotonic()
-    assert response_in("a" + "</s>\n" * 1_000_000, "", EOS) == "a"
-    assert response_in("a" + " " * 50_000_000, "", EOS) == "a"
+    assert response_in("a" + "</s>\n" * 1_000_000, "") == "a"
+    assert response_in("a" + " " * 50_000_000, "") == "a"
     assert time.monotonic() - started < 10
 
 

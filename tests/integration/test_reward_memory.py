@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.reward.server import MAX_OVERTIME
+from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.process import RewardProcess, reward_process
 from tests.support.waiting import until
 
@@ -20,14 +22,18 @@ _NUM_CLIENTS = 24
 _MOST_HELD = 3
 """Texts of 4 MiB, in the seven eighths of 16 MiB that are for large ones."""
 _RIGHT = {"golds": ["5"], "response": r"\boxed{5}", "profile": "math"}
-_HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_verify", "deadline_s": 30.0}
+_SLEEPS = {"golds": ["5"], "response": "sleep", "profile": "asleep", "deadline_s": 30.0}
 _TEXT = json.dumps({"label": "5", "response": "x" * 4 * 2**20 + r"\boxed{5}"}).encode()
 
 
 @pytest.fixture
 def service() -> Iterator[RewardProcess]:
     """A service whose HTTP requests may hold 16 MiB."""
-    settings = {"workers": 1, "max_overtime": 0, "http_max_body_mb": _MAX_BODY_MB}
+    settings = {
+        "workers": 1,
+        "http_max_body_mb": _MAX_BODY_MB,
+        "verifiers.asleep": f"{Path(misbehaving_verifiers.__file__)}:verify",
+    }
     with reward_process(*(f"--reward.{key}={value}" for key, value in settings.items())) as process:
         yield process
 
@@ -50,19 +56,25 @@ async def test_large_bodies_take_no_more_than_their_room(service: RewardProcess)
         async def ask(item: dict[str, object]) -> httpx.Response:
             return await _post(client, "/v1/verify", json.dumps(item).encode())
 
+        async def workers_busy() -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return next(float(line.split()[1]) for line in lines if line.startswith("penstock_reward_workers_busy "))
+
         assert (await ask(_RIGHT)).json()["score"] == 1.0
         before_mb = _peak_mb(service)
         answer = await _post(client, "/v1/verify", bytes(_MAX_BODY_MB * 2**20 + 1))
         assert answer.status_code == 413
         peaks = [_peak_mb(service) - before_mb]
 
-        hanging = asyncio.create_task(ask(_HANGS))
-        await asyncio.sleep(0.5)
+        hanging = [asyncio.create_task(ask(_SLEEPS)) for _ in range(1 + MAX_OVERTIME)]
+        while await workers_busy() < len(hanging):
+            await asyncio.sleep(0.05)
         sent = [asyncio.create_task(_post(client, "/slime?profile=math_verify", _TEXT)) for _ in range(_NUM_CLIENTS)]
         await until(lambda: sum(task.done() for task in sent) >= _NUM_CLIENTS - _MOST_HELD, timeout_s=60.0)
         assert (await ask(_RIGHT)).json()["score"] == 1.0
-        assert not hanging.done()
-        hanging.cancel()
+        assert not any(task.done() for task in hanging)
+        for task in hanging:
+            task.cancel()
         answers = await asyncio.gather(*sent)
         peaks += [_peak_mb(service) - before_mb]
         refused = [answer for answer in answers if answer.status_code == 429]

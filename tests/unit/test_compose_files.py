@@ -23,6 +23,7 @@ import yaml
 from penstock import config as configuration
 from penstock.runtime.ports import free_ports
 from services.recipe import Recipe
+from services.reward.server import OVERTIME_MEMORY_BYTES
 from services.router.config import OpenAIConfig
 from tests.compose import stack
 
@@ -223,7 +224,7 @@ def test_what_a_service_may_take_fits_its_memory_limit() -> None:
         (given,) = re.findall(r"(--reward\.http_max_body_mb=\S+) \$\{PENSTOCK_ARGS", command)
         reward = configuration.load(Recipe, (), [given]).reward
         bodies_mb = 2 * reward.http_max_body_mb * 10  # once they are read as JSON
-        assert bodies_mb + reward.overtime_memory_mb + 256 <= limits_mb["reward"], path.name
+        assert bodies_mb + OVERTIME_MEMORY_BYTES / 2**20 + 256 <= limits_mb["reward"], path.name
     assert 2 * OpenAIConfig().max_body_mb * 10 + 256 <= limits_mb["router"]
 
 

@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 
 from services.reward.isolation.tasks import VerifierTask, sendable
 from services.reward.item import Item
-from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
+from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided
 
 ENTRY_POINT_GROUP = "penstock.verifiers"
 
@@ -28,7 +28,7 @@ class CustomProfile(BoundedProfile):
             task=VerifierTask(
                 verifier=self.name,
                 golds=tuple(map(sendable, item.golds)),
-                response=sendable(item.response[-self._max_response_chars :]),
-                prompt=sendable(item.prompt[-self._max_response_chars :]),
+                response=sendable(item.response[-MAX_RESPONSE_CHARS:]),
+                prompt=sendable(item.prompt[-MAX_RESPONSE_CHARS:]),
             )
         )

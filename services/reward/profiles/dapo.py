@@ -7,7 +7,7 @@ recipe and there from lm-evaluation-harness (Minerva's normalisation).
 import re
 
 from services.reward.item import Item
-from services.reward.profiles.profile import BoundedProfile, Decision
+from services.reward.profiles.profile import MAX_ANSWER_CHARS, BoundedProfile, Decision
 from services.reward.verdict import Finding, Method, Status
 
 _SEARCHED_CHARS = 300
@@ -44,7 +44,7 @@ class DapoProfile(BoundedProfile):
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`."""
-        read = [_read_integer(gold) for gold in self._readable(item.golds, self._max_answer_chars)]
+        read = [_read_integer(gold) for gold in self._readable(item.golds, MAX_ANSWER_CHARS)]
         golds = [gold for gold in read if gold is not None]
         if not golds:
             return Finding(status=Status.GOLD_INVALID)

@@ -9,7 +9,7 @@ import string
 from collections import Counter
 
 from services.reward.item import Item
-from services.reward.profiles.profile import BoundedProfile, Decision
+from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision
 from services.reward.verdict import Finding, Method, Status
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -23,10 +23,10 @@ class F1Profile(BoundedProfile):
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`."""
-        golds = [_words(gold) for gold in self._readable(item.golds, self._max_response_chars)]
+        golds = [_words(gold) for gold in self._readable(item.golds, MAX_RESPONSE_CHARS)]
         if not any(golds):
             return Finding(status=Status.GOLD_INVALID)
-        given = _words(item.response[-self._max_response_chars :])
+        given = _words(item.response[-MAX_RESPONSE_CHARS:])
         if not given:
             return Finding(status=Status.NO_ANSWER)
         return Finding(status=Status.OK, credit=max(_f1(gold, given) for gold in golds), method=Method.EXACT)

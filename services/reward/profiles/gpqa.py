@@ -9,7 +9,7 @@ import re
 import string
 
 from services.reward.item import Item
-from services.reward.profiles.profile import BoundedProfile, Decision
+from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision
 from services.reward.verdict import Finding, Method, Status
 
 _LETTERS = frozenset(string.ascii_uppercase[:10])
@@ -27,12 +27,12 @@ class GpqaProfile(BoundedProfile):
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`."""
-        golds = [gold.strip() for gold in self._readable(item.golds, self._max_response_chars)]
+        golds = [gold.strip() for gold in self._readable(item.golds, MAX_RESPONSE_CHARS)]
         letters = {gold.upper() for gold in golds} & _LETTERS
         texts = {_plain(gold) for gold in golds if gold.upper() not in _LETTERS} - {""}
         if not letters and not texts:
             return Finding(status=Status.GOLD_INVALID)
-        solution = item.response.rpartition("</think>")[2][-self._max_response_chars :]
+        solution = item.response.rpartition("</think>")[2][-MAX_RESPONSE_CHARS:]
         chosen = _chosen_letter(solution)
         if chosen and letters:
             credit = float(chosen in letters)

@@ -6,7 +6,7 @@ box.
 
 from services.reward.isolation.tasks import MathVerifyTask, sendable
 from services.reward.item import Item
-from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
+from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided
 from services.reward.verdict import Finding, Status
 
 
@@ -15,11 +15,9 @@ class MathVerifyProfile(BoundedProfile):
 
     def decide(self, item: Item) -> Decision:
         """Return the question that a worker process must decide."""
-        golds = tuple(sendable(gold) for gold in self._readable(item.golds, self._max_response_chars) if gold)
+        golds = tuple(sendable(gold) for gold in self._readable(item.golds, MAX_RESPONSE_CHARS) if gold)
         if not golds:
             return Finding(status=Status.GOLD_INVALID)
         if not item.response:
             return Finding(status=Status.NO_ANSWER)
-        return Undecided(
-            task=MathVerifyTask(golds=golds, response=sendable(item.response[-self._max_response_chars :]))
-        )
+        return Undecided(task=MathVerifyTask(golds=golds, response=sendable(item.response[-MAX_RESPONSE_CHARS:])))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from services.reward.isolation.tasks import Prm800kTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.hendrycks import normalise
-from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
+from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided
 from services.reward.verdict import Finding, Method, Status
 
 _BRACE = re.compile(r"[{}]")
@@ -41,18 +41,18 @@ class Prm800kProfile(BoundedProfile):
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`, or the question that a worker process must decide."""
-        readable = self._readable(item.golds, self._max_response_chars)
+        readable = self._readable(item.golds, MAX_RESPONSE_CHARS)
         found = [self._reading.find_gold(gold) for gold in readable if gold]
-        golds = [sendable(gold) for gold in found if gold is not None and len(gold) <= self._max_answer_chars]
+        golds = [sendable(gold) for gold in found if gold is not None and len(gold) <= MAX_ANSWER_CHARS]
         if not golds:
             return Finding(status=Status.GOLD_INVALID)
         solution = self._reading.find_solution(item.response)
-        answer = None if solution is None else self._reading.find_answer(solution[-self._max_response_chars :])
+        answer = None if solution is None else self._reading.find_answer(solution[-MAX_RESPONSE_CHARS:])
         if answer is None:
             return Finding(status=Status.NO_ANSWER)
         answer = sendable(answer)
-        if len(answer) > self._max_answer_chars:
-            return Finding(status=Status.TOO_LARGE, extracted=answer[: self._max_answer_chars])
+        if len(answer) > MAX_ANSWER_CHARS:
+            return Finding(status=Status.TOO_LARGE, extracted=answer[:MAX_ANSWER_CHARS])
         given = normalise(answer, strip_percent=self._reading.strip_percent)
         if any(normalise(gold, strip_percent=self._reading.strip_percent) == given for gold in golds):
             return Finding(status=Status.OK, credit=1.0, extracted=answer, method=Method.EXACT)

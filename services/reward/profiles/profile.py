@@ -9,6 +9,11 @@ from services.reward.item import Item
 from services.reward.profiles.format import Format
 from services.reward.verdict import UNJUDGED, Finding
 
+MAX_RESPONSE_CHARS = 65536
+"""Characters of a response, counted from its end, that are searched: answers stand at the end, and this takes
+milliseconds."""
+MAX_ANSWER_CHARS = 512
+"""A longer answer is TOO_LARGE, a longer gold answer GOLD_INVALID: to compare them would take long."""
 MAX_GOLDS = 64
 """An item with more gold answers is answered with GOLD_INVALID, except by custom verifiers and the remote service."""
 
@@ -73,27 +78,11 @@ class Profile(abc.ABC):
 
 
 class BoundedProfile(Profile):
-    """A profile that looks at a bounded part of a text."""
-
-    def __init__(
-        self, *, name: str, description: str, scoring: Scoring, max_response_chars: int, max_answer_chars: int
-    ) -> None:
-        """Make a profile.
-
-        Args:
-            name: Its name.
-            description: What it does, in a sentence.
-            scoring: Its scale.
-            max_response_chars: Characters of a response, counted from its end, that are searched.
-            max_answer_chars: The longest answer that is verified.
-        """
-        super().__init__(name=name, description=description, scoring=scoring)
-        self._max_response_chars = max_response_chars
-        self._max_answer_chars = max_answer_chars
+    """A profile that looks at a bounded part of a text: MAX_RESPONSE_CHARS and MAX_ANSWER_CHARS."""
 
     def _readable(self, golds: Sequence[str], max_chars: int) -> list[str]:
         """Those of at most `max_chars` characters; none if they are more than can be read in milliseconds."""
         if len(golds) > MAX_GOLDS:
             return []
         readable = [gold for gold in golds if len(gold) <= max_chars]
-        return readable if sum(map(len, readable)) <= self._max_response_chars else []
+        return readable if sum(map(len, readable)) <= MAX_RESPONSE_CHARS else []

@@ -14,7 +14,7 @@ from services.reward.profiles.format import Format
 from services.reward.profiles.gpqa import GpqaProfile
 from services.reward.profiles.math_verify import MathVerifyProfile
 from services.reward.profiles.prm800k import DEEPSCALER, SLIME_MATH, VERL_GEO3K, Prm800kProfile
-from services.reward.profiles.profile import Profile, Scoring
+from services.reward.profiles.profile import MAX_RESPONSE_CHARS, Profile, Scoring
 from services.reward.profiles.remote import RemoteProfile
 from services.reward.profiles.value import ValueProfile
 
@@ -57,8 +57,6 @@ def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = No
             name=name,
             description=kind.description,
             scoring=_scoring(name, kind, config),
-            max_response_chars=config.max_response_chars,
-            max_answer_chars=config.max_answer_chars,
         )
         for name, kind in kinds.items()
     }
@@ -145,5 +143,5 @@ def _scoring(name: str, kind: _Kind, config: RewardConfig) -> Scoring:
         reward_max=1.0 if given.reward_max is None else given.reward_max,
         reward_min=kind.reward_min if given.reward_min is None else given.reward_min,
         format_weight=weight,
-        format=None if pattern is None else Format(pattern, max_chars=config.max_response_chars),
+        format=None if pattern is None else Format(pattern, max_chars=MAX_RESPONSE_CHARS),
     )

@@ -24,7 +24,7 @@ from services.reward.exact.extraction import extract_answer
 from services.reward.exact.nodes import Equation, Named, Scalar
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, sendable
 from services.reward.item import Item
-from services.reward.profiles.profile import BoundedProfile, Decision, Undecided
+from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided
 from services.reward.verdict import Finding, Method, Status
 
 
@@ -44,17 +44,17 @@ class ValueProfile(BoundedProfile):
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`, or the question that a worker process must decide."""
-        golds = [Side.of(gold) for gold in self._readable(item.golds, self._max_answer_chars)]
+        golds = [Side.of(gold) for gold in self._readable(item.golds, MAX_ANSWER_CHARS)]
         golds = [gold for gold in golds if not gold.is_blank]
         if not golds:
             return Finding(status=Status.GOLD_INVALID)
-        extracted = extract_answer(item.response, max_chars=self._max_response_chars)
+        extracted = extract_answer(item.response, max_chars=MAX_RESPONSE_CHARS)
         if extracted is None:
             return Finding(status=Status.NO_ANSWER)
         if not extracted.isascii():
             extracted = sendable(extracted)
-        if len(extracted) > self._max_answer_chars:
-            return Finding(status=Status.TOO_LARGE, extracted=extracted[: self._max_answer_chars])
+        if len(extracted) > MAX_ANSWER_CHARS:
+            return Finding(status=Status.TOO_LARGE, extracted=extracted[:MAX_ANSWER_CHARS])
         answer = Side.of(extracted)
         if answer.is_blank:
             return Finding(status=Status.UNPARSEABLE, extracted=extracted)

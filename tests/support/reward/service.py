@@ -8,7 +8,7 @@ from penstock.clients import RewardClient
 from penstock.v1 import reward_pb2
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
-from services.reward.server import running
+from services.reward.server import MAX_OVERTIME, running
 
 OK = reward_pb2.VERDICT_STATUS_OK
 TIMEOUT = reward_pb2.VERDICT_STATUS_TIMEOUT
@@ -41,10 +41,12 @@ def parent_of(pid: int) -> int:
 
 
 @contextlib.asynccontextmanager
-async def reward_service(**settings: object) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
+async def reward_service(
+    *, max_overtime: int = MAX_OVERTIME, **settings: object
+) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
     """A service with two workers and the usual settings, and a client of it."""
     config = RewardConfig.model_validate({"workers": 2, **settings})
-    async with running(config) as (server, pool, _), RewardClient(server.address) as client:
+    async with running(config, max_overtime=max_overtime) as (server, pool, _), RewardClient(server.address) as client:
         yield client, pool
 
 

@@ -13,8 +13,6 @@ PROFILES = {
         description="",
         scoring=Scoring(),
         tolerance=Fraction(tolerance),
-        max_response_chars=65536,
-        max_answer_chars=512,
         decimal_figures=figures,
     )
     for name, tolerance, figures in (("math", "0", 4), ("geo3k", "0.05", 4), ("strict", "0", 0))

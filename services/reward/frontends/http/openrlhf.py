@@ -6,9 +6,7 @@ each query (openrlhf/utils/agent.py, examples/python/reward_func.py; before 0.8 
 reads "rewards" only). A query is decoded from tokens with the special ones: prompt, response, end of text.
 """
 
-import functools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,6 +25,10 @@ from services.reward.verifier import Verifier
 _TAIL_CHARS = 64
 """So much of a prompt is enough to know it by."""
 _MAX_CUTS = 64
+_EOS_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Those of Qwen, GPT-2, Llama and Gemma."""
+_ENDS_OF_TEXT = re.compile("|".join([r"(?:\s", *(re.escape(token[::-1]) for token in _EOS_TOKENS)]) + ")*+")
+"""White space and these tokens, spelt backwards: so the end of a text is stripped in linear time."""
 _JUDGED = frozenset({Status.OK, Status.NO_ANSWER, Status.UNPARSEABLE, Status.TOO_LARGE})
 
 _OPENAPI = {
@@ -102,7 +104,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
     async def get_reward(request: Request, profile: str = config.http_profile) -> JSONResponse:
         """Verify samples for OpenRLHF; prompt and end of text are stripped from each query."""
         find_profile(verifier.profiles, profile)
-        items = _items(await request.body(), profile, config.http_eos_tokens)
+        items = _items(await request.body(), profile)
         verdicts = await verifier.verify_when_free(items)
         statuses = [verdict.finding.status for verdict in verdicts]
         return JSONResponse(
@@ -118,7 +120,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
         )
 
 
-def _items(body: bytes, profile: str, eos_tokens: Sequence[str]) -> list[Item]:
+def _items(body: bytes, profile: str) -> list[Item]:
     request = parse_json(body, numbers_as_text=True)
     if not isinstance(request, dict):
         raise InvalidRequestError("the body is no JSON object; send query, prompts and labels")
@@ -130,7 +132,7 @@ def _items(body: bytes, profile: str, eos_tokens: Sequence[str]) -> list[Item]:
         if not isinstance(query, str):
             raise InvalidRequestError(f"query.{index} is no string")
         prompt_text = text_of(prompt)
-        response = response_in(query, prompt_text, eos_tokens)
+        response = response_in(query, prompt_text)
         golds = golds_of(label, field=f"labels.{index}")
         items.append(Item(golds=golds, response=response, profile=profile, prompt=prompt_text))
     return items
@@ -147,21 +149,15 @@ def _list(request: dict[str, Any], field: str, length: int | None = None) -> lis
     return found
 
 
-def response_in(query: str, prompt: str, eos_tokens: Sequence[str]) -> str:
+def response_in(query: str, prompt: str) -> str:
     """The response in `query`: what follows the prompt, without ends of text and white space after it.
 
     Decoding may have put a token before the prompt, and a prompt that was too long lost its beginning: then its end
     tells where the response begins. A query that holds no prompt at all is all response.
     """
     response = query[_end_of_prompt(query, prompt) :]
-    ends = _ends_of_text(tuple(eos_tokens)).match(response[::-1])
+    ends = _ENDS_OF_TEXT.match(response[::-1])
     return response[: len(response) - ends.end()] if ends else response
-
-
-@functools.cache
-def _ends_of_text(eos_tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches white space and the tokens, spelt backwards: so the end of a text is stripped in linear time."""
-    return re.compile("|".join([r"(?:\s", *(re.escape(token[::-1]) for token in eos_tokens)]) + ")*+")
 
 
 def _end_of_prompt(query: str, prompt: str) -> int:
