@@ -19,7 +19,7 @@ LAST = b"last"
 
 
 class Replica:
-    """Sends its chunks, and then ends when it is told to."""
+    """Sends its chunks, and then ends when it should."""
 
     def __init__(self, *chunks: bytes) -> None:
         self.chunks = chunks

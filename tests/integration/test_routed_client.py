@@ -28,7 +28,7 @@ OPEN = router_pb2.BREAKER_STATE_OPEN
 
 @contextlib.asynccontextmanager
 async def routed(bus: Bus, **settings) -> AsyncIterator[tuple[RoutedGenerateClient, RouterClient]]:
-    """A client at a router, and another that tells what the router sees."""
+    """A client at a router, and another that lists what the router sees."""
     config, tuning = configured(**settings)
     async with (
         routing(config, bus, tuning=tuning) as server,
@@ -62,7 +62,7 @@ async def until_routable(router: RouterClient, count: int) -> None:
 
 
 async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -> None:
-    """As through the router: sessions stay, spread, and count as in flight until the place is given back."""
+    """As through the router: sessions stay, spread, and count as in flight until the slot is released."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{n}", token_s=0.02).running())
@@ -147,7 +147,7 @@ async def test_replicas_that_cannot_be_reached_cost_no_try(bus: Bus) -> None:
 
 
 async def test_a_full_replica_is_left_alone_for_a_moment(bus: Bus) -> None:
-    """RESOURCE_EXHAUSTED sends the turn to another; with no other it is tried again until there is a place."""
+    """RESOURCE_EXHAUSTED sends the turn to another; with no other it is tried again until there is a slot."""
     async with SimulatedEngine(bus, error=OverloadedError("full")).running() as engine, routed(bus) as (client, router):
         playing = asyncio.create_task(client.generate(request(), timeout_s=10.0))
         await until(lambda: engine.num_calls >= 2, timeout_s=5.0)
@@ -229,8 +229,8 @@ async def test_a_replica_that_delivered_tokens_is_well(bus: Bus) -> None:
             assert (await router.list_replicas()).replicas[0].breaker == router_pb2.BREAKER_STATE_CLOSED
 
 
-async def test_a_turn_that_is_cancelled_leaves_no_place_behind(bus: Bus) -> None:
-    """Whenever that is: while it asks for a place, as the answer comes, and later."""
+async def test_a_turn_that_is_cancelled_leaves_no_slot_behind(bus: Bus) -> None:
+    """Whenever that is: while it waits for a slot, while the answer streams, and later."""
     async with SimulatedEngine(bus, max_running=1000).running(), routed(bus) as (client, router):
         await until_routable(router, 1)
         await client.generate(request(), timeout_s=5.0)
@@ -241,7 +241,7 @@ async def test_a_turn_that_is_cancelled_leaves_no_place_behind(bus: Bus) -> None
         await until_idle(router)
 
 
-async def test_a_client_that_closes_while_turns_run_gives_their_places_back(bus: Bus) -> None:
+async def test_a_client_that_closes_while_turns_run_releases_their_slots(bus: Bus) -> None:
     """As when a script ends with an error in the middle of its calls."""
     async with SimulatedEngine(bus, token_s=0.05).running() as engine, routed(bus) as (_, router):
         await until_routable(router, 1)
@@ -255,7 +255,7 @@ async def test_a_client_that_closes_while_turns_run_gives_their_places_back(bus:
 
 
 async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
-    """Asking, playing and going on elsewhere share one deadline, and the place is given back."""
+    """Routing, generating and retrying elsewhere share one deadline, and the slot is released."""
     async with SimulatedEngine(bus, delay_s=30.0).running() as engine, routed(bus) as (client, router):
         with pytest.raises(DeadlineError):
             await client.generate(request(), timeout_s=0.7)
@@ -263,8 +263,8 @@ async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
         await until_idle(router)
 
 
-async def test_a_place_that_is_never_given_back_ends_by_its_time(bus: Bus) -> None:
-    """A client that died does not hold a place for ever; a late release is told so. Longer than allowed is cut."""
+async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
+    """A client that died does not hold a slot for ever; a late release says so. A longer ttl is cut."""
     async with (
         SimulatedEngine(bus, max_running=1).running(),
         routing(RouterConfig(), bus, tuning=Tuning(route_ttl_s=1.5)) as server,

@@ -1,4 +1,4 @@
-"""Clients that the router gives a pair, and that then talk to both halves themselves."""
+"""Clients that get a PD pair from the router and call both peers themselves."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
 
 
 async def test_a_turn_is_played_by_the_pair_that_the_router_names(bus: Bus) -> None:
-    """Both halves get one request, in one room; the prefill replica's place is free when its part is done."""
+    """Both peers get one request, in one room; the prefill replica's slot is free when its part is done."""
     async with (
         SimulatedPrefill(bus, replica_id="p").running() as p,
         SimulatedDecode(bus, replica_id="d", token_s=0.02).running() as d,
@@ -48,7 +48,7 @@ async def test_a_turn_is_played_by_the_pair_that_the_router_names(bus: Bus) -> N
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_turn_whose_half_is_killed_goes_on_with_another(bus: Bus, run_name: str, role: str) -> None:
+async def test_a_turn_whose_peer_is_killed_goes_on_with_another(bus: Bus, run_name: str, role: str) -> None:
     """A prefill replica before its part is done, a decode replica in mid-stream; its partner is used again."""
     is_prefill = role == "prefill"
     kind, other = (SimulatedPrefill, SimulatedDecode) if is_prefill else (SimulatedDecode, SimulatedPrefill)
@@ -79,7 +79,7 @@ async def test_a_turn_whose_half_is_killed_goes_on_with_another(bus: Bus, run_na
             await until_idle(router)
 
 
-async def test_a_half_that_refuses_is_passed_over(bus: Bus) -> None:
+async def test_a_peer_that_rejects_is_passed_over(bus: Bus) -> None:
     """And only that one."""
     async with (
         SimulatedPrefill(bus, replica_id="p").running() as p,
@@ -93,7 +93,7 @@ async def test_a_half_that_refuses_is_passed_over(bus: Bus) -> None:
         await until_idle(router)
 
 
-async def test_both_places_of_a_pair_end_by_themselves(bus: Bus) -> None:
+async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
     """Each has a route of its own: given back one by one, or when their time is over."""
     async with (
         SimulatedPrefill(bus, replica_id="p").running(),

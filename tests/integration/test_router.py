@@ -120,7 +120,7 @@ async def test_without_a_replica_a_call_fails_and_says_why(bus: Bus) -> None:
 
 
 async def test_waiting_ends_before_the_callers_deadline(bus: Bus) -> None:
-    """A caller with little time hears the reason rather than that its deadline passed."""
+    """A caller with little time learns the reason, not only that its deadline passed."""
     async with router(bus, wait_for_replica_s=60.0) as caller:
         error = await failure(caller.generate(timeout_s=1.0))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -148,7 +148,7 @@ async def test_nothing_below_the_version_bound_is_used(bus: Bus) -> None:
 
 
 async def test_a_replica_that_turns_out_too_old_is_passed_over(bus: Bus) -> None:
-    """FAILED_PRECONDITION (its lease told of more than it has) sends the call to another replica."""
+    """FAILED_PRECONDITION (its lease named a newer version than it has) sends the call to another replica."""
     async with pool(bus, 2) as (caller, [first, second]):
         first.error = NotReadyError("policy version 3 < 4")
         assert [(await caller.generate("s")).replica_id for _ in range(2)] == ["r1", "r1"]
@@ -157,7 +157,7 @@ async def test_a_replica_that_turns_out_too_old_is_passed_over(bus: Bus) -> None
 
 
 async def test_a_full_replica_is_passed_over(bus: Bus) -> None:
-    """RESOURCE_EXHAUSTED sends the call to another; when all are full it waits for a place."""
+    """RESOURCE_EXHAUSTED sends the call to another; when all are full it waits for a slot."""
     async with pool(bus, 2, wait_for_replica_s=5.0) as (caller, engines):
         engines[0].error = OverloadedError("queue full")
         assert (await caller.generate()).replica_id == "r1"
@@ -170,7 +170,7 @@ async def test_a_full_replica_is_passed_over(bus: Bus) -> None:
 
 
 async def test_when_all_stay_full_the_caller_is_told(bus: Bus) -> None:
-    """RESOURCE_EXHAUSTED comes back when nobody had a place within the wait."""
+    """RESOURCE_EXHAUSTED is returned if no slot became free in time."""
     async with pool(bus, 2, wait_for_replica_s=0.5) as (caller, engines):
         for engine in engines:
             engine.error = OverloadedError("queue full")
@@ -250,7 +250,7 @@ async def test_replicas_that_cannot_be_reached_are_passed_over_however_many(bus:
 
 
 async def test_cancelling_the_call_cancels_it_in_the_engine(bus: Bus) -> None:
-    """The engine stops to compute for a caller that has gone, and the place is free again."""
+    """The engine stops computing for a caller that has left, and the slot is free again."""
     async with pool(bus, 1) as (caller, [engine]):
         engine.delay_s = 30.0
         pending = caller.generate()

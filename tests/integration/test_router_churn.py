@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:
-    """With consistent_hash, though neither tells the other anything."""
+    """With consistent_hash, though they share nothing but NATS."""
     async with (
         pool(steady_bus, 4, balancing="consistent_hash") as (caller, _),
         connect(steady_bus.config, run=run_name) as other_bus,
@@ -133,7 +133,7 @@ class Churn:
 
 
 async def test_replicas_that_come_and_go_lose_no_request(steady_bus: Bus) -> None:
-    """Sixteen, half of those that leave by a crash: every answer is whole, and sessions stay where they can."""
+    """Sixteen; half of those that leave crash: every answer is whole, and sessions stay where they can."""
     async with (
         router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4) as caller,
         Churn(steady_bus, caller, 0).of(16) as churn,

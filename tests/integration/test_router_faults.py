@@ -91,7 +91,7 @@ async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(bus: Bus) 
 
 
 async def test_a_replica_that_delivered_tokens_is_no_try(bus: Bus) -> None:
-    """Also with max_attempts = 1, and also where nobody may wait in line: the call has been let in already."""
+    """Also with max_attempts = 1, and also if nobody may wait: the call was let in already."""
     async with pool(bus, 1, engine={"fail_after": 3}, max_attempts=1, max_waiting=0, chunk_tokens=1) as (caller, _):
         assert list((await caller.generate(num_tokens=5)).output_ids) == ids(5)
 
@@ -139,7 +139,7 @@ async def test_a_hasty_caller_says_nothing_against_a_slow_connection(bus: Bus) -
 
 
 async def test_a_stream_that_is_left_is_cancelled_in_the_engine(bus: Bus) -> None:
-    """And its place is free again."""
+    """And its slot is free again."""
     async with pool(bus, 1, engine={"token_s": 0.01}) as (caller, [engine]):
         stream = caller.stream(num_tokens=1000)
         await stream.read()

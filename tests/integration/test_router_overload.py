@@ -1,4 +1,4 @@
-"""The router when there is more to do than replicas can take: limits, the line, and who says that it is full."""
+"""The router with more calls than replicas can take: limits, the wait queue, and what full means."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.support.router.routers import failure, pool
 
 
 async def test_calls_beyond_the_limit_wait_in_line(bus: Bus) -> None:
-    """First come, first served, one place at a time; who cancels leaves the line, and all are answered."""
+    """First come, first served, one slot at a time; a cancelled call leaves the queue, and all others are answered."""
     limit = {"factor": 1.0}
     async with pool(bus, 1, engine={"max_running": 1, "delay_s": 0.05}, limit=limit) as (caller, [engine]):
         pending = []
@@ -28,7 +28,7 @@ async def test_calls_beyond_the_limit_wait_in_line(bus: Bus) -> None:
 
 
 async def test_a_full_line_turns_calls_away(bus: Bus) -> None:
-    """RESOURCE_EXHAUSTED names the setting; those in line are answered, and then there is room again."""
+    """RESOURCE_EXHAUSTED names the setting; waiting calls are answered, and then there is room again."""
     async with pool(bus, 1, engine={"max_running": 1, "delay_s": 0.4}, limit={"factor": 1.0}, max_waiting=2) as (
         caller,
         [engine],
@@ -44,7 +44,7 @@ async def test_a_full_line_turns_calls_away(bus: Bus) -> None:
 
 
 async def test_who_waits_for_a_place_waits_until_the_deadline(bus: Bus) -> None:
-    """wait_for_replica_s is for pools in which there is nobody; here somebody works, and the call hears so in time."""
+    """wait_for_replica_s is for pools without a usable replica; here one is busy, and the error says so in time."""
     async with pool(
         bus, 1, engine={"max_running": 1, "delay_s": 1.5}, limit={"factor": 1.0}, wait_for_replica_s=0.2
     ) as (caller, _):

@@ -1,4 +1,4 @@
-"""Pairs when a half dies, freezes, refuses, takes a push, comes and goes."""
+"""PD pairs whose peers die, freeze, reject, take a push, join and leave."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 
 async def test_a_prefill_replica_is_free_when_its_part_is_done_and_may_die_then(bus: Bus, run_name: str) -> None:
-    """Its place is given back while the decode replica goes on; kill -9 after that costs the call nothing."""
+    """Its slot is released while the decode replica goes on; kill -9 after that costs the call nothing."""
     async with (
         simulated_process(bus, run_name, "p", role="prefill") as victim,
         SimulatedDecode(bus, replica_id="d", token_s=0.02).running() as d,
@@ -65,7 +65,7 @@ async def test_a_prefill_replica_that_is_killed_before_its_part_is_done_costs_th
 
 
 async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so_first(bus: Bus) -> None:
-    """The decode replica's "transfer failed" is heard before the connection is lost; it is asked who is still there."""
+    """The decode replica's "transfer failed" arrives before the connection is lost; a health check finds who died."""
     async with paired(bus, 2, 1, prefill={"delay_s": 30.0}, breaker={"failures": 1}) as (caller, [first, second], [d]):
         second.delay_s = 0.0
         pending = asyncio.ensure_future(caller.generate("s"))
@@ -146,7 +146,7 @@ async def test_the_half_that_fails_first_ends_the_other_at_once(bus: Bus) -> Non
         p.delay_s, p.error = (
             0.1,
             OverloadedError("full"),
-        )  # its partner hears of it from it, maybe earlier than the router
+        )  # its partner may notice before the router
         d.delay_s, d.error = 0.0, None
         await caller.generate("s")
         await until(lambda: other_p.num_answered == 1, timeout_s=5.0)
@@ -156,7 +156,7 @@ async def test_the_half_that_fails_first_ends_the_other_at_once(bus: Bus) -> Non
 
 
 async def test_a_half_that_turns_out_to_have_another_version_is_no_failure(steady_bus: Bus) -> None:
-    """Its lease is late: it refuses, the call goes on elsewhere, and the breakers of both halves stay closed."""
+    """Its lease is late: it rejects the call, which goes on elsewhere, and both breakers stay closed."""
     settings = {"policy_version": 3}
     async with paired(steady_bus, 2, 1, prefill=settings, decode=settings, breaker={"failures": 1}) as (
         caller,
@@ -175,8 +175,8 @@ async def test_a_half_that_turns_out_to_have_another_version_is_no_failure(stead
 
 
 async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(bus: Bus) -> None:
-    """Replicas are pushed to one after the other, three times, while turns run: each leg is of one version on both
-    halves, what a push breaks off goes on from its tokens, and nobody's breaker opens for it."""
+    """Replicas are pushed to one after the other, three times, while turns run: each attempt has one version on both
+    peers, what a push breaks off goes on from its tokens, and no breaker opens."""
     async with paired(
         bus,
         2,
@@ -221,7 +221,7 @@ async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(bus: Bus) -> N
 
 
 class PairChurn:
-    """Engines of all roles that come and go, half of those that leave by a crash."""
+    """Engines of all roles join and leave; half of those that leave crash."""
 
     def __init__(self, bus: Bus, caller: Caller, seed: int) -> None:
         self._bus = bus
@@ -262,7 +262,7 @@ class PairChurn:
 
 
 async def test_five_hundred_calls_under_churn_lose_none(steady_bus: Bus) -> None:
-    """Engines of every role crash and drain at random; every answer is whole, and all places are free in the end."""
+    """Engines of every role crash and drain at random; every answer is whole, and all slots are free in the end."""
     # Everything fails here but the calls: one that met ten failures in a row would be no reason to give it up.
     async with router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4, max_attempts=10) as caller:
         churn = PairChurn(steady_bus, caller, 0)

@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 async def test_a_pair_answers_as_one_engine(bus: Bus) -> None:
-    """Both halves get the caller's request, with the same room, host, port and version; each call has another room."""
+    """Both peers get the caller's request, with the same room, host, port and version; each call has another room."""
     async with paired(bus, 1, 1, prefill={"policy_version": 3}, decode={"policy_version": 3}) as (caller, [p], [d]):
         answer = await caller.generate("s", input_ids=[5, 6], request_id="q", num_tokens=5)
         assert list(answer.output_ids) == ids(5)
@@ -67,7 +67,7 @@ async def test_any_mix_serves(bus: Bus, num_prefill: int, num_decode: int, num_u
 
 
 async def test_calls_that_need_both_halves_never_wait_for_each_other(bus: Bus) -> None:
-    """One place here, two there: whoever waits holds none, so thirty calls get through."""
+    """One slot here, two there: a waiting call holds none, so thirty calls get through."""
     settings = {"limit": {"factor": 1.0}}
     async with paired(
         bus, 1, 2, prefill={"max_running": 1}, decode={"max_running": 1, "token_s": 0.002}, **settings
@@ -83,7 +83,7 @@ async def test_calls_that_need_both_halves_never_wait_for_each_other(bus: Bus) -
 
 
 async def test_a_caller_that_leaves_ends_both_halves(bus: Bus) -> None:
-    """While the prompt is read, and while tokens come; both places are free again."""
+    """While the prompt is read, and while tokens come; both slots are free again."""
     async with paired(bus, 1, 1, prefill={"delay_s": 30.0}, decode={"token_s": 0.01, "pair_timeout_s": 30.0}) as (
         caller,
         [p],

@@ -29,9 +29,9 @@ def texts(renderer: Renderer) -> TokenTexts:
     return renderer.token_texts()
 
 
-def cut(text: str, places: list[int]) -> list[str]:
+def cut(text: str, cuts: list[int]) -> list[str]:
     """`text` in pieces."""
-    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    ends = sorted({min(cut_at, len(text)) for cut_at in cuts} | {len(text)})
     return [text[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -85,22 +85,22 @@ def test_other_tokenizers_are_refused(tiny_model_path: Path) -> None:
 
 
 @given(st.text("abE", max_size=12), st.lists(st.integers(0, 12)), st.lists(st.text("abE", min_size=1), max_size=3))
-def test_stop_strings_cut_the_text_where_the_first_begins(text: str, places: list[int], stops: list[str]) -> None:
+def test_stop_strings_cut_the_text_where_the_first_begins(text: str, cuts: list[int], stops: list[str]) -> None:
     """However it comes in pieces. One that completes earlier wins over one that begins earlier and completes later."""
     finder = StopFinder(stops)
-    told = "".join(finder.add(piece) for piece in cut(text, places))
-    told += finder.finish()
+    emitted = "".join(finder.add(piece) for piece in cut(text, cuts))
+    emitted += finder.finish()
     found = [text.find(stop) for stop in stops if stop in text]
     assert finder.found == bool(found)
     if found:
-        assert text.startswith(told)
-        assert any(text[len(told) :].startswith(stop) for stop in stops)
+        assert text.startswith(emitted)
+        assert any(text[len(emitted) :].startswith(stop) for stop in stops)
     else:
-        assert told == text
+        assert emitted == text
 
 
 def test_nothing_of_a_stop_string_is_told_early() -> None:
-    """What may become one is held back, and told when it does not."""
+    """What may become one is held back, and emitted when it does not."""
     finder = StopFinder(["END"])
     assert [finder.add(piece) for piece in ("a", "E", "N", "X", "EN")] == ["a", "", "", "ENX", ""]
     assert finder.add("D more") == ""
@@ -109,10 +109,10 @@ def test_nothing_of_a_stop_string_is_told_early() -> None:
 
 
 @given(st.lists(st.integers(0, 200)))
-def test_calls_are_told_apart_however_they_come(places: list[int]) -> None:
+def test_calls_are_told_apart_however_they_come(cuts: list[int]) -> None:
     """Text, two calls, and text after them."""
     reader = ToolCallReader()
-    found = [each for piece in cut(f"I add.\n{CALL}\n{CALL}\n done", places) for each in reader.add(piece)]
+    found = [each for piece in cut(f"I add.\n{CALL}\n{CALL}\n done", cuts) for each in reader.add(piece)]
     found += reader.finish()
     assert [each for each in found if isinstance(each, CallText)] == [ADD, ADD]
     assert "".join(each for each in found if isinstance(each, str)) == "I add.done"
@@ -145,11 +145,11 @@ def test_what_is_no_call_stays_text(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from(["a", " ", "\n", "<tool_call>junk</tool_call>", CALL])), st.lists(st.integers(0, 300)))
-def test_of_what_is_no_call_only_the_white_space_around_calls_is_dropped(parts: list[str], places: list[int]) -> None:
+def test_of_what_is_no_call_only_the_white_space_around_calls_is_dropped(parts: list[str], cuts: list[int]) -> None:
     """However text, calls and what looks like calls follow each other, and however they come."""
     text = "".join(parts)
     reader = ToolCallReader()
-    found = [each for piece in cut(text, places) for each in reader.add(piece)] + reader.finish()
+    found = [each for piece in cut(text, cuts) for each in reader.add(piece)] + reader.finish()
     first, *rest = text.split(CALL)
     expected = [first.rstrip() if rest else first, *(part.strip() for part in rest[:-1]), *rest[-1:]]
     expected[1:] = [part.lstrip() for part in expected[1:]]

@@ -1,4 +1,4 @@
-"""A turn in legs and chunks is the same turn."""
+"""A turn in attempts and chunks is the same turn."""
 
 from itertools import accumulate, pairwise
 
@@ -48,7 +48,7 @@ def answer(versions: list[int], *, stopped: bool = False, num_prompt_tokens: int
     return response
 
 
-def rest_of(response: generate_pb2.GenerateResponse, first: int, *, leg: int) -> generate_pb2.GenerateResponse:
+def rest_of(response: generate_pb2.GenerateResponse, first: int, *, attempt: int) -> generate_pb2.GenerateResponse:
     """The same answer from token `first` on, as another replica gives it to a prompt that is as much longer."""
     rest = generate_pb2.GenerateResponse(
         output_ids=response.output_ids[first:],
@@ -58,34 +58,34 @@ def rest_of(response: generate_pb2.GenerateResponse, first: int, *, leg: int) ->
         usage=response.usage,
         replica_id=response.replica_id,
     )
-    if leg > 0:
+    if attempt > 0:
         rest.usage.num_prompt_tokens += first
-        rest.usage.num_cached_tokens += 2 * leg
+        rest.usage.num_cached_tokens += 2 * attempt
     return rest
 
 
 VERSIONS = st.lists(st.integers(min_value=2, max_value=4), min_size=1, max_size=30)
 
 
-LEGS = st.lists(st.lists(st.integers(min_value=1, max_value=4), max_size=4), max_size=5)
-"""The sizes of the chunks of each leg that breaks off; an empty one delivered nothing."""
+ATTEMPTS = st.lists(st.lists(st.integers(min_value=1, max_value=4), max_size=4), max_size=5)
+"""The sizes of the chunks of each attempt that breaks off; an empty one delivered nothing."""
 
 
-@given(versions=VERSIONS, legs=LEGS, stopped=st.booleans(), spare=st.integers(min_value=0, max_value=5))
+@given(versions=VERSIONS, attempts=ATTEMPTS, stopped=st.booleans(), spare=st.integers(min_value=0, max_value=5))
 def test_any_cutting_gives_the_unbroken_response(
-    versions: list[int], legs: list[list[int]], stopped: bool, spare: int
+    versions: list[int], attempts: list[list[int]], stopped: bool, spare: int
 ) -> None:
-    """Whatever the legs and chunks: ids, logprobs, spans and usage are those of one stream in one chunk."""
+    """Whatever the attempts and chunks: ids, logprobs, spans and usage are those of one stream in one chunk."""
     unbroken, turn = answer(versions, stopped=stopped), request(len(versions) + spare)
     sent = turn.SerializeToString()
     continuation = ResumableTurn(turn)
-    for number, sizes in enumerate([*legs, [len(versions)]]):
+    for number, sizes in enumerate([*attempts, [len(versions)]]):
         first = continuation.num_tokens
-        leg = continuation.remaining()
-        assert leg.request_id == ("r" if number == 0 else f"r#{number}")
-        assert list(leg.input_ids) == [*PROMPT, *unbroken.output_ids[:first]]
-        assert leg.sampling.max_new_tokens + first == turn.sampling.max_new_tokens
-        rest = rest_of(unbroken, first, leg=first)
+        attempt = continuation.remaining()
+        assert attempt.request_id == ("r" if number == 0 else f"r#{number}")
+        assert list(attempt.input_ids) == [*PROMPT, *unbroken.output_ids[:first]]
+        assert attempt.sampling.max_new_tokens + first == turn.sampling.max_new_tokens
+        rest = rest_of(unbroken, first, attempt=first)
         for start, end in pairwise(accumulate(sizes, initial=0)):
             if start < len(rest.output_ids):
                 continuation.add(chunk_of(rest, start, min(end, len(rest.output_ids))))
@@ -96,7 +96,7 @@ def test_any_cutting_gives_the_unbroken_response(
 
 
 def test_a_leg_is_the_turn_itself_but_for_what_was_delivered() -> None:
-    """Images, sampling, session and version bound are kept; a leg that delivered nothing changes the name only."""
+    """Images, sampling, session and version bound are kept; a attempt that delivered nothing changes the name only."""
     continuation = ResumableTurn(request(6))
     assert continuation.remaining() == request(6)
     again = request(6)
@@ -110,21 +110,21 @@ def test_a_leg_is_the_turn_itself_but_for_what_was_delivered() -> None:
 
 
 def test_usage_counts_the_prompt_of_the_leg_that_began_it() -> None:
-    """Not the longer ones of later legs, nor their caches; and a first leg without tokens does not count."""
+    """Not the longer ones of later attempts, nor their caches; and a first attempt without tokens does not count."""
     whole = answer([2] * 4)
     continuation = ResumableTurn(request(4))
     continuation.remaining()
     continuation.remaining()
     continuation.add(chunk_of(whole, 0, 1))
     continuation.remaining()
-    continuation.add(chunk_of(rest_of(whole, 1, leg=1), 0, 3))
+    continuation.add(chunk_of(rest_of(whole, 1, attempt=1), 0, 3))
     assert continuation.response().usage == generate_pb2.Usage(
         num_prompt_tokens=8, num_cached_tokens=3, num_output_tokens=4
     )
 
 
 def test_what_is_not_there_is_not_given() -> None:
-    """No response before the end, no leg after it."""
+    """No response before the end, no attempt after it."""
     continuation = ResumableTurn(request(2))
     with pytest.raises(NotReadyError, match="'r' has 0 tokens and no end yet"):
         continuation.response()

@@ -65,7 +65,7 @@ def test_each_failed_probe_doubles_the_time_up_to_the_longest() -> None:
 
 
 def test_a_probe_whose_caller_went_away_is_taken_over() -> None:
-    """It told nothing: the next call is the probe, without another wait."""
+    """It revealed nothing: the next call is the probe, without another wait."""
     breaker = opened()
     breaker.abandon(probe=breaker.begin(0.0))
     assert breaker.state is BreakerState.OPEN
@@ -73,7 +73,7 @@ def test_a_probe_whose_caller_went_away_is_taken_over() -> None:
 
 
 def test_a_probe_that_tells_nothing_keeps_others_away_only_for_a_while() -> None:
-    """Its caller may have all the time in the world. What it tells later still counts."""
+    """Its caller may have all the time in the world. What it reveals later still counts."""
     breaker = opened()
     assert breaker.begin(1.0)
     assert not breaker.allows(1.9)

@@ -17,7 +17,7 @@ def keep_up(limit: Limit, *, max_running: int = 16, num_reports: int = 1) -> Non
 
 
 def test_starts_with_what_the_replica_runs_at_once() -> None:
-    """And with one place where it does not say."""
+    """And with one slot if it does not say."""
     assert Limit(CONFIG, 16).max_in_flight == 16
     assert Limit(CONFIG, 0).max_in_flight == 1
 

@@ -1,1 +1,1 @@
-"""The router's OpenAI-compatible face, as OpenAI's own client sees it."""
+"""The router's OpenAI-compatible frontend, as OpenAI's own client sees it."""

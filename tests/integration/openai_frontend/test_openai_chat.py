@@ -90,7 +90,7 @@ async def test_what_changes_nothing_is_taken(stage: Stage) -> None:
 
 
 async def test_a_stream_says_what_the_whole_answer_says(stage: Stage) -> None:
-    """Piece by piece, characters whole, without replacement characters; the end tells of versions."""
+    """Piece by piece, characters whole, without replacement characters; the end reports versions."""
     ids = stage.says(TEXT)
     chunks = await collect(await stage.chat(stream=True))
     assert text_of(chunks) == TEXT
@@ -118,7 +118,7 @@ async def test_a_stream_counts_when_asked(stage: Stage) -> None:
 async def test_token_ids_and_logprobs_come_when_asked(stage: Stage, is_streamed: bool) -> None:
     """Ids of prompt and answer under vLLM's names, logprobs of training under one of ours, and OpenAI's logprobs."""
     ids = stage.says("a😀")
-    expected = [-(place + 1) / 64 for place in range(len(ids))]
+    expected = [-(index + 1) / 64 for index in range(len(ids))]
     answer = await stage.chat(stream=is_streamed, logprobs=True, extra_body={"return_token_ids": True})
     if is_streamed:
         chunks = await collect(answer)
@@ -181,7 +181,7 @@ async def test_several_choices_are_samples_of_their_own(stage: Stage) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine(stage: Stage, is_streamed: bool) -> None:
-    """The text ends before it, nothing of it is told, and the engine hears that nobody listens any more."""
+    """The text ends before it, none of it is sent, and the request is aborted in the engine."""
     stage.says("one two END and " + "more " * 200)
     for engine in stage.engines:
         engine.token_s = 0.01
@@ -217,7 +217,7 @@ async def test_a_client_that_goes_away_aborts_the_request_in_the_engine(stage: S
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_engine_that_fails_costs_nothing_that_was_said(stage: Stage, is_streamed: bool) -> None:
-    """The other goes on in mid-character; the spans tell which version said what."""
+    """The other goes on in mid-character; the spans say which version generated what."""
     ids = stage.says("😀" * 3)
     first = stage.engines[0]
     first.fail_after, first.fail_with = 6, UnavailableError("told to")
@@ -225,8 +225,8 @@ async def test_an_engine_that_fails_costs_nothing_that_was_said(stage: Stage, is
     await stage.engines[1].update(num_running=4)  # so that sessions begin with the first
     await stage.until_load(4)
     answers = [
-        await stage.chat(stream=is_streamed, extra_headers={"x-session-id": f"s{is_streamed}{place}"})
-        for place in range(4)
+        await stage.chat(stream=is_streamed, extra_headers={"x-session-id": f"s{is_streamed}{index}"})
+        for index in range(4)
     ]
     await stage.engines[1].update(num_running=0)
     spans = []
@@ -247,8 +247,8 @@ async def collect_text(stream: Any) -> tuple[str, Any]:
 @pytest.mark.parametrize("way", ["header", "metadata", "user"])
 async def test_a_session_stays_with_its_engine(stage: Stage, way: str) -> None:
     """However it is named."""
-    for place in range(6):
-        name = f"{way}-{place % 2}"
+    for index in range(6):
+        name = f"{way}-{index % 2}"
         options: dict[str, Any] = {
             "header": {"extra_headers": {"x-session-id": name}, "user": "somebody"},
             "metadata": {"metadata": {"session_id": name}, "user": "somebody"},
@@ -425,7 +425,7 @@ async def test_completions_go_on_with_text_and_ids(stage: Stage) -> None:
     [choice] = one.choices
     assert (choice.text, choice.finish_reason, choice.token_ids) == ("and so", "stop", ids)
     assert choice.prompt_token_ids == list(stage.requests[0].input_ids)
-    assert choice.logprobs.token_logprobs == [-(place + 1) / 64 for place in range(len(ids))]
+    assert choice.logprobs.token_logprobs == [-(index + 1) / 64 for index in range(len(ids))]
     assert "".join(choice.logprobs.tokens) == "and so<|im_end|>"
     offsets = choice.logprobs.text_offset
     assert [("and so")[first:end] for first, end in zip(offsets, [*offsets[1:], 6], strict=True)] == [
@@ -466,7 +466,7 @@ async def test_many_at_once(stage: Stage) -> None:
     """Forty streams beside each other, each whole."""
     stage.says(TEXT)
 
-    async def one(place: int) -> str:
-        return text_of(await collect(await stage.chat(stream=True, user=f"u{place}")))
+    async def one(index: int) -> str:
+        return text_of(await collect(await stage.chat(stream=True, user=f"u{index}")))
 
-    assert set(await asyncio.gather(*(one(place) for place in range(40)))) == {TEXT}
+    assert set(await asyncio.gather(*(one(index) for index in range(40)))) == {TEXT}

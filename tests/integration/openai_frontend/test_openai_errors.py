@@ -256,7 +256,7 @@ async def test_engines_that_are_full_are_an_overload(stage: Stage) -> None:
 
 
 async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
-    """504 after router.openai.timeout_s, and the engine hears of it."""
+    """504 after router.openai.timeout_s, and the request is aborted in the engine."""
     port = free_port()
     config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=1.0, model="slow"))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
@@ -272,7 +272,7 @@ async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
 async def test_a_client_that_does_not_read_holds_no_replica(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, reads_on: bool
 ) -> None:
-    """After router.openai.timeout_s its places are free. If it reads on soon it is told, else it loses its request."""
+    """After router.openai.timeout_s its slots are free. If it soon reads on it gets the error, else it is cut off."""
     monkeypatch.setattr(event_stream, "_REPORT_S", 60.0 if reads_on else 0.0)
     port, loop = free_port(), asyncio.get_running_loop()
     config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=2.0, model="slow"))
@@ -303,7 +303,7 @@ async def _received(client: socket.socket) -> AsyncIterator[bytes]:
         yield data
 
 
-async def test_the_face_needs_a_model() -> None:
+async def test_the_frontend_needs_a_model() -> None:
     """Said before anything starts."""
     with pytest.raises(ConfigError, match=r"router.http_port = 0 needs the model's tokenizer; give --model.path"):
         await serve(RouterSettings(router=RouterConfig(http_port=0), run=RunConfig(), bus=BusConfig()), asyncio.Event())

@@ -88,7 +88,7 @@ async def test_curl_and_recording(stage: Stage) -> None:
 
 
 def test_settings() -> None:
-    """Each setting has its line in the table, with its default."""
+    """Each setting has its row in the table, with its default."""
     for name, field in OpenAIConfig.model_fields.items():
         row = re.search(rf"^\| `{name}` \| (.*?) \| ", section("Settings"), re.MULTILINE)
         assert row is not None, f"{name} is not in docs/openai.md"

@@ -22,7 +22,7 @@ RECORD = {"record": True}
 
 
 async def test_a_recorded_call_has_all_that_training_needs(stage: Stage) -> None:
-    """What the engine was asked and said, as the client was told of it; any router gives it back."""
+    """What the engine was asked and said, as the client saw it; any router returns it."""
     ids = stage.says("a😀 END more")
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(PNG)}}]}]
     answer = await stage.chat(messages, stop="END", n=2, extra_headers={"x-penstock-record": "needs"})
@@ -36,7 +36,7 @@ async def test_a_recorded_call_has_all_that_training_needs(stage: Stage) -> None
             assert call["prompt_token_ids"] == list(stage.requests[0].input_ids)
             assert [base64.b64decode(image) for image in call["images"]] == [PNG]
             assert call["token_ids"] == ids[:num_kept]
-            assert call["token_logprobs"] == [-(place + 1) / 64 for place in range(num_kept)]
+            assert call["token_logprobs"] == [-(index + 1) / 64 for index in range(num_kept)]
             assert call["policy_version_spans"] == spans
             assert (call["finish_reason"], call["text"], call["temperature"]) == ("stop", "a😀 ", 0.5)
 
@@ -44,14 +44,14 @@ async def test_a_recorded_call_has_all_that_training_needs(stage: Stage) -> None
 async def test_calls_of_a_session_come_back_in_their_order_whichever_routers_played_them(stage: Stage) -> None:
     """And those of others do not; pages go on where the last ended."""
     session = "order/of é"
-    for place in range(6):
-        stage.says(f"answer {place}")
-        client = stage.clients[place % 2]
+    for index in range(6):
+        stage.says(f"answer {index}")
+        client = stage.clients[index % 2]
         await client.chat.completions.create(model=stage.run, messages=HI, user=session, extra_body=RECORD)
         await client.chat.completions.create(model=stage.run, messages=HI, user="another", extra_body=RECORD)
         await client.chat.completions.create(model=stage.run, messages=HI, user=session)
     calls = await stage.recordings("order%2Fof%20%C3%A9", 1)
-    assert [call["text"] for call in calls] == [f"answer {place}" for place in range(6)]
+    assert [call["text"] for call in calls] == [f"answer {index}" for index in range(6)]
     page = await stage.recordings("order%2Fof%20%C3%A9", limit=4)
     rest = await stage.recordings("order%2Fof%20%C3%A9", after=page[-1]["number"])
     assert [*page, *rest] == calls
@@ -106,7 +106,7 @@ async def test_records_are_samples(stage: Stage) -> None:
     num_prompt = len(stage.requests[0].input_ids)
     assert sample.token_ids.tolist() == [*stage.requests[0].input_ids, *ids]
     assert sample.loss_mask.tolist() == [False] * num_prompt + [True] * len(ids)
-    assert sample.logprobs[num_prompt:].tolist() == [-(place + 1) / 64 for place in range(len(ids))]
+    assert sample.logprobs[num_prompt:].tolist() == [-(index + 1) / 64 for index in range(len(ids))]
 
 
 async def test_a_session_can_be_forgotten(stage: Stage) -> None:

@@ -1,1 +1,1 @@
-"""The router's OpenAI-compatible face over HTTP."""
+"""The router's OpenAI-compatible HTTP frontend."""
