@@ -2,13 +2,13 @@
 
     python bench/bench_router.py [--sglang-router /path/to/python]
 
-Engines are simulated (bench/simulated_engine_process.py): each request takes a given time and costs next to nothing.
-A given number of calls is kept in flight. The time that each takes is chosen so that about `--rate` calls are made per
-second, whatever that number, for what a router costs goes by calls; and it is never less than what an engine needs for
-so many tokens, at `--ms-per-token`. The table's latencies are what a call takes beyond that time; "added" is by how
-much they exceed those of direct calls over the same protocol. What is compared takes turns, `--rounds` of them, so that
-all meet with the same moods of the machine, whose cores are kept awake. `--sglang-router` names a Python that has the
-wheel sglang-router 0.3.2; without it that part is left out.
+Engines are simulated (bench/simulated_engine_process.py): each request takes a given time and costs next to nothing. A
+given number of calls is kept in flight. The time of each call is chosen so that about `--rate` calls are made per
+second whatever that number, because a router's cost depends on calls; it is at least what an engine needs for the
+tokens, at `--ms-per-token`. The table's latencies are the time of a call beyond that; "added" is their excess over
+direct calls over the same protocol. The subjects take turns for `--rounds` rounds, so that changes of the machine's
+speed affect all of them, and its cores are kept awake. `--sglang-router` names a Python that has the wheel
+sglang-router 0.3.2; without it that part is left out.
 """
 
 import argparse

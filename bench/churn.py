@@ -2,21 +2,20 @@
 
     python bench/churn.py [--minutes 10]
 
-One real router, a real NATS server, real gRPC; the engines are simulated (bench/churn_engines.py), each a process of
-its own, and of different sizes. About every `--leave-every-s` seconds one of them leaves: half are killed with -9, half
-drain. Another joins a little later, so that there are always nearly `--replicas`. Meanwhile `--sessions` sessions at a
-time play turn after turn. Three bars:
+One real router, a real NATS server, real gRPC; the engines are simulated (bench/churn_engines.py), each in its own
+process, of different sizes. About every `--leave-every-s` seconds one leaves: half are killed with -9, half drain.
+Another joins a little later, so that there are always nearly `--replicas`. Meanwhile `--sessions` sessions at a time
+make turn after turn. Three bars:
 
 - *lost*: every call is answered, and every answer is whole: each token once, in order.
-- *even*: while it is there, a replica has its part of the load. The even part is its max_running by that of all that
-  are there; what it had by the sum of its even parts is 1 when all is even, and may be 0.9 to 1.1. That is said of
-  the calls given, and of the load itself: the time that calls were in flight, summed over them. Both are asked of
-  replicas that were there for `--min-life-s`. The bar is the load: in the calls given, whoever joins has those too that
-  bring it up to the others.
+- *even*: during its life a replica has its fair share of the load: its max_running divided by that of all present
+  replicas. Its load divided by the sum of its shares is 1 if all is even, and may be 0.9 to 1.1. This is measured for
+  the calls given and for the load, the time that calls were in flight, summed over them, of replicas that lived for
+  `--min-life-s`. The bar is the load: among the calls given are also those that bring a newcomer up to the others.
 - *affinity*: a session's second and later turns go where the turn before went, unless that replica has begun to leave.
 
-What a replica was given is read from the answers: each replica serves a policy version of its own, which stamps its
-tokens. The exit code is 1 if a bar fails.
+Answers reveal which replica had a call: each replica serves its own policy version, which stamps its tokens. The exit
+code is 1 if a bar fails.
 """
 
 import argparse

@@ -52,6 +52,7 @@ def describe_pool(pool: router_pb2.ListReplicasResponse) -> dict[str, Any]:
         "published_version": pool.published_version,
         "min_policy_version": pool.min_policy_version,
         "num_waiting": pool.num_waiting,
+        "num_waiting_bytes": pool.num_waiting_bytes,
         "replicas": [_describe(each) for each in pool.replicas],
     }
 
@@ -70,7 +71,7 @@ def draw_pool(pool: router_pb2.ListReplicasResponse) -> Table:
         box=None,
         padding=(0, 1, 0, 0),
         caption=f"published version {pool.published_version}, oldest allowed {pool.min_policy_version}, "
-        f"{pool.num_waiting} calls waiting",
+        f"{pool.num_waiting} calls waiting ({pool.num_waiting_bytes / 2**20:.1f} MiB)",
         caption_justify="left",
     )
     for heading in ("replica", "role", "state"):

@@ -60,7 +60,7 @@ async def test_lists_and_drains_replicas(bus: Bus, tmp_path: Path) -> None:
             ("prefill", False),
             ("decode", False),
         ]
-        assert "of another tensor_parallel than its partners" in prefill["reason"]
+        assert "without a partner that has the same tensor_parallel" in prefill["reason"]
 
         host, _, port = server.address.rpartition(":")
         recipe = tmp_path / "recipe.toml"
@@ -83,7 +83,7 @@ async def test_says_which_replicas_there_are(bus: Bus) -> None:
         failed = await penstock("replicas", "drain", "oen", "--address", server.address)
         assert failed.returncode != 0
         [line] = failed.stderr.splitlines()
-        assert "'oen' is no replica that holds a lease; there are: one" in line
+        assert "'oen': no replica of this id holds a lease; there are: one" in line
 
 
 async def test_mistakes_are_one_line(tmp_path: Path) -> None:
