@@ -4,8 +4,8 @@
     ├── UserError              a person must change something; the command line prints it and exits with 2
     │   ├── ConfigError            a setting is wrong
     │   ├── DataError              a data file or a row of it is wrong
-    │   ├── SetupError             the surroundings are wrong: a port in use, a server out of reach
-    │   ├── AccessError            a server let this process not in: its token is missing or wrong
+    │   ├── SetupError             the environment is wrong: a port in use, a server out of reach
+    │   ├── AccessError            a server refused this process: its token is missing or wrong
     │   └── SupersededError        another process has taken over what this one held
     ├── InvalidRequestError    this request or message can never succeed
     │   ├── CorruptMessageError    bytes that do not decode to the expected record
@@ -17,7 +17,7 @@
     ├── OverloadedError        a queue is full; try again later
     └── DeadlineError          it took longer than was allowed
 
-Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.consumer` to what becomes of a
+Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.work_loop` to what becomes of a
 message. Each message names the field, the value and the remedy.
 """
 
@@ -39,11 +39,11 @@ class DataError(UserError):
 
 
 class SetupError(UserError):
-    """The surroundings are not what they should be: a port in use, a server out of reach, a path missing."""
+    """The environment is not what it should be: a port in use, a server out of reach, a path missing."""
 
 
 class AccessError(UserError):
-    """A server did not let this process in: its token is missing or wrong. No repetition mends that."""
+    """A server refused this process: its token is missing or wrong. Retrying does not help."""
 
 
 class SupersededError(UserError):

@@ -1,7 +1,7 @@
-"""What an error of NATS means: a server to wait for, or something that a person must see to.
+"""What an error of NATS means: a server to wait for, or something that a person must fix.
 
-A server that is away, slow or not ready yet is waited for without end. Two things are not waited for: a server that is
-there and no longer has what the run keeps in it, for nothing brings that back; and whatever goes wrong at the start.
+A server that is away, slow or not ready is waited for without end. Two errors are not waited out: a server that no
+longer has what the run stores in it, which nothing brings back, and whatever goes wrong at the start.
 """
 
 import time
@@ -15,12 +15,12 @@ from nats.aio.client import Client
 from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, SetupError
 
 BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
-"""All that nats-py raises when the server refuses, does not answer or is away."""
+"""Everything nats-py raises if the server refuses, does not answer or is away."""
 
 _GONE_AFTER_S = 2.0
-"""A server that is starting may not know yet what it has: only a second "not found", so much later, is believed."""
+"""A server that is starting may not know yet what it has: only a "not found" that persists this long is believed."""
 _NOT_READY_S = 30.0
-"""How long a server may be connected without its JetStream answering."""
+"""How long a connected server may be without JetStream."""
 
 
 _DEADLINE_DELIVERIES = 2
@@ -39,13 +39,13 @@ def deliveries_allowed(error: BaseException, max_deliveries: int) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error's own words, without those of the library around them."""
+    """The error's own message, without the library's prefix."""
     return getattr(error, "description", None) or str(error) or type(error).__name__
 
 
 @contextmanager
 def setting_up(what: str, url: str, *, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Within it an error of NATS, but for `passing`, becomes a SetupError: `what` could not be set up at `url`."""
+    """Turn errors of NATS in this context, except `passing`, into a SetupError: `what` could not be set up at `url`."""
     try:
         yield
     except passing:
@@ -58,10 +58,10 @@ def setting_up(what: str, url: str, *, passing: type[Exception] | tuple[()] = ()
 
 
 class Presence:
-    """Watches whether the server still has something that the run needs; ask `check` whenever using it failed."""
+    """Checks that the server still has something the run needs; call `check` whenever using it has failed."""
 
     def __init__(self, client: Client, *, what: str, url: str, look: Callable[[], Awaitable[object]]) -> None:
-        """`look` asks the server for it, and raises NotFoundError when the server says that it has none."""
+        """`look` asks the server for it, and raises NotFoundError if the server does not have it."""
         self._client = client
         self._what = what
         self._url = url
@@ -70,10 +70,10 @@ class Presence:
         self._not_ready_since: float | None = None
 
     async def check(self) -> None:
-        """Return when waiting makes sense.
+        """Return if waiting for the server makes sense.
 
         Raises:
-            SetupError: the server has it no more, or has been without JetStream for long.
+            SetupError: the server no longer has it, or has been without JetStream for too long.
         """
         if not self._client.is_connected:
             self._missing_since = self._not_ready_since = None

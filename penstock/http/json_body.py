@@ -1,7 +1,7 @@
-"""JSON as clients send it, made safe at the edge: what leaves here is text that can travel on.
+"""Reads JSON from clients, so that every text in it can be encoded again.
 
-Lone surrogates, which JSON escapes can spell but no encoding can carry, become U+FFFD; NaN and Infinity, which are no
-JSON, are refused; so are bytes that are not UTF-8 and nesting that no honest request has.
+Lone surrogates, which JSON can escape but no encoding can carry, become U+FFFD. NaN, Infinity, bytes that are not UTF-8
+and absurdly deep nesting are refused.
 """
 
 import collections
@@ -16,23 +16,23 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_DEPTH = 64
 _MAX_KEYS = 4096
-"""Far more than any request has, and few enough that each may be told to be unknown."""
+"""Far more than any request needs, and few enough to report each as unknown."""
 
 
 class MalformedJsonError(InvalidRequestError):
-    """A body that is no JSON."""
+    """A body that is not JSON."""
 
 
 def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool = False) -> Any:
-    """The value that `data` holds.
+    """Return the value in `data`.
 
     Args:
         data: JSON, in UTF-8.
-        unique_keys: Refuse an object that has a key twice, or thousands of them; else the last of a key holds.
-        numbers_as_text: Numbers come as they were written, as `str`.
+        unique_keys: Refuse an object with a duplicate key or with thousands of keys; otherwise the last value counts.
+        numbers_as_text: Return numbers as written, as `str`.
 
     Raises:
-        MalformedJsonError: it is no JSON, or holds NaN or Infinity, or is nested too deeply, or an object is refused.
+        MalformedJsonError: it is not JSON, holds NaN or Infinity, is nested too deeply, or an object is refused.
     """
     try:
         text = data.decode("utf-8-sig")

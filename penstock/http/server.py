@@ -1,7 +1,7 @@
 """The scaffold of every HTTP server: one event loop with the gRPC server, one mapping of errors, orderly drain.
 
-A server answers 503 to everything while it drains, health pages included; requests that run may finish within the
-grace period. A client that goes away cancels what was being done for it.
+While it drains, a server answers 503 to every new request, health checks included; running requests may finish within
+the grace period. A client that disconnects cancels its request.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ log = structlog.get_logger()
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
-"""Longer than most clients keep an idle connection (aiohttp: 15 s), so that they are first to close it."""
+"""Longer than most clients keep an idle connection (aiohttp: 15 s), so that they close it first."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers, which are the process's, and with a way to wait for the start."""
+    """Without signal handlers, which belong to the process, and with an event for the start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """One HTTP server. `start` it, and `drain` it at the end."""
+    """One HTTP server: `start` it, and `drain` it at the end."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class HttpServer:
             security: What is asked of callers; None: the tokens of the environment.
 
         Raises:
-            ConfigError: TLS is on, and there is no certificate to serve with.
+            ConfigError: TLS is on without a certificate for servers.
         """
         self._host = host
         self._port = port
@@ -93,10 +93,10 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Start to serve and return the port.
+        """Start serving and return the port.
 
         Raises:
-            SetupError: the port is in use or the host is none of this machine's.
+            SetupError: the port is in use, or the host is not one of this machine.
         """
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -118,11 +118,11 @@ class HttpServer:
         return self._port
 
     def set_serving(self, serving: bool) -> None:
-        """Whether new requests are answered; while not, each is told 503, a health check's too."""
+        """Set whether new requests are answered; otherwise each gets 503, health checks too."""
         self._boundary.is_serving = serving
 
     async def drain(self, grace_s: float) -> None:
-        """Answer new requests 503, let running ones finish for `grace_s` seconds, then cancel what is left."""
+        """Answer new requests with 503, let running ones finish for `grace_s` seconds, then cancel the rest."""
         if self._server is None or self._serving is None:
             return
         self.set_serving(False)

@@ -31,7 +31,7 @@ _OPTIONS = (
 
 
 def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
-    """A channel to `address` (host:port). It connects when first used and reconnects by itself, within a second.
+    """A channel to `address` (host:port). It connects at its first call and reconnects by itself, within a second.
 
     Its calls carry the tokens of `security` (None: those of the environment), over TLS if that says so.
     """
@@ -47,7 +47,7 @@ def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
 
 
 async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
-    """Connect if need be; false when the peer cannot be reached. After this, a call that fails has reached it."""
+    """Connect if necessary, and return whether the peer was reached: a call that fails after this has reached it."""
     state = channel.get_state(try_to_connect=True)
     if state is grpc.ChannelConnectivity.READY:
         return True
@@ -62,7 +62,7 @@ async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
 
 
 async def call(pending: Awaitable[ResponseT], *, peer: str) -> ResponseT:
-    """Await a stub's call; a failure becomes the error of `penstock.errors` that says the same, naming `peer`."""
+    """Await a stub's call; a failure becomes the corresponding error of `penstock.errors`, naming `peer`."""
     try:
         return await pending
     except grpc.aio.AioRpcError as failure:

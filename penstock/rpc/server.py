@@ -37,14 +37,14 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # gRPC cancels calls that arrive faster than they are picked up; servers say themselves when they are full.
+    # gRPC cancels calls that arrive faster than they are accepted; servers have bounds of their own.
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-    # It also cancels those that are not picked up within 30 s, as on a machine that is far too busy; how long a call
-    # may take is its deadline's to say.
+    # It also cancels calls that are not accepted within 30 s, as on an overloaded machine. Only a call's deadline
+    # decides how long it may take.
     ("grpc.server_max_unrequested_time_in_server", _MAX_UNREQUESTED_S),
 )
-"""How every server speaks HTTP/2."""
+"""HTTP/2 options of every server."""
 
 _HEALTH = "/grpc.health.v1.Health/"
 _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
@@ -62,7 +62,7 @@ class RpcServer:
             security: What is asked of callers; None: the tokens of the environment.
 
         Raises:
-            ConfigError: TLS is on, and there is no certificate to serve with.
+            ConfigError: TLS is on without a certificate for servers.
         """
         self._security = security or Security.from_environment()
         if self._security.tls is not None:
@@ -112,7 +112,7 @@ class RpcServer:
         return self._server.add_secure_port(address, credentials)
 
     async def set_serving(self, serving: bool) -> None:
-        """Tell health checks whether this server should be given work."""
+        """Set what health checks answer: whether this server takes work."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
@@ -138,8 +138,7 @@ else:
 
 
 class _Boundary(_Interceptor):
-    """Lets callers in, turns errors into codes and writes the one line per call. The only broad `except` of the servers
-    is here."""
+    """Admits callers, turns errors into codes, and logs one line per call. The only broad `except` of the servers."""
 
     def __init__(self, security: Security, health_servicer: Any) -> None:
         self._security = security
@@ -164,7 +163,7 @@ class _Boundary(_Interceptor):
                 return await response if inspect.isawaitable(response) else response
 
         async def call_for_stream(request: Any, context: _Context) -> None:
-            # One task for the handler and for its writes: a call that is cancelled ends the handler at once.
+            # One task for the handler and its writes, so that a cancelled call ends the handler at once.
             async with _accounted(method, context):
                 responses = inner(request, context)
                 if inspect.isawaitable(responses):
@@ -225,7 +224,7 @@ def _unread(handle: Callable[[Any, _Context], Awaitable[None]], serialize: Any =
 
 @contextlib.asynccontextmanager
 async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
-    """End the call with the code of the error that leaves this context, if one does, and log how it went."""
+    """End the call with the code of an error that leaves this context, and log the outcome."""
     started, outcome = time.monotonic(), "OK"
     try:
         yield
@@ -248,7 +247,7 @@ async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
 
 
 def _cut(message: str) -> str:
-    """The message, or as much of it as a status holds: beyond 8 KiB, percent-encoded, the code itself is lost."""
+    """The message, cut to what a status holds: beyond 8 KiB, percent-encoded, the code itself is lost."""
     data = message.encode(errors="replace")
     return message if len(data) <= _MAX_STATUS_BYTES else data[:_MAX_STATUS_BYTES].decode(errors="ignore") + "..."
 
@@ -258,7 +257,7 @@ def _ms_since(started: float) -> float:
 
 
 def deadline_s(context: grpc.aio.ServicerContext[Any, Any], *, default: float) -> float:
-    """Seconds that the caller still waits, at most `default`."""
+    """Seconds until the caller's deadline, at most `default`."""
     remaining = context.time_remaining()
     return default if remaining is None else min(default, max(0.0, remaining))
 

@@ -5,7 +5,7 @@ import grpc
 from penstock import errors
 
 _CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
-    (errors.AccessError, grpc.StatusCode.UNAVAILABLE),  # another server's refusal: not the caller's to mend
+    (errors.AccessError, grpc.StatusCode.UNAVAILABLE),  # another server refused: the caller cannot fix that
     (errors.UserError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.PromptTooLongError, grpc.StatusCode.OUT_OF_RANGE),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -35,18 +35,18 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
 
 _HINTS = (
     ("WRONG_VERSION_NUMBER", "it speaks plain text: switch TLS on there, or leave it out of [security] here"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is none of those authorities': see security.tls_ca"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not by one of those authorities: see security.tls_ca"),
     (
         "Hostname Verification",
         "its certificate does not name this host: make one that does, or see security.tls_server_name",
     ),
     ("Socket closed", "if it asks for TLS, or for a certificate, give the same [security] section here"),
 )
-"""A sign in gRPC's words about a handshake that failed, and what it means."""
+"""A phrase in gRPC's message about a failed handshake, and what it means."""
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The gRPC code that tells a caller of `error`; INTERNAL for everything that was not raised on purpose."""
+    """The gRPC code of `error`; INTERNAL for everything that was not raised on purpose."""
     for kind, code in _CODE_OF_ERROR:
         if isinstance(error, kind):
             return code
@@ -54,14 +54,14 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, peer: str) -> errors.PenstockError:
-    """The error that tells a client of `failure`; `peer` names the server in its message."""
+    """The error that a client raises for `failure`; `peer` names the server in its message."""
     kind = _ERROR_OF_CODE.get(failure.code(), errors.PenstockError)
     details = failure.details() or failure.code().name
     return kind(f"{peer}: {details}{_hint(details)}")
 
 
 def _hint(details: str) -> str:
-    """What to do about a connection that does not come about, where gRPC's own words do not say."""
+    """What to do about a failed connection, if gRPC's message does not say."""
     if not details.startswith("failed to connect"):
         return ""
     return next((f"; {hint}" for sign, hint in _HINTS if sign in details), "")

@@ -1,7 +1,7 @@
 """A channel that shows with every call the token that it needs.
 
-Not by an interceptor of gRPC's: those give each call a task of its own, which costs a busy router more than the call's
-other work. Nor by call credentials: they need TLS.
+gRPC interceptors would give each call a task of its own, which costs a busy router more than the rest of the call. Call
+credentials need TLS.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class TokenChannel(grpc.aio.Channel):
-    """As the channel inside, but calls carry `authorization: Bearer <token>`."""
+    """The wrapped channel, with `authorization: Bearer <token>` in every call."""
 
     def __init__(self, channel: grpc.aio.Channel, security: Security) -> None:
         """Wrap `channel`; `security` has the tokens."""
@@ -61,13 +61,13 @@ class TokenChannel(grpc.aio.Channel):
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """How the connection stands."""
+        """State of the connection."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Return when it stands otherwise."""
+        """Return when the state has changed."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Return when there is a connection."""
+        """Return when the channel is connected."""
         await self._channel.channel_ready()

@@ -1,7 +1,7 @@
 """Whether a server is ready for work, in an exit code: `python3 -m penstock.runtime.health HOST:PORT`.
 
-Containers ask every few seconds, so this imports gRPC and nothing else of size. It asks grpc.health.v1, for which no
-server wants a token. It asks the address itself, whatever proxies the environment names.
+Containers ask every few seconds, so this imports gRPC and nothing else that is large. It asks grpc.health.v1, which
+needs no token, and ignores proxies of the environment.
 """
 
 import argparse
@@ -18,13 +18,13 @@ _OPTIONS = (("grpc.enable_http_proxy", 0),)
 def health_of(
     address: str, *, timeout_s: float, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> str:
-    """What the server at `address` (host:port) says of itself: SERVING, NOT_SERVING, or why it says nothing.
+    """Status of the server at `address` (host:port): SERVING, NOT_SERVING, or the gRPC code of the failure.
 
     Args:
         address: The server.
-        timeout_s: Deadline of the question, the connection included.
+        timeout_s: Deadline of the call, connecting included.
         credentials: For a server with TLS; None: the connection is plain text.
-        server_name: The name that its certificate holds; empty: that of the address.
+        server_name: The name in its certificate; empty: the host of the address.
     """
     options = (*_OPTIONS, ("grpc.ssl_target_name_override", server_name)) if server_name else _OPTIONS
     with (
@@ -40,7 +40,7 @@ def health_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what the server says and return 0 if that is SERVING, else 1."""
+    """Print the status, and return 0 if it is SERVING, else 1."""
     parser = argparse.ArgumentParser(
         prog="python3 -m penstock.runtime.health", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,7 +1,7 @@
 """Keeps torch out of the worker's process.
 
-transformers imports torch wherever it is installed: seconds of start-up and half a gigabyte, for a tokenizer that uses
-nothing of it.
+transformers imports torch wherever it is installed. That costs seconds of start-up and half a gigabyte, for a tokenizer
+that does not need it.
 """
 
 import os
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def torch_hidden() -> Iterator[None]:
-    """Let transformers find no torch when it is first imported during the context; for a process of one's own.
+    """Hide torch from transformers, which must be imported for the first time during the context.
 
-    Nothing happens where torch or transformers is there already, for example because an environment uses it. Afterwards
-    torch can be imported as ever; only transformers goes on without it.
+    Does nothing if torch or transformers is imported already, for example by an environment. Afterwards torch can be
+    imported as usual; only transformers goes on without it.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         yield

@@ -11,10 +11,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded now: between fork and exec t
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent, `parent_pid`, ends in whatever way; end now if it has.
+    """Have the kernel kill this process when its parent, `parent_pid`, ends, however it ends; exit now if it has.
 
-    It holds for this process only: its own children need the same, or their process group has to be killed. The kernel
-    takes the thread that forked for the parent.
+    This covers the process only: its own children need the same, or their process group must be killed. To the kernel
+    the parent is the thread that forked.
     """
     if _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

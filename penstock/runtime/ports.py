@@ -1,4 +1,4 @@
-"""Ports that can be listened on, looked for before something slow or foreign is to do it."""
+"""Finds and checks ports, before something slow or a foreign program tries to listen on them."""
 
 import random
 import socket
@@ -6,11 +6,11 @@ import socket
 from penstock.errors import SetupError
 
 _PORTS = range(15_000, 32_000)
-"""Below those that outgoing connections are given, so that none of them takes a port before its server does."""
+"""Below the range of outgoing connections, so that none of them takes a port before its server does."""
 
 
 def require_free_port(host: str, port: int, *, key: str) -> None:
-    """See that `port` can be listened on; 0, which takes any, always can.
+    """Check that `port` can be listened on; 0, which takes any free port, always can.
 
     Raises:
         SetupError: it cannot; `key` is the setting to change.
@@ -26,10 +26,10 @@ def require_free_port(host: str, port: int, *, key: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now.
+    """Distinct ports that nobody listens on at the moment.
 
     Raises:
-        SetupError: there are not so many.
+        SetupError: there are too few.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):

@@ -39,19 +39,19 @@ VARIABLES = tuple(
 """All variables that lead to a secret."""
 
 REFUSAL = f"token missing or wrong; set {TOKEN}"
-"""All that a caller without the token is told."""
+"""All that a caller without the token learns."""
 CONTROL_REFUSAL = f"control token missing or wrong; set {CONTROL_TOKEN}, or {NATS_TOKEN} where both are the same"
-"""What a caller is told that has the token, but not the one for what can change the policy."""
+"""What a caller learns that has the common token, but not the control token."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
-"""What a bearer token is made of (RFC 6750)."""
+"""The characters of a bearer token (RFC 6750)."""
 _SCHEME = b"bearer "
 _PR_SET_DUMPABLE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates, as they were when the process started. Paths and contents are of the same files."""
+    """Certificates as they were when the process started: paths and contents of the same files."""
 
     certificate_file: Path | None
     key_file: Path | None
@@ -60,15 +60,15 @@ class Tls:
     key: bytes | None = field(repr=False)
     ca: bytes | None
     server_name: str
-    """The name that certificates of servers hold; empty: that under which each is reached."""
+    """The name in the certificates of servers; empty: the host name that a client connects to."""
     mutual: bool
     """Whether a server takes only callers with a certificate of that authority."""
 
     def require_certificate(self) -> None:
-        """Nothing, where a server can be started.
+        """Check that a server can be started.
 
         Raises:
-            ConfigError: there is no certificate to serve with.
+            ConfigError: there is no certificate for servers.
         """
         if self.certificate is None:
             raise ConfigError(
@@ -77,7 +77,7 @@ class Tls:
             )
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client: who the server must be, and who this one is."""
+        """For a client: the authorities it trusts, and its own certificate."""
         context = ssl.create_default_context(cafile=self.ca_file)
         if self.certificate_file is not None:
             context.load_cert_chain(self.certificate_file, self.key_file)
@@ -86,7 +86,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """What servers ask of their callers, and clients show to their servers. Without arguments: nothing."""
+    """What servers ask of callers, and what clients show to servers. Without arguments: nothing."""
 
     token: str = field(default="", repr=False)
     """Of gRPC and HTTP; empty: none is asked for."""
@@ -102,7 +102,7 @@ class Security:
         """Read the tokens from the environment and the certificates from their files.
 
         Raises:
-            ConfigError: a file cannot be read or is not what it should be, or a token cannot be sent.
+            ConfigError: a file cannot be read or has the wrong content, or a token cannot be sent.
         """
         token = read_secret(TOKEN, environment)
         nats_token = read_secret(NATS_TOKEN, environment) or token
@@ -119,9 +119,9 @@ class Security:
         return cls.load(SecurityConfig())
 
     def tell_if_open(self, host: str, address: str, *, secret: str = TOKEN) -> None:
-        """Warn, where a server at `address` that listens on `host` takes callers from other machines unasked.
+        """Warn if a server at `address`, listening on `host`, admits callers from other machines without a token.
 
-        `secret` is the variable of the token that it asks for: TOKEN or NATS_TOKEN.
+        `secret` is the variable of the token it asks for: TOKEN or NATS_TOKEN.
         """
         token = self.nats_token if secret == NATS_TOKEN else self.token
         is_closed = bool(token) or (self.tls is not None and self.tls.mutual)

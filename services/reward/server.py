@@ -28,7 +28,7 @@ what hostile items take of a container together, as memory_limit_mb bounds each.
 
 
 class RunningService(NamedTuple):
-    """What a reward service is made of."""
+    """The parts of a reward service."""
 
     rpc: RpcServer
     pool: WorkerPool

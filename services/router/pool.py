@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import structlog
 
 from penstock.bus.connection import Bus
-from penstock.bus.leases import Watch, watched
 from penstock.bus.replica_lease import read_replica
+from penstock.bus.watch import Watch, watched
 from penstock.errors import CorruptMessageError
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, read_published_version
 from penstock.v1 import common_pb2

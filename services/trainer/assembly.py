@@ -9,10 +9,10 @@ from pathlib import Path
 
 import structlog
 
-from penstock.bus import leases
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.lock import Lock
+from penstock.bus.watch import Watch, watched
 from penstock.runtime.security import Security
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
@@ -89,7 +89,7 @@ async def assemble(
         environment=settings.data.environment,
     )
     ttl_s = settings.bus.lease_ttl_s
-    replicas = await stack.enter_async_context(leases.watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
+    replicas = await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
     version = first_version(
         checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
         published=0 if versions.published is None else versions.published.policy_version,
@@ -143,7 +143,7 @@ def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, ru
 
 
 def _publisher(
-    config: WeightSyncConfig, folder: Path, replicas: leases.Watch, security: Security | None, *, has_gpu: bool
+    config: WeightSyncConfig, folder: Path, replicas: Watch, security: Security | None, *, has_gpu: bool
 ) -> WeightPublisher:
     if has_gpu:
         os.environ.update(nccl.environment())  # read when the first process group forms

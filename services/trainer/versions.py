@@ -8,11 +8,11 @@ from pathlib import Path
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from penstock.bus import leases
 from penstock.bus.connection import Bus
 from penstock.bus.failures import setting_up
 from penstock.bus.register import Register, open_register
 from penstock.bus.replica_lease import read_replica
+from penstock.bus.watch import Watch
 from penstock.errors import CorruptMessageError, SetupError
 from penstock.records.published_version import (
     CURRENT_KEY,
@@ -123,7 +123,7 @@ def first_version(*, checkpoint: int | None, published: int, claimed: int, newes
     return last if checkpoint == published == last else last + 1 + max_staleness
 
 
-def newest_version_held(replicas: leases.Watch) -> int:
+def newest_version_held(replicas: Watch) -> int:
     """Return the newest version that a living replica holds; 0 if there is none."""
     living = (read_replica(key, value) for key, value in replicas.values.items())
     return max((replica.policy_version for replica in living if replica is not None), default=0)

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import json_format
 
 from penstock.bus.connection import connect
-from penstock.bus.leases import Watch, watched
+from penstock.bus.watch import Watch, watched
 from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig

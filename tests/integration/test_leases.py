@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.connection import Bus, connect
-from penstock.bus.leases import Watch, held, watched
+from penstock.bus.leases import held
 from penstock.bus.local_server import local_server
+from penstock.bus.watch import Watch, watched
 from penstock.config import BusConfig
 from penstock.errors import SetupError
 
@@ -193,6 +194,6 @@ async def test_a_change_in_the_moment_of_the_timeout_is_told(bus: Bus) -> None:
     loop, watch = asyncio.get_running_loop(), Watch(await bus.bucket("policy"))
     waiting = asyncio.create_task(watch.changed(0.05))
     await asyncio.sleep(0)
-    loop.call_later(0.06, watch._tell)
+    loop.call_later(0.06, watch._announce)
     time.sleep(0.1)  # noqa: ASYNC251 - both come due in one step of the loop
     assert await waiting

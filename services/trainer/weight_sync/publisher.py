@@ -17,8 +17,8 @@ import grpc.aio
 import structlog
 import torch
 
-from penstock.bus.leases import Watch
 from penstock.bus.replica_lease import read_replica
+from penstock.bus.watch import Watch
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.runtime.security import Security

@@ -1,0 +1,123 @@
+"""One connection to nats-server: who is let in, what its failures mean, and an end that leaves nothing behind."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+
+from penstock.config import BusConfig
+from penstock.errors import AccessError, SetupError
+from penstock.runtime.process import end_task
+from penstock.runtime.security import NATS_TOKEN, TOKEN, Security
+
+log = structlog.get_logger()
+
+_REFUSED = "Authorization Violation"
+"""What nats-server answers without the right token."""
+_REFUSAL = f"token missing or wrong; set {NATS_TOKEN}, or {TOKEN} where both are the same"
+_CLOSE_TIMEOUT_S = 2.0
+_CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
+"""The tasks that keep a connection of nats-py alive."""
+
+
+@asynccontextmanager
+async def connected_client(config: BusConfig, security: Security) -> AsyncIterator[Client]:
+    """A client that is connected on entry, and reconnects by itself, without end, until the context ends.
+
+    Raises:
+        AccessError: the server refuses the token.
+        SetupError: no server answers within the connect timeout, or it has no JetStream.
+    """
+    if not config.url:
+        raise SetupError(
+            "bus.url is empty; start a server with `penstock serve nats` and give --bus.url=nats://host:4222"
+        )
+    client = Client()
+    was_admitted = False
+    last_error: Exception = TimeoutError()
+
+    async def on_error(error: Exception) -> None:
+        nonlocal last_error
+        last_error = error
+        log.debug("bus.failed", error=str(error) or type(error).__name__)
+        if _REFUSED in str(error):
+            if not was_admitted:
+                raise AccessError(f"bus.url = {config.url!r}: {_REFUSAL}")  # ends the first attempt to connect
+            log.warning("bus.refused", url=config.url, reason=_REFUSAL)
+
+    async def on_disconnect() -> None:
+        if not client.is_closed:
+            log.warning("bus.disconnected", url=config.url)
+
+    try:
+        async with asyncio.timeout(config.connect_timeout_s):
+            await client.connect(
+                config.url,
+                name="penstock",
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=1,
+                connect_timeout=2,
+                ping_interval=10,
+                error_cb=on_error,
+                disconnected_cb=on_disconnect,
+                token=_token_for(client, security),
+                tls=None if security.tls is None else security.tls.client_context(),
+                tls_hostname=None if security.tls is None else security.tls.server_name or None,
+            )
+            was_admitted = True
+            await client.jetstream().account_info()
+    except (AccessError, asyncio.CancelledError):
+        await _close_quietly(client)
+        raise
+    except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
+        await _close_quietly(client)
+        reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
+        if isinstance(last_error, ssl.SSLError | _PlainTextError):
+            reason = f"no answer that TLS allows ({last_error})"
+        raise SetupError(
+            f"bus.url = {config.url!r}: {reason} within {config.connect_timeout_s:g} s; start one with "
+            "`penstock serve nats` there, or give --bus.url=nats://host:port"
+        ) from None
+    try:
+        yield client
+    finally:
+        await _close_quietly(client)
+
+
+def _token_for(client: Client, security: Security) -> Callable[[], str] | None:
+    """Called when the client is about to show the token: the last moment to see whether the server speaks TLS."""
+    if security.tls is None and not security.nats_token:
+        return None
+
+    def token() -> str:
+        if security.tls is not None and not client._server_info.get("tls_required"):
+            raise _PlainTextError(
+                "the server speaks plain text, and [security] asks for TLS; switch it on at the server"
+            )
+        return security.nats_token
+
+    return token
+
+
+class _PlainTextError(nats.errors.Error):
+    """The server speaks plain text; nats-py would go on, and show it the token."""
+
+
+async def _close_quietly(client: Client) -> None:
+    """Close, also if the server is gone; what was not acked is delivered again to others."""
+    # Closing forgets the subscriptions, and without a server it fails before it has ended their tasks.
+    tasks: list[asyncio.Task[None] | None] = [each._wait_for_msgs_task for each in client._subs.values()]
+    try:
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await client.close()
+    except (TimeoutError, OSError, nats.errors.Error):
+        log.debug("bus.close_failed")
+    tasks += [getattr(client, name) for name in _CLIENT_TASKS]
+    for task in tasks:
+        if task is not None and task is not asyncio.current_task():
+            await end_task(task)

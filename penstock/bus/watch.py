@@ -1,0 +1,141 @@
+"""Watched values in NATS KV: what a bucket holds at the moment, at hand without asking for it.
+
+A watch goes on when the server comes back without its store and somebody creates the bucket again.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
+
+import nats.errors
+import structlog
+from nats.js.kv import KeyValue
+
+from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.errors import SetupError
+from penstock.runtime.process import end_task
+
+log = structlog.get_logger()
+
+_OPEN_TIMEOUT_S = 10.0
+_ABANDONED_S = 10.0
+"""The server drops a watch that nobody has listened to for this long."""
+
+
+class _Seen(NamedTuple):
+    """A value, its revision, and the monotonic time at which it arrived."""
+
+    value: bytes
+    revision: int
+    at: float
+
+
+class Watch:
+    """The current values of a bucket; a value that was not renewed within `ttl_s` is gone."""
+
+    def __init__(self, bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = None) -> None:
+        """Use `watched`."""
+        self._bucket = bucket
+        self._keys = keys
+        self._ttl_s = ttl_s
+        self._values: dict[str, _Seen] = {}
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def values(self) -> dict[str, bytes]:
+        """Key to value, without those that have expired."""
+        oldest = -math.inf if self._ttl_s is None else time.monotonic() - self._ttl_s
+        return {key: seen.value for key, seen in self._values.items() if seen.at >= oldest}
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for the next change, at most `timeout_s`, and return whether there was one. Several may wait at once.
+
+        An error that ended the watch is raised here: its values would never change again.
+        """
+        event, following = self._changed, self._following
+        if following is not None and following.done() and not following.cancelled():
+            following.result()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return event.is_set()  # changed at the moment of the timeout
+        return True
+
+    async def _follow(self, ready: asyncio.Event) -> None:
+        # A silent watch is opened again, since it may have died with the server. Well within the time to live:
+        # otherwise a restart of the server would make all leases look expired.
+        silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
+        while True:
+            try:
+                watcher = await self._bucket.watch(self._keys, inactive_threshold=_ABANDONED_S)
+                try:
+                    await self._read(watcher, ready, silence_s)
+                finally:
+                    with suppress(*BUS_ERRORS):
+                        await watcher.stop()  # type: ignore[no-untyped-call]
+            except BUS_ERRORS as error:
+                log.debug("watch.reopened", error=describe(error))
+                await asyncio.sleep(0.2)
+
+    async def _read(self, watcher: KeyValue.KeyWatcher, ready: asyncio.Event, silence_s: float) -> None:
+        seen: set[str] = set()
+        caught_up = False
+        while True:
+            try:
+                entry = await watcher.updates(timeout=silence_s)  # type: ignore[no-untyped-call]
+            except (nats.errors.TimeoutError, TimeoutError):
+                return
+            if entry is None:
+                if not caught_up:
+                    for gone in set(self._values) - seen:
+                        self._values.pop(gone)
+                        self._announce()
+                caught_up = True
+                ready.set()
+                continue
+            seen.add(entry.key)
+            if entry.operation in ("DEL", "PURGE") or entry.value is None:
+                if self._values.pop(entry.key, None) is not None:
+                    self._announce()
+            elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
+                # A value that was seen before keeps its age. The revision alone does not identify it: a bucket that
+                # was created again counts from 1.
+                self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
+                self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@asynccontextmanager
+async def watched(bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = None) -> AsyncIterator[Watch]:
+    """Watch a bucket during the context; on entry the values are complete.
+
+    Args:
+        bucket: The bucket.
+        keys: One key, or a NATS pattern. They are read again after every few seconds of silence, so a bucket with a
+            long history is watched by key.
+        ttl_s: Seconds after which a value that was not renewed is gone. None: values stay.
+
+    Raises:
+        SetupError: the server does not answer.
+    """
+    watch = Watch(bucket, keys=keys, ttl_s=ttl_s)
+    ready = asyncio.Event()
+    task = watch._following = asyncio.create_task(watch._follow(ready))
+    try:
+        try:
+            await asyncio.wait_for(ready.wait(), timeout=_OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise SetupError(
+                f"NATS did not answer within {_OPEN_TIMEOUT_S:g} s; see that the server at bus.url runs"
+            ) from None
+        yield watch
+    finally:
+        await end_task(task)
