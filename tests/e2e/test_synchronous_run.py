@@ -72,7 +72,8 @@ async def assert_closed(train: TrainProcess, certificates: SecurityConfig) -> No
     known, stranger = security_of(certificates, token=TOKEN), security_of(certificates, token=WRONG)
     async with RouterClient(f"127.0.0.1:{live.router.port}", security=known) as router:
         engine = await address_of_first_engine(router, train)
-    async with TrainerClient(f"127.0.0.1:{live.trainer.port}", security=known) as trainer:
+    control = security_of(certificates, token=TOKEN, nats_token=NATS_TOKEN)
+    async with TrainerClient(f"127.0.0.1:{live.trainer.port}", security=control) as trainer:
         assert (await trainer.get_run()).num_steps == NUM_STEPS
     for address, method in (
         (f"127.0.0.1:{live.trainer.port}", "TrainerService/GetRun"),
