@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from services.trainer.admission.ledger import GroupLedger
 from services.trainer.backend.base import TrainBackend
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
-from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
+from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
@@ -29,9 +28,10 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.loop import TrainingLoop
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
+from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
-from services.trainer.versions import PolicyVersions, first_version, newest_version_held
+from services.trainer.versions import first_version, newest_version_held
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 
@@ -44,15 +44,12 @@ _MAX_GROUPS_IN_HAND = 100_000
 
 async def assemble(
     settings: TrainerSettings,
-    folder: Path,
+    start: StartingPoint,
     bus: Bus,
-    stack: AsyncExitStack,
-    store: CheckpointStore,
-    checkpoint: Checkpoint | None,
-    progress: Progress,
     lock: Lock,
-    versions: PolicyVersions,
+    progress: Progress,
     security: Security | None,
+    stack: AsyncExitStack,
 ) -> TrainingLoop:
     """Build the training loop; what must be closed is pushed on `stack`.
 
@@ -60,29 +57,28 @@ async def assemble(
         UserError: the model, the data or NATS are not as the run needs them.
     """
     config = settings.trainer
-    ledger = _open_ledger(config, checkpoint)
+    ledger = _open_ledger(config, start.checkpoint)
     dataset = await asyncio.to_thread(open_dataset, settings.data, seed=settings.run.seed)
     backend = InProcessBackend(
         settings.model.path, config, seed=settings.run.seed, temperature=settings.sampling.temperature
     )
-    await asyncio.to_thread(backend.load, None if checkpoint is None else checkpoint.path)
+    await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
-    step = 0 if checkpoint is None else checkpoint.step
-    progress.step = progress.checkpoint_step = step
+    progress.step = progress.checkpoint_step = start.step
 
-    consumer = await _open_groups(bus, stack, fresh_run=checkpoint is None)
+    consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
     collector = Collector(
         consumer=consumer,
         ledger=ledger,
         reader=reader,
-        run_id=progress.run_id,
+        run_id=start.run_id,
         max_failures_in_a_row=config.max_failures_in_a_row,
     )
     feeder = Feeder(
         dataset=dataset,
         ledger=ledger,
         bus=bus,
-        run_id=progress.run_id,
+        run_id=start.run_id,
         trainer_epoch=uuid.uuid4().hex[:8],
         samples_per_group=config.samples_per_group,
         profile=settings.data.profile,
@@ -91,21 +87,23 @@ async def assemble(
     ttl_s = settings.bus.lease_ttl_s
     replicas = await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
     version = first_version(
-        checkpoint=None if checkpoint is None else int(checkpoint.state["version"]),
-        published=0 if versions.published is None else versions.published.policy_version,
-        claimed=versions.newest_claimed,
+        checkpoint=start.version,
+        published=start.versions.newest_published,
+        claimed=start.versions.newest_claimed,
         newest_held=newest_version_held(replicas),
         max_staleness=config.max_staleness,
     )
-    publisher = _publisher(config.weight_sync, folder, replicas, security, has_gpu=backend.config.device == "cuda")
+    publisher = _publisher(
+        config.weight_sync, start.folder, replicas, security, has_gpu=backend.config.device == "cuda"
+    )
     stack.push_async_callback(publisher.close)
-    log.info("run.opened", run_id=progress.run_id, step=step, version=version, resumed=checkpoint is not None)
+    log.info("run.opened", run_id=start.run_id, step=start.step, version=version, resumed=start.version is not None)
     return TrainingLoop(
         config=config,
-        folder=folder,
+        folder=start.folder,
         base_model=settings.model.path,
         lock=lock,
-        versions=versions,
+        versions=start.versions,
         progress=progress,
         backend=backend,
         publisher=publisher,
@@ -113,18 +111,13 @@ async def assemble(
         feeder=feeder,
         collector=collector,
         batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector),
-        checkpoints=store,
-        metrics=await asyncio.to_thread(MetricsLog, folder, last_step=step),
-        recorder=_recorder(settings, folder, backend, progress.run_id) if config.record_groups else None,
+        checkpoints=start.checkpoints,
+        metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step),
+        recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
         version=version,
-        step=step,
-        saved_version=None if checkpoint is None else int(checkpoint.state["version"]),
+        step=start.step,
+        saved_version=start.version,
     )
-
-
-def new_run_id(name: str) -> str:
-    """Return an id that no earlier run of that name has had, so that what those left on the bus is not used."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

@@ -29,7 +29,7 @@ from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
-from services.trainer.telemetry.step_metrics import describe_batch, describe_groups, describe_push
+from services.trainer.telemetry.step_metrics import StepClock, describe_batch, describe_groups, describe_push
 from services.trainer.versions import PolicyVersions
 from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
 
@@ -70,43 +70,33 @@ class TrainingLoop:
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
         await self._publish(self.version)
+        await unless_stopped(self._catch_up(), stop)
+        while self.step < self.config.num_steps:
+            clock = StepClock()
+            batch = await unless_stopped(self._collect(), stop)
+            if batch is None:
+                break
+            clock.lap("wait_s")
+            metrics = await self._train(batch)
+            clock.lap("train_s")
+            report = await self._publish(self.version + 1)
+            await self._admit()
+            self._write_metrics(batch, metrics, report, clock)
+            if self.step % self.config.checkpoint_every == 0:
+                await self._save_checkpoint()
+        if self.saved_version != self.version:
+            await self._save_checkpoint()
+        self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
+
+    async def _catch_up(self) -> None:
+        """After a restart: take what the bus holds, and publish the rest of the admitted groups again."""
         if self.saved_version is not None:
             await self.collector.wait_until_caught_up()
             await self.feeder.publish_again()
-        while self.step < self.config.num_steps:
-            started = time.monotonic()
-            self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
-            batch = await unless_stopped(self.batches.next(self.version, num_steps_left=self._num_steps_left), stop)
-            if batch is None:
-                break
-            collected = time.monotonic()
-            metrics = await self._train(batch)
-            trained = time.monotonic()
-            report = await self._publish(self.version + 1)
-            await self._admit()
-            step_s = time.monotonic() - started
-            self.metrics.write(
-                metrics
-                | describe_batch([finished.played for finished in batch])
-                | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)
-                | describe_groups(
-                    self.ledger.counts,
-                    num_duplicate=self.collector.num_duplicate,
-                    num_unreadable=self.collector.num_unreadable,
-                )
-                | {
-                    "max_staleness": self.config.max_staleness,
-                    "wait_s": collected - started,
-                    "train_s": trained - collected,
-                    "step_s": step_s,
-                    "output_tokens_per_s": metrics["num_tokens"] / step_s,
-                }
-            )
-            if self.step % self.config.checkpoint_every == 0:
-                await self._checkpoint()
-        if self.saved_version != self.version:
-            await self._checkpoint()
-        self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
+
+    async def _collect(self) -> list[Finished]:
+        self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
+        return await self.batches.next(self.version, num_steps_left=self._num_steps_left)
 
     async def _train(self, batch: Sequence[Finished]) -> dict[str, Any]:
         self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
@@ -155,7 +145,27 @@ class TrainingLoop:
         await self.feeder.admit(self.version, num_steps_left=self._num_steps_left)
         self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
 
-    async def _checkpoint(self) -> None:
+    def _write_metrics(
+        self, batch: Sequence[Finished], metrics: dict[str, Any], report: PushReport, clock: StepClock
+    ) -> None:
+        seconds = clock.seconds()
+        self.metrics.write(
+            metrics
+            | describe_batch([finished.played for finished in batch])
+            | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)
+            | describe_groups(
+                self.ledger.counts,
+                num_duplicate=self.collector.num_duplicate,
+                num_unreadable=self.collector.num_unreadable,
+            )
+            | {
+                "max_staleness": self.config.max_staleness,
+                "output_tokens_per_s": metrics["num_tokens"] / seconds["step_s"],
+            }
+            | seconds
+        )
+
+    async def _save_checkpoint(self) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
         ledger = self.ledger.checkpoint()
         state = {

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import structlog
 
@@ -12,13 +11,12 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
-from services.trainer.assembly import assemble, new_run_id
-from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.assembly import assemble
 from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
+from services.trainer.starting_point import find_starting_point
 from services.trainer.telemetry.curves import draw_curves
 from services.trainer.telemetry.progress import Progress, TrainerServicer
-from services.trainer.versions import open_versions
 
 log = structlog.get_logger()
 
@@ -29,26 +27,19 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event, *, security: Sec
     Raises:
         UserError: the model, the data, NATS or the checkpoints are not as the run needs them.
     """
-    folder = settings.run.folder or settings.run.dir / settings.run.name
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         await bus.ensure_streams()
         lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=settings.bus.lease_ttl_s))
-        store = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
-        checkpoint = await asyncio.to_thread(store.latest)
-        versions = await open_versions(bus)
-        if checkpoint is None:
-            versions.require_checkpoint(store.folder)
-        run_id = new_run_id(settings.run.name) if checkpoint is None else str(checkpoint.state["run_id"])
-        progress = Progress(run_id=run_id, num_steps=settings.trainer.num_steps)
+        start = await find_starting_point(settings, bus)
+        progress = Progress(run_id=start.run_id, num_steps=settings.trainer.num_steps)
         await _serve_progress(settings, progress, security, stack)
-        assembling = assemble(settings, folder, bus, stack, store, checkpoint, progress, lock, versions, security)
-        loop = await unless_stopped(assembling, stop)
+        loop = await unless_stopped(assemble(settings, start, bus, lock, progress, security, stack), stop)
         if loop is None:
             return
         await _run_beside_its_tasks(loop, stop)
-        await _draw(loop, folder)
-        log.info("run.ended", step=loop.step, num_steps=settings.trainer.num_steps, folder=str(folder))
+        await _draw(loop)
+        log.info("run.ended", step=loop.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
 
 
 async def _serve_progress(
@@ -70,7 +61,7 @@ async def _run_beside_its_tasks(loop: TrainingLoop, stop: asyncio.Event) -> None
             await end_task(helper)
 
 
-async def _draw(loop: TrainingLoop, folder: Path) -> None:
+async def _draw(loop: TrainingLoop) -> None:
     if rows := loop.metrics.rows():
         title = f"{loop.progress.run_id}: {len(rows)} steps"
-        await asyncio.to_thread(draw_curves, rows, folder / "curves.png", title=title)
+        await asyncio.to_thread(draw_curves, rows, loop.folder / "curves.png", title=title)

@@ -44,6 +44,11 @@ class PolicyVersions:
         """The version announced last; None if there is none."""
 
     @property
+    def newest_published(self) -> int:
+        """The version announced last; 0 if there is none."""
+        return 0 if self.published is None else self.published.policy_version
+
+    @property
     def newest_claimed(self) -> int:
         """The newest version that this process knows to be claimed; 0 if there is none."""
         return read_published_version(self._claimed.value).policy_version if self._claimed.value else 0

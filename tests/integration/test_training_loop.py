@@ -113,7 +113,7 @@ async def test_trainer_that_was_replaced_neither_publishes_nor_acknowledges(bus:
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
         await silent._publish(8)
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
-        await silent._checkpoint()
+        await silent._save_checkpoint()
     assert pushes.versions == [8], "only the successor's weights went out"
     assert not receipt.is_acked
 
@@ -133,7 +133,7 @@ async def test_a_missing_checkpoint_folder_does_not_begin_a_new_run(bus: Bus, tm
     loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
     await loop._publish(8)
     (await open_versions(bus)).require_checkpoint(tmp_path / "checkpoints")  # nothing was saved yet
-    await loop._checkpoint()
+    await loop._save_checkpoint()
     versions = await open_versions(bus)
     with pytest.raises(SetupError, match=r"checkpoints holds no checkpoint, but run 'run' saved one of step 7 there"):
         versions.require_checkpoint(tmp_path / "checkpoints")

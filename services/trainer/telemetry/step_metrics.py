@@ -1,11 +1,32 @@
-"""The metrics of a step that do not come from the optimizer: its batch, its push, and the groups of the run."""
+"""The metrics of a step that are not the backend's: its batch, its push, its times, and the groups of the run."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.records import Group
 from services.trainer.admission.ledger import GroupCounts
 from services.trainer.weight_sync.publisher import PushReport
+
+
+class StepClock:
+    """Measures the parts of a step, one after the other."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Start the first part."""
+        self._now = now
+        self._started = self._lap_started = now()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """End a part of the step, and start the next."""
+        now = self._now()
+        self._laps[name] = now - self._lap_started
+        self._lap_started = now
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part, and of the whole step so far as `step_s`."""
+        return self._laps | {"step_s": self._now() - self._started}
 
 
 def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Where a run begins or continues: its newest checkpoint, and what NATS knows of it."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.bus.connection import Bus
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
+from services.trainer.config import TrainerSettings
+from services.trainer.versions import PolicyVersions, open_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingPoint:
+    """What the parts of a run are built from."""
+
+    run_id: str
+    """The checkpoint's; for a new run one that no earlier run had, so that what those left on the bus is not used."""
+    folder: Path
+    """Folder of the run."""
+    checkpoints: CheckpointStore
+    checkpoint: Checkpoint | None
+    """The newest one; None for a new run."""
+    versions: PolicyVersions
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the checkpoint's weights."""
+        return None if self.checkpoint is None else int(self.checkpoint.state["version"])
+
+
+async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPoint:
+    """Find the newest checkpoint of the run.
+
+    Raises:
+        SetupError: checkpoints are damaged or missing, or NATS does not answer.
+    """
+    folder = settings.run.folder or settings.run.dir / settings.run.name
+    checkpoints = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
+    checkpoint = await asyncio.to_thread(checkpoints.latest)
+    versions = await open_versions(bus)
+    if checkpoint is None:
+        versions.require_checkpoint(checkpoints.folder)
+        run_id = f"{settings.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    else:
+        run_id = str(checkpoint.state["run_id"])
+    return StartingPoint(
+        run_id=run_id, folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, versions=versions
+    )
