@@ -1,0 +1,31 @@
+"""The metrics of a step: what they count, and by whose definition."""
+
+from pathlib import Path
+
+import msgspec
+
+from penstock.records import UNJUDGED
+from services.trainer.telemetry.step_metrics import StepClock, describe_batch
+from tests.support.trainer.groups import make_group
+
+
+def test_unjudged_samples_are_those_of_the_records(tiny_model_path: Path) -> None:
+    """Every status of `UNJUDGED` counts, and no other: training leaves out exactly the same samples."""
+    statuses = ("OK", "NO_ANSWER", *sorted(UNJUDGED))
+    group = make_group(tiny_model_path, index=3, rewards=[0.0] * len(statuses))
+    samples = tuple(
+        msgspec.structs.replace(sample, verdict=msgspec.structs.replace(sample.verdict, status=status))
+        for sample, status in zip(group.samples, statuses, strict=True)
+    )
+    described = describe_batch([msgspec.structs.replace(group, samples=samples)])
+    assert described["num_unjudged_samples"] == len(UNJUDGED) == 3
+    assert described["groups"] == [3]
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    """Each part ends where the next begins; the whole includes what comes after the last."""
+    times = iter((10.0, 12.0, 15.0, 19.0))
+    clock = StepClock(now=lambda: next(times))
+    clock.lap("wait_s")
+    clock.lap("train_s")
+    assert clock.seconds() == {"wait_s": 2.0, "train_s": 3.0, "step_s": 9.0}
