@@ -71,6 +71,7 @@ async def assemble(
         consumer=consumer,
         ledger=ledger,
         reader=reader,
+        lock=lock,
         run_id=start.run_id,
         max_failures_in_a_row=config.max_failures_in_a_row,
     )

@@ -13,8 +13,9 @@ import pytest
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Delivery, consuming
+from penstock.bus.lock import claim
 from penstock.config import BusConfig
-from penstock.errors import DataError
+from penstock.errors import DataError, SupersededError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group
 from penstock.records.codec import encode
@@ -90,7 +91,12 @@ async def open_flow(
     )
     async with consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True) as groups:
         collector = Collector(
-            consumer=groups, ledger=ledger, reader=GroupReader(tokens, None), run_id=run_id, max_failures_in_a_row=2
+            consumer=groups,
+            ledger=ledger,
+            reader=GroupReader(tokens, None),
+            lock=await claim(bus, "trainer", ttl_s=0.0),
+            run_id=run_id,
+            max_failures_in_a_row=2,
         )
         yield Flow(bus, ledger, collector, feeder, BatchSource(ledger=ledger, feeder=feeder, collector=collector))
 
@@ -234,6 +240,17 @@ async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path)
             await asyncio.sleep(0.05)
     assert flow.collector.num_foreign == 1
     assert flow.ledger.wants(0, 0)
+
+
+async def test_trainer_that_was_replaced_leaves_its_successors_groups(bus: Bus, tiny_model_path: Path) -> None:
+    """They are of a run that it does not know; it ends instead of removing them."""
+    async with open_flow(bus, tiny_model_path, run_id="replaced-run") as flow:
+        await claim(bus, "trainer", ttl_s=0.0)
+        await publish(bus, make_group(tiny_model_path, index=0, version=1))
+        async with asyncio.timeout(20):
+            with pytest.raises(SupersededError):
+                await flow.collector.run()
+    assert await num_stored(bus) == 1
 
 
 async def test_group_that_is_being_read_is_not_settled(bus: Bus, tiny_model_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.bus.consumer import Consumer, Delivery
+from penstock.bus.lock import Lock
 from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
 from penstock.records import Group, parse_message_id
 from penstock.records.codec import decode
@@ -37,6 +38,8 @@ class Collector:
     consumer: Consumer
     ledger: GroupLedger[Finished, Delivery]
     reader: GroupReader
+    lock: Lock
+    """Only its holder may acknowledge."""
     run_id: str
     max_failures_in_a_row: int
     """More failed groups than this, with no sound one between them, end the run."""
@@ -55,6 +58,7 @@ class Collector:
 
         Raises:
             DataError: too many groups in a row failed; the message holds the last reason.
+            SupersededError: another trainer has taken over.
         """
         while True:
             deliveries = await self.consumer.fetch(_FETCH_LIMIT)
@@ -90,6 +94,7 @@ class Collector:
         index, attempt = group.prompt.index, group.prompt.attempt
         if group.prompt.run_id != self.run_id:
             self.num_foreign += 1
+            await self.lock.confirm()  # a trainer that was replaced would remove its successor's groups
             await delivery.ack()
             return
         if not self.ledger.wants(index, attempt):
@@ -129,6 +134,7 @@ class Collector:
             case (self.run_id, index, attempt):
                 await self._give_up(delivery, index, attempt, reason)
             case _:
+                await self.lock.confirm()
                 await delivery.bury(reason)
 
     async def _give_up(self, delivery: Delivery, index: int, attempt: int, reason: str) -> None:
