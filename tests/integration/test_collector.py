@@ -29,7 +29,7 @@ from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
-from tests.cuttable_link import CuttableLink
+from tests.support.cuttable_link import CuttableLink
 from tests.support.trainer.groups import make_group, num_placeholders, picture
 from tests.support.waiting import until
 
