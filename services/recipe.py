@@ -3,6 +3,10 @@
 Imports the services' settings only, so that a mistyped key is reported before anything heavy is loaded.
 """
 
+from typing import Self
+
+import pydantic
+
 from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig, SecurityConfig
 from services.launch.config import LaunchConfig
 from services.reward.config import RewardConfig
@@ -10,6 +14,7 @@ from services.rollout.engine.config import RolloutConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
 from services.trainer.config import DataConfig, TrainerConfig
+from services.trainer.weight_sync.deadlines import PushDeadlines
 
 
 class Recipe(Config):
@@ -28,3 +33,13 @@ class Recipe(Config):
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _engines_allow_the_push(self) -> Self:
+        push_s = PushDeadlines.of(self.trainer.weight_sync).push_s
+        if push_s > self.rollout.push_deadline_s:
+            raise ValueError(
+                f"rollout.push_deadline_s = {self.rollout.push_deadline_s:g} is less than the {push_s:g} s that a push "
+                "may take by trainer.weight_sync; raise it, or lower trainer.weight_sync.transfer_timeout_s"
+            )
+        return self

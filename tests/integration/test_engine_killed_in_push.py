@@ -24,7 +24,12 @@ from tests.support.engine.reference import Reference, picture, prompt, request, 
 from tests.support.router.routers import Caller, router
 from tests.support.weights.publishing import kept_current
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("rendezvous"),
+    pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR"),
+]
 
 RUN = "killed-in-push"
 NUM_TURNS = 12

@@ -17,7 +17,12 @@ from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("rendezvous"),
+    pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR"),
+]
 
 
 async def assert_serves(engine: EngineProcess, policy: Reference, version: int) -> None:

@@ -23,7 +23,7 @@ from tests.support.weights.publishing import (
     until_serving,
 )
 
-pytestmark = pytest.mark.usefixtures("replica_forkserver")
+pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
 
 async def test_every_replica_gets_exactly_the_trainers_bytes(bus: Bus) -> None:

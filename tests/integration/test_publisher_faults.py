@@ -20,7 +20,7 @@ from tests.support.weights.publishing import (
     until_serving,
 )
 
-pytestmark = pytest.mark.usefixtures("replica_forkserver")
+pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
 DEADLINE_S = 1.5
 """Of the stage at which a test makes a replica hang."""

@@ -29,7 +29,7 @@ from tests.support.weights.publishing import (
     until_serving,
 )
 
-pytestmark = pytest.mark.usefixtures("replica_forkserver")
+pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
 
 async def test_replicas_read_weight_files(bus: Bus, tmp_path: Path) -> None:
