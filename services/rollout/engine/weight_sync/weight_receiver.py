@@ -7,13 +7,10 @@ push heals it.
 """
 
 import asyncio
-import dataclasses
-import enum
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TypeAlias
 
 import structlog
 
@@ -27,59 +24,13 @@ from penstock.v1.common_pb2 import (
 )
 from penstock.weights.digest import XXH3, require_digest_kind
 from penstock.weights.manifest import Manifest
-from services.rollout.engine.sglang_plugin.transports import (
-    BroadcastTransport,
-    DeltaTransport,
-    DiskTransport,
-    SharedMemoryTransport,
-    Transport,
-)
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
-from services.rollout.engine.weight_sync.upload import Upload
+from services.rollout.engine.weight_sync.incoming_push import IncomingPush, Source, Stage, accept, require_fit
 from services.rollout.engine.weight_sync.weight_sink import WeightSink
 
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
-
-Source: TypeAlias = (
-    rollout_pb2.BroadcastSource | rollout_pb2.DiskSource | rollout_pb2.SharedMemorySource | rollout_pb2.DeltaSource
-)
-
-
-class Stage(enum.IntEnum):
-    """The last completed step of a push."""
-
-    PREPARED = 1
-    PAUSED = 2
-    RECEIVING = 3
-    """From here on weights are touched."""
-    RECEIVED = 4
-    VERIFIED = 5
-    COMMITTED = 6
-    """From here on weights are sound again."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Push:
-    push_id: str
-    version: int
-    transport: Transport
-    manifest: Manifest
-    digest: str
-    """The kind of digest that the trainer asks for."""
-    upload: Upload | None = None
-    """With delta."""
-    deadline_s: float
-    """As the trainer set it."""
-    deadline: float
-    """On the clock of `time.monotonic`."""
-    stage: Stage = Stage.PREPARED
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Digests of the received weights."""
-    abort_reason: str = ""
-    """Why it is ended while one of its stages still runs."""
-    started: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class WeightReceiver:
@@ -107,7 +58,7 @@ class WeightReceiver:
         self._on_change = on_change
         self._lock = asyncio.Lock()
         self._holder: asyncio.Task[object] | None = None
-        self._push: _Push | None = None
+        self._push: IncomingPush | None = None
         self._group_name = ""
         self._expected: dict[str, HeldParameter] = {}
         self._sound = True  # whether all weights are of one version
@@ -138,7 +89,7 @@ class WeightReceiver:
         deadline_s: float,
         digest: str = XXH3,
     ) -> None:
-        """Check the push, and join its process group or check that its source can be read. Ends an unfinished push.
+        """Check the push, and join its process group or check that its source can be read. End an unfinished push.
 
         Args:
             push_id: Unique name of the push.
@@ -154,7 +105,7 @@ class WeightReceiver:
             NotReadyError: the source cannot be used here.
             UnavailableError: the process group did not form.
         """
-        self._check_manifest(manifest)
+        require_fit(manifest, self._expected)
         require_digest_kind(digest)
         if not 0 < deadline_s <= self._max_deadline_s:
             raise InvalidRequestError(
@@ -167,13 +118,13 @@ class WeightReceiver:
             )
         if self._push is not None:
             await self.abort(self._push.push_id, f"superseded by push {push_id}")
-        transport, upload = await self._accept(source, version, manifest)
+        transport, upload = await accept(source, version, manifest, held=self.version, is_sound=self._sound)
         async with self._holding():
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the process group"):
                 if isinstance(source, rollout_pb2.BroadcastSource) and source.group_name != self._group_name:
                     await self._leave_group()
                     await self._join_group(source)
-            self._push = _Push(
+            self._push = IncomingPush(
                 push_id=push_id,
                 version=version,
                 transport=transport,
@@ -184,19 +135,6 @@ class WeightReceiver:
                 deadline=time.monotonic() + deadline_s,
             )
             self._watchdog = asyncio.create_task(self._give_up_at_deadline(self._push))
-
-    async def _accept(self, source: Source, version: int, manifest: Manifest) -> tuple[Transport, Upload | None]:
-        match source:
-            case rollout_pb2.BroadcastSource():
-                return BroadcastTransport.accept(source), None
-            case rollout_pb2.DiskSource():
-                return await asyncio.to_thread(DiskTransport.accept, source, version, manifest), None
-            case rollout_pb2.SharedMemorySource():
-                return await asyncio.to_thread(SharedMemoryTransport.accept, source), None
-            case rollout_pb2.DeltaSource():
-                DeltaTransport.require_base(source, held=self.version, is_sound=self._sound)
-                upload = await asyncio.to_thread(Upload, source.size_bytes)
-                return DeltaTransport(path=upload.path, base_version=source.base_version), upload
 
     async def upload(self, push_id: str, chunks: AsyncIterator[rollout_pb2.SendWeightsRequest]) -> int:
         """Store the blocks of a delta; return their size in bytes.
@@ -286,7 +224,7 @@ class WeightReceiver:
                 await self._end_half_way(self._push, reason)
         return self.state
 
-    def _require_same_weights(self, push: _Push) -> None:
+    def _require_same_weights(self, push: IncomingPush) -> None:
         """A version may be pushed again, to heal this engine or by a restarted trainer, but only with equal weights."""
         if push.version != self.version or self._committed is None:
             return
@@ -297,31 +235,14 @@ class WeightReceiver:
                 "trainers publish? Stop one of them, or publish a newer version"
             )
 
-    def _check_manifest(self, manifest: Manifest) -> None:
-        pushed = {spec.name: spec for spec in manifest.tensors}
-        missing, unknown = self._expected.keys() - pushed.keys(), pushed.keys() - self._expected.keys()
-        if missing or unknown:
-            raise InvalidRequestError(
-                f"manifest does not fit this engine's model: {len(missing)} parameters are missing "
-                f"{sorted(missing)[:3]}, {len(unknown)} are unknown {sorted(unknown)[:3]}; push named_parameters() of "
-                "the same architecture"
-            )
-        for name, held in self._expected.items():
-            spec = pushed[name]
-            if (spec.dtype, spec.shape) != (held.dtype, held.shape):
-                raise InvalidRequestError(
-                    f"manifest: {name} is {spec.dtype}{list(spec.shape)}, the engine holds {held.dtype}"
-                    f"{list(held.shape)}; cast before pushing, or set rollout.dtype"
-                )
-
-    def _require(self, push_id: str) -> _Push:
+    def _require(self, push_id: str) -> IncomingPush:
         if self._push is None or self._push.push_id != push_id:
             current = self._push.push_id if self._push else "none"
             raise NotReadyError(f"push {push_id!r} is not prepared (the prepared push: {current}); prepare it first")
         return self._push
 
     @asynccontextmanager
-    async def _stage(self, push_id: str, before: Stage, after: Stage) -> AsyncIterator[_Push]:
+    async def _stage(self, push_id: str, before: Stage, after: Stage) -> AsyncIterator[IncomingPush]:
         """Run one stage, of the right push, in order, within the push's deadline. A failure ends the push."""
         push = self._require(push_id)
         async with self._holding():
@@ -361,7 +282,7 @@ class WeightReceiver:
         except TimeoutError:
             raise DeadlineError(f"{what} exceeded its deadline") from None
 
-    async def _finish(self, push: _Push) -> None:
+    async def _finish(self, push: IncomingPush) -> None:
         await self._sink.resume()
         self._forget_push()
         self._enter(REPLICA_STATE_READY)
@@ -374,7 +295,7 @@ class WeightReceiver:
             elapsed_s=round(time.monotonic() - push.started, 3),
         )
 
-    async def _end_half_way(self, push: _Push, reason: str) -> None:
+    async def _end_half_way(self, push: IncomingPush, reason: str) -> None:
         """End the push: with the old weights, with the new ones if they were committed, or BROKEN."""
         was_paused = self.state == REPLICA_STATE_UPDATING
         self._forget_push()
@@ -413,7 +334,7 @@ class WeightReceiver:
             name, self._group_name = self._group_name, ""
             await self._sink.leave_group(name)
 
-    async def _give_up_at_deadline(self, push: _Push) -> None:
+    async def _give_up_at_deadline(self, push: IncomingPush) -> None:
         while (left_s := push.deadline - time.monotonic()) > 0:  # noqa: ASYNC110 - a drain moves the deadline
             await asyncio.sleep(left_s)
         self._watchdog = None  # ending the push must not cancel this task

@@ -1,0 +1,114 @@
+"""A push as its announcement describes it, and the checks that it can be received here."""
+
+import asyncio
+import dataclasses
+import enum
+import time
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from penstock.errors import InvalidRequestError
+from penstock.v1 import rollout_pb2
+from penstock.weights.manifest import Manifest
+from services.rollout.engine.sglang_plugin.transports import (
+    BroadcastTransport,
+    DeltaTransport,
+    DiskTransport,
+    SharedMemoryTransport,
+    Transport,
+)
+from services.rollout.engine.sglang_plugin.variables import HeldParameter
+from services.rollout.engine.weight_sync.upload import Upload
+
+Source: TypeAlias = (
+    rollout_pb2.BroadcastSource | rollout_pb2.DiskSource | rollout_pb2.SharedMemorySource | rollout_pb2.DeltaSource
+)
+
+
+class Stage(enum.IntEnum):
+    """The last completed step of a push."""
+
+    PREPARED = 1
+    PAUSED = 2
+    RECEIVING = 3
+    """From here on weights are touched."""
+    RECEIVED = 4
+    VERIFIED = 5
+    COMMITTED = 6
+    """From here on weights are sound again."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class IncomingPush:
+    """The push that the engine is receiving."""
+
+    push_id: str
+    version: int
+    transport: Transport
+    manifest: Manifest
+    digest: str
+    """The kind of digest that the trainer asks for."""
+    upload: Upload | None = None
+    """With delta."""
+    deadline_s: float
+    """As the trainer set it."""
+    deadline: float
+    """On the clock of `time.monotonic`."""
+    stage: Stage = Stage.PREPARED
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Digests of the received weights."""
+    abort_reason: str = ""
+    """Why it is ended while one of its stages still runs."""
+    started: float = dataclasses.field(default_factory=time.monotonic)
+
+
+async def accept(
+    source: Source, version: int, manifest: Manifest, *, held: int, is_sound: bool
+) -> tuple[Transport, Upload | None]:
+    """The engine's end of the announced transport, and with delta the file for the upload.
+
+    Args:
+        source: Where the weights come from.
+        version: The version that they are.
+        manifest: The tensors.
+        held: The version that the engine holds.
+        is_sound: Whether it holds all weights of that version.
+
+    Raises:
+        InvalidRequestError: the source is impossible.
+        NotReadyError: it cannot be used here.
+    """
+    match source:
+        case rollout_pb2.BroadcastSource():
+            return BroadcastTransport.accept(source), None
+        case rollout_pb2.DiskSource():
+            return await asyncio.to_thread(DiskTransport.accept, source, version, manifest), None
+        case rollout_pb2.SharedMemorySource():
+            return await asyncio.to_thread(SharedMemoryTransport.accept, source), None
+        case rollout_pb2.DeltaSource():
+            DeltaTransport.require_base(source, held=held, is_sound=is_sound)
+            upload = await asyncio.to_thread(Upload, source.size_bytes)
+            return DeltaTransport(path=upload.path, base_version=source.base_version), upload
+
+
+def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter]) -> None:
+    """Check that the manifest has exactly the engine's parameters.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    pushed = {spec.name: spec for spec in manifest.tensors}
+    missing, unknown = expected.keys() - pushed.keys(), pushed.keys() - expected.keys()
+    if missing or unknown:
+        raise InvalidRequestError(
+            f"manifest does not fit this engine's model: {len(missing)} parameters are missing "
+            f"{sorted(missing)[:3]}, {len(unknown)} are unknown {sorted(unknown)[:3]}; push named_parameters() of "
+            "the same architecture"
+        )
+    for name, held in expected.items():
+        spec = pushed[name]
+        if (spec.dtype, spec.shape) != (held.dtype, held.shape):
+            raise InvalidRequestError(
+                f"manifest: {name} is {spec.dtype}{list(spec.shape)}, the engine holds {held.dtype}"
+                f"{list(held.shape)}; cast before pushing, or set rollout.dtype"
+            )
