@@ -16,7 +16,7 @@ from penstock.weights.manifest import pack
 from tests.support.engine.push import Push
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
 IN_PLACE, DRAIN = rollout_pb2.PAUSE_MODE_IN_PLACE, rollout_pb2.PAUSE_MODE_DRAIN
 IMAGES = [picture(150, 101, seed=1)]
