@@ -26,6 +26,7 @@ from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
+from services.trainer.weight_sync.failed_replicas import FailedReplicas
 from services.trainer.weight_sync.push import ChecksumError, Push
 from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub, all_done
 from services.trainer.weight_sync.snapshot import WeightSnapshot
@@ -42,12 +43,6 @@ _PUSHABLE = (
 )
 _READY = common_pb2.REPLICA_STATE_READY
 _CATCH_UP_EVERY_S = 1.0
-_MAX_DOUBLINGS = 5
-_MAX_INTERRUPTIONS = 2
-"""After so many interrupted retries, a publication waits for the next one: a replica whose push takes longer than a
-step would never come back."""
-RETRY_AFTER_S = 5.0
-"""Long enough for an engine to be restarted, short against the minutes that it would otherwise be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +64,6 @@ class PushReport:
     """Duration of each stage, summed over pushes."""
 
 
-@dataclass(slots=True)
-class _Failure:
-    """Consecutive failed pushes of a replica."""
-
-    count: int = 0
-    retry_at: float = 0.0
-    num_interrupted: int = 0
-    """Retries that publications have interrupted since the last one that ended."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Retry:
     """Another push to a failed replica."""
@@ -98,18 +83,16 @@ class WeightPublisher:
     """torch.distributed back end of broadcasts: nccl or gloo."""
     files: WeightFileStore
     """Writes weight files if so configured; late joiners read them."""
+    failed_replicas: FailedReplicas = field(default_factory=FailedReplicas)
     security: Security | None = None
     """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
     _current: WeightSnapshot | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
-    _failures: dict[Member, _Failure] = field(default_factory=dict)
     _held: dict[Member, int] = field(default_factory=dict)
     """The version that each replica reported last; 0 if its weights are not sound."""
     _retry: _Retry | None = None
     """The running retry of a failed replica. It takes the lock itself, and may be cancelled at any time."""
-    retry_after_s: float = RETRY_AFTER_S
-    """Seconds until a failed replica is retried; doubled after each further failure."""
     _deadlines: PushDeadlines = field(init=False)
     _selector: TransportSelector = field(init=False)
     _pool: SharedMemoryPool = field(default_factory=SharedMemoryPool)
@@ -147,7 +130,7 @@ class WeightPublisher:
             await self._selector.make_ready(weights)
             self._current = weights
             members = self._members(lambda replica: replica.state in _PUSHABLE)
-            report = await self._push(weights, [member for member in members if member not in self._failures])
+            report = await self._push(weights, [member for member in members if member not in self.failed_replicas])
         self.files.write_soon(weights)
         return report
 
@@ -161,10 +144,10 @@ class WeightPublisher:
             await self.replicas.changed(_CATCH_UP_EVERY_S)
             async with self._lock:
                 await self._forget_the_dead()
-                fresh = [member for member in self._lagging() if member not in self._failures]
+                fresh = [member for member in self._lagging() if member not in self.failed_replicas]
                 if self._current is not None and fresh:
                     await self._push(self._current, fresh, only_lagging=True)
-            for member in self._due():
+            for member in self.failed_replicas.due(now=time.monotonic()):
                 retry = asyncio.create_task(self._try_again(member))
                 self._retry = _Retry(member, retry)
                 await all_done([retry])
@@ -188,7 +171,7 @@ class WeightPublisher:
             if self._current is not None and member in self._lagging():
                 await self._push(self._current, [member], only_lagging=True)
             else:
-                self._failures.pop(member, None)  # it has the version by now, or is gone
+                self.failed_replicas.remove(member)  # it has the version by now, or is gone
 
     async def _end_retry(self) -> None:
         """Interrupt the running retry and those that follow it. That is not a failure: the replicas stay due.
@@ -197,16 +180,15 @@ class WeightPublisher:
         """
         has_awaited = False
         while self._retry is not None and not self._retry.task.done():
-            retry, failure = self._retry, self._failures.get(self._retry.member)
-            if not has_awaited and failure is not None and failure.num_interrupted >= _MAX_INTERRUPTIONS:
-                has_awaited, failure.num_interrupted = True, 0
+            retry = self._retry
+            if not has_awaited and not self.failed_replicas.may_interrupt(retry.member):
+                has_awaited = True
                 log.info("push.retry_awaited", replica_id=retry.member.replica_id)
                 await asyncio.wait([retry.task])
                 continue
             retry.task.cancel()
             await asyncio.wait([retry.task])  # its replica is told, and its transport closed
-            if failure is not None:
-                failure.num_interrupted += 1
+            self.failed_replicas.interrupted(retry.member)
             log.info("push.retry_interrupted", replica_id=retry.member.replica_id)
 
     def _lagging(self) -> list[Member]:
@@ -216,10 +198,6 @@ class WeightPublisher:
     def _is_current(self, replica: common_pb2.Replica) -> bool:
         version = None if self._current is None else self._current.version
         return replica.policy_version == version and replica.state == common_pb2.REPLICA_STATE_READY
-
-    def _due(self) -> list[Member]:
-        now = time.monotonic()
-        return [member for member, failure in self._failures.items() if failure.retry_at <= now]
 
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
         replicas = [read_replica(key, value) for key, value in self.replicas.values.items()]
@@ -273,7 +251,7 @@ class WeightPublisher:
             left = tuple(sorted(left, key=lambda member: member.replica_id))
         ended = time.monotonic()
         for member in done:
-            self._failures.pop(member, None)
+            self.failed_replicas.remove(member)
         for member, error in failed.items():
             await self._record_failure(member, error, weights.version)
         report = PushReport(
@@ -322,10 +300,7 @@ class WeightPublisher:
         return tuple(chosen)
 
     async def _record_failure(self, member: Member, error: PenstockError, version: int) -> None:
-        failure = self._failures.setdefault(member, _Failure())
-        wait_s = self.retry_after_s * 2 ** min(failure.count, _MAX_DOUBLINGS)
-        failure.count += 1
-        failure.retry_at = time.monotonic() + wait_s
+        wait_s = self.failed_replicas.add(member, now=time.monotonic())
         # A replica with wrong checksums is BROKEN, and gets no requests.
         event = "replica.quarantined" if isinstance(error, ChecksumError) else "push.replica_failed"
         log.error(event, version=version, replica_id=member.replica_id, reason=str(error), retry_after_s=wait_s)
@@ -335,7 +310,7 @@ class WeightPublisher:
         live = set(self._members(lambda _: True))
         for member in self._channels.keys() - live:
             await self._disconnect(member)
-        self._failures = {member: failure for member, failure in self._failures.items() if member in live}
+        self.failed_replicas.keep_only(live)
         self._held = {member: version for member, version in self._held.items() if member in live}
         self._selector.forget_the_dead(live)
 

@@ -14,6 +14,7 @@ from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.rollout.testing.simulated_replica import SimulatedReplica, simulated_replica, weights_of
 from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.failed_replicas import FailedReplicas
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -63,7 +64,7 @@ async def publishing(
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),
-            retry_after_s=retry_after_s,
+            failed_replicas=FailedReplicas(retry_after_s),
         )
         try:
             yield publisher

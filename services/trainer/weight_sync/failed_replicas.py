@@ -1,0 +1,66 @@
+"""Replicas whose last push failed, and when each of them is retried. Pure: the caller passes the time."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from services.trainer.weight_sync.push_calls import Member
+
+RETRY_AFTER_S = 5.0
+"""Long enough for an engine to be restarted, short against the minutes that it would otherwise be missing."""
+
+_MAX_DOUBLINGS = 5
+_MAX_INTERRUPTIONS = 2
+"""A replica whose push takes longer than a step would never come back if every retry were interrupted."""
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Consecutive failed pushes of a replica."""
+
+    count: int = 0
+    retry_at: float = 0.0
+    num_interrupted: int = 0
+    """Retries that were interrupted since the last one that ended."""
+
+
+class FailedReplicas:
+    """Keeps a wait for each failed replica: `retry_after_s`, doubled after each further failure, 32-fold at most."""
+
+    def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
+        """No replica has failed."""
+        self._retry_after_s = retry_after_s
+        self._failures: dict[Member, _Failure] = {}
+
+    def __contains__(self, member: Member) -> bool:
+        """Whether its last push failed."""
+        return member in self._failures
+
+    def add(self, member: Member, *, now: float) -> float:
+        """Record a failure; return the seconds until the retry."""
+        failure = self._failures.setdefault(member, _Failure())
+        wait_s = self._retry_after_s * 2.0 ** min(failure.count, _MAX_DOUBLINGS)
+        failure.count += 1
+        failure.retry_at, failure.num_interrupted = now + wait_s, 0
+        return wait_s
+
+    def remove(self, member: Member) -> None:
+        """Forget its failures, if any."""
+        self._failures.pop(member, None)
+
+    def keep_only(self, live: Collection[Member]) -> None:
+        """Forget replicas that are not in `live`."""
+        self._failures = {member: failure for member, failure in self._failures.items() if member in live}
+
+    def due(self, *, now: float) -> list[Member]:
+        """Replicas to retry."""
+        return [member for member, failure in self._failures.items() if failure.retry_at <= now]
+
+    def may_interrupt(self, member: Member) -> bool:
+        """Whether a publication may interrupt the replica's retry. After two interruptions the next retry must end."""
+        failure = self._failures.get(member)
+        return failure is None or failure.num_interrupted < _MAX_INTERRUPTIONS
+
+    def interrupted(self, member: Member) -> None:
+        """Record that its retry was interrupted. That is not a failure: the replica stays due."""
+        if member in self._failures:
+            self._failures[member].num_interrupted += 1
