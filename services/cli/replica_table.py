@@ -1,4 +1,4 @@
-"""How the command line shows the router's pool: as a table for people, as plain values for programs."""
+"""Shows the router's pool: as a table for people, as plain values for programs."""
 
 import asyncio
 from typing import Any
@@ -32,7 +32,7 @@ def fetch_pool(address: str, security: Security | None = None) -> router_pb2.Lis
 def drain(
     address: str, replica_id: str, *, grace_s: float, security: Security | None = None
 ) -> router_pb2.RouterServiceDrainReplicaResponse:
-    """Have the router at `address` drain a replica, and wait until that is empty.
+    """Have the router at `address` drain a replica, and wait until it is empty.
 
     Raises:
         InvalidRequestError: no such replica holds a lease.
@@ -66,7 +66,7 @@ def print_pool(pool: router_pb2.ListReplicasResponse) -> None:
 
 
 def draw_pool(pool: router_pb2.ListReplicasResponse) -> Table:
-    """The pool as a table that is whole from 80 columns on."""
+    """The pool as a table that fits 80 columns."""
     table = Table(
         box=None,
         padding=(0, 1, 0, 0),
@@ -88,12 +88,12 @@ def draw_pool(pool: router_pb2.ListReplicasResponse) -> Table:
             f"{row['load']:.2f}",
             f"{row['kv_use']:.0%}",
             f"{row['num_in_flight']}/{row['limit']}",
-            Text(_say_whether_routable(row)),
+            Text(_describe_routability(row)),
         )
     return table
 
 
-def _say_whether_routable(row: dict[str, Any]) -> str:
+def _describe_routability(row: dict[str, Any]) -> str:
     answer = "yes" if row["routable"] else f"no: {row['reason']}"
     return answer if row["breaker"] == "closed" else f"{answer} (breaker {row['breaker']})"
 

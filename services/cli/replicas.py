@@ -1,4 +1,4 @@
-"""`penstock replicas`: what the router sees of its pool, and draining one replica of it."""
+"""`penstock replicas`: list the replicas that the router sees, or drain one."""
 
 import json
 import sys
@@ -47,10 +47,11 @@ def drain(
     config: Config = None,
     address: Address = "",
     grace_s: Annotated[
-        float, typer.Option("--grace-s", min=0, help="How long requests may take to finish before others go on.")
+        float,
+        typer.Option("--grace-s", min=0, help="Seconds for running requests; then other replicas continue them."),
     ] = 30.0,
 ) -> int:
-    """Let a replica take nothing new, and wait until nothing runs there any more."""
+    """Stop new calls to a replica, and wait until its running ones have ended."""
     router_address, security = _find_router(config, address)
     from services.cli import replica_table
 
@@ -63,7 +64,7 @@ def drain(
 
 
 def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
-    """The router's address, and what to show there."""
+    """The router's address, and the secrets to show there."""
     if address:
         if config is not None:
             raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")

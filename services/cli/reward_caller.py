@@ -1,4 +1,4 @@
-"""Calls of the reward service from a thread that may block: an event loop of its own keeps the deadlines meanwhile."""
+"""Calls the reward service for a thread that may block; an event loop in another thread keeps the deadlines."""
 
 import asyncio
 import concurrent.futures
@@ -14,10 +14,10 @@ from penstock.errors import DeadlineError, InvalidRequestError, SetupError, Unav
 from penstock.v1 import reward_pb2
 
 _PATIENCE_S = 3600.0
-"""So long a batch may take, waiting for a service that is overloaded or is being restarted included."""
+"""Limit of a batch, including the time in which the service is overloaded or restarts."""
 
 Service = Callable[[], contextlib.AbstractAsyncContextManager[RewardClient]]
-"""Opens a client of a service, which may be started for it; both end with the context."""
+"""Opens a client, and starts its service if need be; both end with the context."""
 
 Verdicts = concurrent.futures.Future[list[reward_pb2.Verdict]]
 
@@ -31,7 +31,7 @@ class RewardCaller:
         self._thread = Thread(target=self._run, name="reward-caller", daemon=True)
 
     def __enter__(self) -> Self:
-        """Wait until the service is there.
+        """Wait until the service answers.
 
         Raises:
             SetupError: it does not start.
@@ -43,15 +43,15 @@ class RewardCaller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel the calls that run, and end a service that was started."""
+        """Cancel running calls, and end a service that was started."""
         self._loop.call_soon_threadsafe(self._leave.set)
         self._thread.join()
 
     def known_profiles(self) -> set[str]:
-        """Names of the profiles that the service has.
+        """Names of the service's profiles.
 
         Raises:
-            SetupError: nobody answers.
+            SetupError: no service answers.
         """
         pending = asyncio.run_coroutine_threadsafe(self._client.list_profiles(), self._loop)
         try:
@@ -60,7 +60,7 @@ class RewardCaller:
             raise SetupError(f"{error}; start a reward service there, or leave out --address") from None
 
     def verify(self, items: Sequence[reward_pb2.VerifyItem]) -> Verdicts:
-        """Have `items` verified; the verdicts come in their order."""
+        """Verify `items`; the verdicts are in their order."""
         return asyncio.run_coroutine_threadsafe(self._verify(items), self._loop)
 
     async def _verify(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:
@@ -73,7 +73,7 @@ class RewardCaller:
         except InvalidRequestError:
             if len(items) == 1:
                 raise
-            middle = len(items) // 2  # another's service may have a queue that is shorter than this batch
+            middle = len(items) // 2  # the service of another may have a queue shorter than this batch
             return [*await self._verify(items[:middle]), *await self._verify(items[middle:])]
 
     def _run(self) -> None:

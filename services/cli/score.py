@@ -1,4 +1,4 @@
-"""`penstock score`: a file of responses in, their verdicts out, in order, with no more than a few windows in memory."""
+"""`penstock score`: reads responses and writes their verdicts in order, with a few windows in memory."""
 
 import collections
 import contextlib
@@ -24,26 +24,26 @@ from services.reward.config import RewardConfig
 
 _WINDOW_LINES = 500
 _MAX_IN_FLIGHT = 4000
-"""Lines that are sent and not yet judged; a service of default settings holds them."""
+"""Lines that are sent and not yet verified; a service with default settings holds this many."""
 _NUM_SHOWN = 5
-"""Bad lines that are told on standard error; all of them are in the output."""
+"""Bad lines that are reported on standard error; all of them are in the output."""
 _EXIT_BAD_LINES = 1
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def score(*, source: Path | None, output: Path | None, profile: str, service: Service, max_queue: int) -> int:
-    """Judge the lines of `source` and write their verdicts; return the exit code: 1 if there were bad lines.
+    """Verify the lines of `source` and write their verdicts; return the exit code: 1 if there were bad lines.
 
     Args:
-        source: The file; None is standard input.
-        output: Where the verdicts go; None is standard output.
-        profile: The profile of lines that name none.
-        service: The service that judges.
-        max_queue: Items that it holds at once.
+        source: The file; None: standard input.
+        output: Where the verdicts go; None: standard output.
+        profile: The profile of lines without one.
+        service: The service that verifies.
+        max_queue: Items that the service holds at once.
 
     Raises:
-        UserError: a file cannot be read or written, there is no such profile, or there is no service.
-        PenstockError: the service went away; what was written until then is complete and in order.
+        UserError: a file cannot be read or written, the profile is unknown, or no service answers.
+        PenstockError: the service went away; the output up to then is complete and in order.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # which is ignored at first in what a script starts with `&`
         signal.signal(number, signal.default_int_handler)
@@ -85,7 +85,7 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
         except KeyboardInterrupt:
             sys.stderr.write(f"interrupted: {tally.num_lines} lines are done\n")
             raise
-    sys.stderr.write(tally.told())
+    sys.stderr.write(tally.summary())
     return _EXIT_BAD_LINES if tally.num_invalid else 0
 
 
@@ -99,7 +99,7 @@ def _write(writing: io.BufferedWriter, lines: list[Line], verdicts: Verdicts, ta
 
 
 class _Tally:
-    """What came of the lines."""
+    """Counts of the lines and their verdicts."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -110,7 +110,7 @@ class _Tally:
         self._errors: list[str] = []
 
     def add(self, line: Line, verdict: reward_pb2.Verdict | None) -> None:
-        """Count one line; without a verdict it is a bad one."""
+        """Count one line; a line without a verdict is a bad one."""
         self.num_lines += 1
         if verdict is None:
             self.num_invalid += 1
@@ -120,7 +120,7 @@ class _Tally:
             self._sum += verdict.score
         self._statuses[INVALID if verdict is None else status_of(verdict)] += 1
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The summary, bad lines first."""
         elapsed_s = time.monotonic() - self._started
         errors = "".join(f"bad line: {error}\n" for error in self._errors)
@@ -162,7 +162,7 @@ def _size_of(reading: io.FileIO) -> int | None:
 
 @contextlib.contextmanager
 def _progress(total_bytes: int | None) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error if that is a terminal; yields what moves it, given bytes read and lines written."""
+    """Show a bar if standard error is a terminal; yield a function of bytes read and lines written that moves it."""
     columns = (TextColumn("{task.fields[lines]} lines"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""The lines that `penstock score` reads and writes: JSON objects, one per line, each checked by itself."""
+"""The lines that `penstock score` reads and writes: one JSON object each, checked line by line."""
 
 import dataclasses
 import io
@@ -12,33 +12,33 @@ from typing import Any
 from penstock.v1 import reward_pb2
 
 MAX_LINE_BYTES = 16 * 2**20
-"""A line that is longer is not read."""
+"""A longer line is not read."""
 _CHUNK_BYTES = 2**20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 INVALID = "INVALID"
-"""The status of a line that cannot be sent; the service has none of this name."""
+"""The status of a line that cannot be sent; the service itself never answers with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of the input: an item to judge, or what is wrong with it."""
+    """One line of the input: an item to verify, or what is wrong with it."""
 
     id: str | int | None
-    """As the line has it; None where it has none that could be read."""
+    """The line's own; None if it has none that can be read."""
     item: reward_pb2.VerifyItem | None = None
-    """What is to be judged; None for a line that cannot be."""
+    """The item to verify; None for a bad line."""
     error: str = ""
-    """What is wrong with the line, and what to do."""
+    """What is wrong with the line, and the remedy."""
 
 
 class LineReader:
-    """Cuts a stream into windows of lines and parses them; no more than a window is in memory."""
+    """Cuts a stream into windows of lines and parses them, with one window in memory."""
 
     def __init__(
         self, source: io.FileIO, *, name: str, profile: str, known_profiles: Collection[str], max_lines: int
     ) -> None:
-        """`profile` is that of lines which name none; `name` is what errors call the stream."""
+        """`profile` is for lines without one; `name` is what errors call the stream."""
         self._source = source
         self._name = name
         self._profile = profile
@@ -49,7 +49,7 @@ class LineReader:
         """Bytes read so far."""
 
     def windows(self) -> Iterator[list[Line]]:
-        """At most `max_lines` lines at a time, blank ones left out; an empty list each time the input lets us wait."""
+        """At most `max_lines` lines at a time, without blank ones; an empty list whenever the input pauses."""
         rest, is_too_long = bytearray(), False
         while True:
             if not select.select([self._source], [], [], 0)[0]:
@@ -106,7 +106,7 @@ class LineReader:
 
 
 def write_verdict(line: Line, verdict: reward_pb2.Verdict) -> bytes:
-    """The line of the output for a judged line of the input."""
+    """The output line for a verified line of the input."""
     return _encoded(
         {
             "id": line.id,
@@ -119,7 +119,7 @@ def write_verdict(line: Line, verdict: reward_pb2.Verdict) -> bytes:
 
 
 def write_invalid(line: Line) -> bytes:
-    """The line of the output for a line that could not be judged."""
+    """The output line for a bad line of the input."""
     return _encoded(
         {
             "id": line.id,

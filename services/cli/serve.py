@@ -61,7 +61,7 @@ def serve(
         typer.Option("--error-file", help="Also write the error that ends the process here, as JSON."),
     ] = None,
 ) -> int:
-    """Run one process of a training run until it is told to stop. Any --section.key=value overrides the recipe."""
+    """Run one process of a training run until SIGINT or SIGTERM. Any --section.key=value overrides the recipe."""
     try:
         recipe = configuration.load(Recipe, config or (), context.args)
         security = Security.load(recipe.security)
