@@ -9,8 +9,9 @@ import jsonschema
 import pydantic
 import pytest
 
-from penstock.config import Config
+from penstock.config import Config, load
 from penstock.config.reference import Section, Setting, as_markdown, as_text, sections
+from services.cli import service_settings
 from services.recipe import Recipe
 from tools.generate_settings import contents
 
@@ -89,6 +90,21 @@ def test_every_shipped_recipe_fits_the_schema(path: Path) -> None:
     assert text.startswith("#:schema ./recipe.schema.json\n")
     schema = contents()[Path("recipes/recipe.schema.json")]
     jsonschema.validate(tomllib.loads(text), json.loads(schema))
+
+
+def test_the_generated_files_are_current() -> None:
+    """docs/settings.md and the schema say what the settings are now; `make settings` writes them."""
+    assert [str(path) for path, text in contents().items() if (ROOT / path).read_text() != text] == []
+
+
+def test_services_by_hand_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """recipes/local-services.toml over any recipe gives a worker the addresses at which the others listen."""
+    monkeypatch.chdir(ROOT)
+    recipe = load(Recipe, [ROOT / "recipes/tiny-cpu.toml", ROOT / "recipes/local-services.toml"])
+    settings = service_settings.for_worker(recipe)
+    assert settings.router_address == f"127.0.0.1:{recipe.router.port}" != "127.0.0.1:0"
+    assert settings.reward_address == f"127.0.0.1:{recipe.reward.port}" != "127.0.0.1:0"
+    assert recipe.bus.url.startswith("nats://127.0.0.1:")
 
 
 def test_the_schema_refuses_what_a_recipe_must_not_hold() -> None:
