@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from penstock import errors
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
-from tests.sockets import options_of_accepted
+from tests.support.sockets import options_of_accepted
 from tests.support.waiting import until
 
 

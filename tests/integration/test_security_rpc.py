@@ -17,8 +17,8 @@ from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
 from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security
 from penstock.v1 import router_pb2, router_pb2_grpc
-from tests.sockets import options_of_accepted
 from tests.support.certificates import security_of
+from tests.support.sockets import options_of_accepted
 from tests.support.strangers import SERVING, TOKEN, WRONG, ask, assert_rpc_is_closed
 
 SERVICE = "penstock.v1.RouterService"
@@ -69,22 +69,29 @@ async def test_a_caller_without_the_token_is_refused_and_learns_nothing(token: s
 async def test_a_refused_request_is_not_read() -> None:
     """What is no message, or a long one, is refused as every other; so is one that has not come yet."""
 
+    ended = asyncio.Event()
+
     async def never() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
+        await ended.wait()
+        for request in ():
+            yield request
 
     async with serving(Security(token=TOKEN)) as (address, _), connect(address, Security()) as channel:
         assert await channel.stream_unary(METHOD)(never(), timeout=10.0).code() == grpc.StatusCode.UNAUTHENTICATED
         answers = {await ask(channel, METHOD, request) for request in (b"", b"\xff no message", bytes(50 * 2**20))}
         assert len(answers) == 1
+        ended.set()
 
 
 async def test_health_is_told_to_strangers_unread() -> None:
     """Whatever they send, and before they have sent it: a health check is no way to fill a server's memory."""
 
+    ended = asyncio.Event()
+
     async def never() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
+        await ended.wait()
+        for request in ():
+            yield request
 
     async with serving(Security(token=TOKEN)) as (address, _), connect(address, Security()) as channel:
         check, watch = (f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch"))
@@ -94,6 +101,7 @@ async def test_health_is_told_to_strangers_unread() -> None:
         watching = channel.stream_stream(watch)(never(), timeout=10.0)
         assert health_pb2.HealthCheckResponse.FromString(await watching.read()).status == SERVING
         watching.cancel()
+        ended.set()
 
 
 async def test_what_can_change_the_policy_needs_a_token_of_its_own() -> None:

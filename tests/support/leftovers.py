@@ -1,8 +1,8 @@
 """A pytest plugin: no test leaves a task, process, thread, connection, open file or temporary file behind.
 
 What a test adds to this process, and does not give back within `_GRACE_S`, fails it. What a fixture of a wider scope
-adds while it is set up belongs to that fixture, and so do the connections that its servers accept. What code adds
-inside `for_the_session` may stay to the end. A test with the marker `leaves_behind(reason)` is not checked.
+adds while it is set up belongs to that fixture, and so do connections of its servers. What code adds inside
+`for_the_session` may stay to the end. A test with the marker `leaves_behind(reason)` is not checked.
 """
 
 import asyncio
@@ -92,23 +92,32 @@ def _left(before: Set[Hashable]) -> list[str]:
     known = {*before, *_of_session, asyncio.current_task()}
     left = {key: words for key, words in _holdings().items() if words and key not in known}
     if left:
-        accepted = _accepted_by(known)
-        left = {key: words for key, words in left.items() if key not in accepted}
+        connections = _to_servers_among(known)
+        left = {key: words for key, words in left.items() if key not in connections}
     return list(left.values())
 
 
-def _accepted_by(known: set[Hashable]) -> set[Hashable]:
-    """Connections that a server among `known` has accepted: it keeps them as long as its client likes."""
-    of_inode: dict[str, Hashable] = {
-        target[len("socket:[") : -1]: ("descriptor", number, target)
-        for number, target in _descriptors()
-        if target.startswith("socket:")
-    }
-    lines = [Path(f"/proc/self/net/{table}").read_text().splitlines() for table in ("tcp", "tcp6")]
-    rows = [line.split() for line in (*lines[0][1:], *lines[1][1:])]
-    ours = [(row[1].rpartition(":")[2], row[3], of_inode[row[9]]) for row in rows if row[9] in of_inode]
-    ports = {port for port, state, key in ours if state == _LISTEN and key in known}
-    return {key for port, state, key in ours if state != _LISTEN and port in ports}
+def _to_servers_among(known: Set[Hashable]) -> set[Hashable]:
+    """This process's connections from and to servers that it knew before, also those of its child processes.
+
+    Servers keep what they accept as long as the client likes, and clients of wider fixtures connect when first used.
+    """
+    own = {target: ("descriptor", number, target) for number, target in _descriptors()}
+    of_servers = {target for target, key in own.items() if key in known}
+    for key in known:
+        if isinstance(key, tuple) and key[0] == "process":
+            with contextlib.suppress(OSError):
+                of_servers.update(target for _, target in _descriptors(str(key[1])))
+    ports, connections = set[str](), list[tuple[str, str, Hashable]]()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, remote, state, *_ = row = line.split()
+            socket = f"socket:[{row[9]}]"
+            if state == _LISTEN and socket in of_servers:
+                ports.add(local.rpartition(":")[2])
+            elif socket in own:
+                connections.append((local.rpartition(":")[2], remote.rpartition(":")[2], own[socket]))
+    return {key for local, remote, key in connections if local in ports or remote in ports}
 
 
 def _holdings() -> Holdings:
@@ -145,10 +154,10 @@ def _command(pid: int) -> str:
     return f"process {pid}: {command}" if command else ""
 
 
-def _descriptors() -> Iterator[tuple[int, str]]:
+def _descriptors(process: str = "self") -> Iterator[tuple[int, str]]:
     """Connections, pipes and files. The rest belongs to event loops and pollers, which live as long as the process."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(FileNotFoundError):
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/{process}/fd/{name}")
             if target.startswith(("socket:", "pipe:", "/")) and not target.startswith(("/dev/", "/proc/")):
                 yield int(name), target

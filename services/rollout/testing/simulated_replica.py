@@ -269,6 +269,7 @@ async def simulated_replica(
         yield replica
     finally:
         replica.kill()
+        process.close()
         mine.close()
 
 
