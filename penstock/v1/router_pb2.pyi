@@ -243,7 +243,6 @@ class RouteResponse(_message.Message):
     ROUTE_ID_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    TTL_S_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
@@ -253,8 +252,6 @@ class RouteResponse(_message.Message):
     """The replica that answers."""
     address: _builtins.str
     """host:port of its GenerateService."""
-    ttl_s: _builtins.float
-    """After this many seconds the router releases the slot, and that on a prefill replica."""
     max_tokens: _builtins.int
     """Most tokens of prompt and response together that the replica or the pair takes; 0: the leases do not say."""
     @_builtins.property
@@ -271,14 +268,13 @@ class RouteResponse(_message.Message):
         route_id: _builtins.str = ...,
         replica_id: _builtins.str = ...,
         address: _builtins.str = ...,
-        ttl_s: _builtins.float = ...,
         prefill: Global___PrefillRoute | None = ...,
         bootstrap: _generate_pb2.Bootstrap | None = ...,
         max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bootstrap", b"bootstrap", "max_tokens", b"max_tokens", "prefill", b"prefill", "replica_id", b"replica_id", "route_id", b"route_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bootstrap", b"bootstrap", "max_tokens", b"max_tokens", "prefill", b"prefill", "replica_id", b"replica_id", "route_id", b"route_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,10 +342,7 @@ class ReleaseRouteResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WAS_KEPT_FIELD_NUMBER: _builtins.int
     WAS_PUSHED_FIELD_NUMBER: _builtins.int
-    was_kept: _builtins.bool
-    """Whether it was still kept; false if its time had passed."""
     was_pushed: _builtins.bool
     """Whether a push to the replica, or to its partner, broke the call off: then nobody failed. Only with
     ROUTE_OUTCOME_FAILED.
@@ -357,12 +350,11 @@ class ReleaseRouteResponse(_message.Message):
     def __init__(
         self,
         *,
-        was_kept: _builtins.bool = ...,
         was_pushed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_kept", b"was_kept", "was_pushed", b"was_pushed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_pushed", b"was_pushed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,7 +47,7 @@ class Routes:
         """
         slot = self._end(route_id)
         if slot is None:
-            return router_pb2.ReleaseRouteResponse(was_kept=False)
+            return router_pb2.ReleaseRouteResponse()
         was_pushed = False
         try:
             if outcome == router_pb2.ROUTE_OUTCOME_SUCCEEDED:
@@ -57,7 +57,7 @@ class Routes:
                 was_pushed = await slot.fail(error, is_prefill=False) is not error
         finally:
             slot.release()
-        return router_pb2.ReleaseRouteResponse(was_kept=True, was_pushed=was_pushed)
+        return router_pb2.ReleaseRouteResponse(was_pushed=was_pushed)
 
     def close(self) -> None:
         """Release all slots."""

@@ -151,8 +151,9 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
             published_version=4,
             min_policy_version=3,
             num_waiting=5,
+            num_waiting_bytes=300,
         ),
-        "0a150a030a016510011a017820022803350000003f3803100418032005",
+        "0a150a030a016510011a017820022803350000003f380310041803200528ac02",
     ),
     (
         router_pb2.RouteRequest(
@@ -161,8 +162,8 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         "0a017310031a0301ac022201652d0000003f",
     ),
     (
-        router_pb2.RouteResponse(route_id="r", replica_id="e", address="h:1", ttl_s=0.5),
-        "0a01721201651a03683a31250000003f",
+        router_pb2.RouteResponse(route_id="r", replica_id="e", address="h:1"),
+        "0a01721201651a03683a31",
     ),
     (router_pb2.RouteRequest(num_prompt_ids=300), "30ac02"),
     (
@@ -174,14 +175,14 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
             bootstrap=generate_pb2.Bootstrap(host="h", port=8998, room=1 << 61, policy_version=3),
             max_tokens=9,
         ),
-        "0a01721201641a03683a312a0b0a01711201701a03683a3232120a016810a6461880808080808080802020033809",
+        "0a01721201641a03683a31220b0a01711201701a03683a322a120a016810a6461880808080808080802020033009",
     ),
     (
         router_pb2.ReleaseRouteRequest(route_id="r", outcome=router_pb2.ROUTE_OUTCOME_REJECTED),
         "0a01721004",
     ),
     (
-        router_pb2.ReleaseRouteResponse(was_kept=True),
+        router_pb2.ReleaseRouteResponse(was_pushed=True),
         "0801",
     ),
     (

@@ -264,7 +264,8 @@ async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
 
 
 async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
-    """A client that died does not hold a slot for ever; a late release says so. A longer ttl is cut."""
+    """A client that died does not hold a slot for ever, nor does one that asks for too much time; a late release frees
+    nothing of the next client's."""
     async with (
         SimulatedEngine(bus, max_running=1).running(),
         routing(RouterConfig(), bus, tuning=Tuning(route_ttl_s=1.5)) as server,
@@ -274,18 +275,13 @@ async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await until_routable(router, 1)
         route = await stub.Route(router_pb2.RouteRequest(ttl_s=0.5), timeout=5.0)
-        assert route.ttl_s == 0.5
         assert await num_in_flight(router) == 1
-        started = time.monotonic()
-        second = await stub.Route(router_pb2.RouteRequest(ttl_s=1e6), timeout=5.0)
-        assert time.monotonic() - started >= 0.3
-        assert second.ttl_s == 1.5
-        late = await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=5.0)
-        assert not late.was_kept
+        await stub.Route(router_pb2.RouteRequest(ttl_s=1e6), timeout=20.0)  # waits for the first to end
+        await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=5.0)
         assert await num_in_flight(router) == 1
-        kept = await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=second.route_id), timeout=5.0)
-        assert kept.was_kept
-        assert await num_in_flight(router) == 0
+        async with asyncio.timeout(20.0):
+            while await num_in_flight(router):
+                await asyncio.sleep(0.05)
 
 
 async def test_a_drained_replicas_sessions_go_on_elsewhere(bus: Bus) -> None:

@@ -97,7 +97,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             route_id=self._routes.open(slot, ttl_s=ttl_s),
             replica_id=slot.replica_id,
             address=slot.peer.address,
-            ttl_s=ttl_s,
             prefill=None if prefill is None else self._open_prefill(prefill, ttl_s=ttl_s),
             bootstrap=slot.bootstrap,
             max_tokens=max_tokens,
