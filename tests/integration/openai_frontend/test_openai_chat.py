@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib.metadata
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,10 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.records import ImagePart, Message, TextPart
-from tests.support.router.openai_stage import END_ID, HI, PNG, Stage, data_url
+from tests.support.router.openai_stage import END_ID, HI, PNG, Stage, collect, data_url, text_of
 from tests.support.waiting import until
 
 TEXT = "Héllo 😀 日本語\n"
-
-
-async def collect(stream: Any) -> list[Any]:
-    """All chunks, but those that only count."""
-    return [chunk async for chunk in stream]
-
-
-def text_of(chunks: list[Any], index: int = 0) -> str:
-    """What the chunks say of a choice."""
-    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-    return "".join(choice.delta.content or "" for choice in choices)
 
 
 async def test_a_conversation_is_rendered_as_the_worker_renders_it(stage: Stage) -> None:
@@ -261,40 +249,6 @@ async def test_a_session_stays_with_its_engine(stage: Stage, way: str) -> None:
     assert not seen[0] & seen[1]
 
 
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
-}
-
-
-async def test_messages_of_agents_are_taken_with_what_they_carry(stage: Stage) -> None:
-    """Names, indices of streams, other servers' fields and empty turns: what the policy neither sees nor needs."""
-    said = {"function": {"name": "add", "arguments": "{}"}, "index": 0, "type": "function", "id": "call_1"}
-    assistant = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [said],
-        "reasoning_content": "hm",
-        "provider_specific_fields": {"refusal": None},
-    }
-    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
-    image = {"type": "image_url", "image_url": {"url": data_url(PNG)}, "uuid": "u"}
-    messages = [
-        {"role": "system", "content": "Be brief.", "name": "system"},
-        {"role": "user", "content": [part, image], "name": "bob"},
-        assistant,
-        {"role": "tool", "tool_call_id": "call_1", "content": "2", "name": "add"},
-        {"role": "assistant", "content": None},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
-        {"role": "user", "content": "Go on."},
-    ]
-    await stage.chat(messages, tools=[TOOL])
-    [request] = stage.requests
-    prompt = stage.renderer.decode(request.input_ids)
-    assert "I cannot." in prompt
-    assert "bob" not in prompt
-
-
 async def test_parameters_of_other_servers_are_taken_where_they_change_nothing(stage: Stage) -> None:
     """A whole SamplingParams, hints of caches, and a seed, which is reported as unused."""
     neutral = {
@@ -315,36 +269,6 @@ async def test_parameters_of_other_servers_are_taken_where_they_change_nothing(s
     )
 
 
-async def test_strict_tools_are_taken(stage: Stage) -> None:
-    """Frameworks send it by default; the policy is not constrained by it."""
-    function = {**TOOL["function"], "strict": True}
-    await stage.chat(tools=[{"type": "function", "function": function}])
-    [request] = stage.requests
-    assert "strict" not in stage.renderer.decode(request.input_ids)
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_answer_without_parallel_calls_ends_with_its_first(stage: Stage, is_streamed: bool) -> None:
-    """In the engine too; what the policy would have said after it is cut."""
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    ids = stage.says(f"I add.\n{call}\n{call}")
-    num_first = len(stage.renderer.render_text(f"I add.\n{call}"))
-    answer = await stage.chat(
-        tools=[TOOL], stream=is_streamed, parallel_tool_calls=False, extra_body={"return_token_ids": True}
-    )
-    if is_streamed:
-        chunks = await collect(answer)
-        calls = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
-        token_ids = [number for chunk in chunks for number in getattr(chunk.choices[0], "token_ids", None) or []]
-        reason = chunks[-1].choices[0].finish_reason
-    else:
-        [choice] = answer.choices
-        calls, token_ids, reason = choice.message.tool_calls, choice.token_ids, choice.finish_reason
-    assert len(calls) == 1
-    assert reason == "tool_calls"
-    assert token_ids == ids[:num_first]
-
-
 async def test_clients_learn_what_there_is(stage: Stage) -> None:
     """The context's length if engines say theirs, health, and Penstock's version."""
     async with stage.http() as client:
@@ -352,68 +276,6 @@ async def test_clients_learn_what_there_is(stage: Stage) -> None:
         assert model["max_model_len"] is None
         assert (await client.get("/health")).json() == (await client.get("/healthz")).json() == {"status": "serving"}
         assert (await client.get("/version")).json() == {"version": importlib.metadata.version("penstock")}
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_tools_are_told_of_and_calls_are_told_apart(stage: Stage, is_streamed: bool) -> None:
-    """In Qwen's form; the answer's text is what stands beside them."""
-    stage.says('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
-    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
-    prompt = stage.renderer._tokenizer.decode(stage.requests[0].input_ids)
-    assert json.dumps(TOOL) in prompt
-    if is_streamed:
-        chunks = await collect(answer)
-        deltas = [chunk.choices[0].delta for chunk in chunks]
-        content, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
-        [call] = [call for delta in deltas for call in delta.tool_calls or []]
-        assert call.index == 0
-    else:
-        [choice] = answer.choices
-        content, reason = choice.message.content, choice.finish_reason
-        [call] = choice.message.tool_calls
-    assert (content, reason) == ("I add.", "tool_calls")
-    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
-    assert call.id.startswith("call_")
-
-
-async def test_what_a_tool_said_goes_into_the_next_prompt(stage: Stage) -> None:
-    """The client's own message objects come back as they are."""
-    stage.says('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
-    first = await stage.chat(tools=[TOOL])
-    message = first.choices[0].message
-    assert message.content is None
-    tool = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-    stage.says("It is 2")
-    second = await stage.chat([*HI, message, tool], tools=[TOOL])
-    assert second.choices[0].message.content == "It is 2"
-    prompt = stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    assert f"{call}\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in prompt
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_calls_that_no_text_can_carry_are_mended(stage: Stage, is_streamed: bool) -> None:
-    """PDPeer a character in an escape becomes U+FFFD, in what the policy calls and in what a client says it called."""
-    stage.says(r'<tool_call>{"name": "add", "arguments": {"a": "x\ud83d"}}</tool_call>')
-    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
-    if is_streamed:
-        [call] = [call for chunk in await collect(answer) for call in chunk.choices[0].delta.tool_calls or []]
-    else:
-        [call] = answer.choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) == {"a": "x\ufffd"}
-    said = {"type": "function", "id": call.id, "function": {"name": "add", "arguments": r'{"a": "y\ud83d"}'}}
-    await stage.chat([*HI, {"role": "assistant", "tool_calls": [said]}, *HI], tools=[TOOL], stream=False)
-    assert '{"a": "y\ufffd"}' in stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
-
-
-async def test_tools_that_are_not_to_be_used_are_not_told_of(stage: Stage) -> None:
-    """tool_choice none: text stays text."""
-    stage.says("<tool_call>{}</tool_call>")
-    answer = await stage.chat(tools=[TOOL], tool_choice="none")
-    assert answer.choices[0].message.content == "<tool_call>{}</tool_call>"
-    assert list(stage.requests[0].input_ids) == stage.renderer.render_prompt(
-        [Message(role="user", parts=(TextPart(text="hi"),))], num_images=0
-    )
 
 
 async def test_completions_go_on_with_text_and_ids(stage: Stage) -> None:

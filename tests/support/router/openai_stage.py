@@ -1,4 +1,4 @@
-"""What the tests of the face act on."""
+"""What the tests of the OpenAI-compatible frontend act on."""
 
 import asyncio
 import base64
@@ -30,6 +30,17 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 def data_url(image: bytes, kind: str = "png") -> str:
     """The image as a URL."""
     return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+async def collect(stream: Any) -> list[Any]:
+    """All chunks, but those that only count."""
+    return [chunk async for chunk in stream]
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    """What the chunks say of a choice."""
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
 
 
 @dataclass(frozen=True)
