@@ -7,7 +7,7 @@ from penstock.v1 import router_pb2, router_pb2_grpc
 
 
 class RouterClient(Client):
-    """The router's own side: which replicas there are, places with them, and draining."""
+    """The router's own side: which replicas it sees, and draining one."""
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the router at `address` (host:port)."""
@@ -22,7 +22,7 @@ class RouterClient(Client):
     async def drain_replica(
         self, replica_id: str, *, grace_s: float, timeout_s: float
     ) -> router_pb2.RouterServiceDrainReplicaResponse:
-        """Let the replica take nothing new, and wait until nothing runs there any more.
+        """Let the replica take no new calls, and wait until none runs there any more.
 
         Args:
             replica_id: The replica.
