@@ -53,3 +53,16 @@ def test_only_recipe_cli_and_launch_know_all_services() -> None:
         and not file.startswith(("services/recipe.py", "services/cli/", "services/launch/"))
     }
     assert outsiders == set()
+
+
+def test_the_trainers_controller_commands_the_backend_through_its_protocol() -> None:
+    """Only the assembly knows which backend it is; loop, ledger and checkpoints hold no tensor."""
+    computing = tuple(
+        f"services/trainer/{room}/" for room in ("backend", "batching", "algorithm", "replay", "weight_sync")
+    )
+    controller = {found for found in _imports("services/trainer") if not found[0].startswith(computing)}
+    backends = {found for found in controller if _is_within(found[1], "services.trainer.backend")}
+    assert {found for found in controller if _is_within(found[1], "torch")} == set()
+    assert {module for file, module in backends if not file.endswith("/assembly.py")} == {
+        "services.trainer.backend.base"
+    }
