@@ -1,4 +1,4 @@
-"""`penstock replay`: a recorded optimizer step, computed again and shown beside what the run logged."""
+"""`penstock replay`: compute a recorded optimizer step again and show it beside what the run logged."""
 
 import sys
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ _EXIT_DIFFERS = 1
 
 
 def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: Path | None) -> int:
-    """Replay a step, print both sides, and return the exit code: 1 where the replay differs from the run.
+    """Replay a step, print both sides, and return the exit code: 1 if the replay differs from the run.
 
     Args:
         source: A run folder, or a file that an export wrote.
-        step: Its number; None where only one is recorded.
-        overrides: `--section.key=value`, to see what the same step would have done with other settings.
-        export: File to write the step to, with all that its replay needs.
+        step: Its number; None takes the only recorded one.
+        overrides: `--section.key=value`, to see the same step under other settings.
+        export: File to write the step to, with everything its replay needs.
 
     Raises:
-        UserError: what is needed for the replay is missing or wrong.
+        UserError: something that the replay needs is missing or wrong.
     """
     other_settings = [override for override in overrides if not override.startswith("--model.")]
     if export is not None and other_settings:
@@ -46,12 +46,12 @@ def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: 
     said = {
         True: "is reproduced bit for bit",
         False: "differs from what was recorded",
-        None: "has no results to compare with: the run ended in it, or went back behind it",
+        None: "has no recorded results: the run ended in it, or resumed from before it",
     }[agrees]
     sys.stdout.write(f"step {step} of {recording.inputs.run_id} {said}\n")
-    differences = recording.inputs.environment.differences(replayed.environment)
-    for difference in differences if agrees is False else []:
-        sys.stdout.write(f"  recorded with {difference}\n".replace("there", "replayed with"))
+    if agrees is False:
+        for name, recorded, here in recording.inputs.environment.differences(replayed.environment):
+            sys.stdout.write(f"  {name}: recorded with {recorded}, replayed with {here}\n")
     if export is not None:
         sys.stdout.write(f"exported to {export}, {export.stat().st_size / 1e6:.1f} MB\n")
     return _EXIT_DIFFERS if agrees is False else 0

@@ -25,11 +25,11 @@ class OptimizerConfig(Config):
     weight_decay: float = pydantic.Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
     warmup_steps: int = pydantic.Field(default=0, ge=0)
-    """The learning rate rises linearly over so many steps and stays."""
+    """The learning rate rises linearly over this many steps, then stays."""
     grad_clip: float = pydantic.Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
     max_skipped_steps: int = pydantic.Field(default=3, ge=0)
-    """A loss or gradient that is not finite skips the update; more than so many in a row end the run."""
+    """A step whose loss or gradient is not finite is skipped. More than this many in a row end the run."""
 
     @pydantic.field_validator("betas")
     @classmethod
@@ -91,16 +91,17 @@ class WeightSyncConfig(Config):
 
 
 class BackendConfig(Config):
-    """How an optimizer step is computed: of `[trainer]`, all that decides what a batch does to the weights."""
+    """How an optimizer step is computed: the settings of `[trainer]` that decide what a batch does to the weights."""
 
     micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
-    """Tokens of one forward pass, padding included. A longer single sequence passes alone."""
+    """Most tokens of one forward pass, padding included. A longer sequence is passed alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one."""
+    """auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of computation and of pushed weights: auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    """Precision of computation and of pushed weights. auto: bfloat16 on a GPU, float32 on a CPU. Master weights are
+    always float32."""
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
 

@@ -141,7 +141,7 @@ def test_says_what_is_missing(run: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no checkpoint before it is kept, and step 2 is not recorded"):
         replayed(run, 3, tmp_path)
     shutil.rmtree(run.groups)
-    with pytest.raises(SetupError, match=r"no step is; train with --trainer\.record_groups=true"):
+    with pytest.raises(SetupError, match=r"no step is recorded; train with --trainer\.record_groups=true"):
         replayed(run, 1, tmp_path)
     (tmp_path / "other").write_text("no tar")
     with pytest.raises(SetupError, match="neither a run folder nor a file"), opened_run(tmp_path / "other"):
@@ -152,7 +152,7 @@ def test_refuses_another_model_and_another_history(run: RecordedRun, tiny_model_
     """The weights to start from have the recorded digest, or nothing is computed."""
     with pytest.raises(SetupError, match=r"holds another model .*; give the right one by --model\.path"):
         start_of(run, 1, model_path=tiny_model_path, scratch=tmp_path)
-    with pytest.raises(SetupError, match=r"is not at model\.path"):
+    with pytest.raises(SetupError, match=r"no checkpoint precedes the step, and model\.path = .* has no model"):
         start_of(run, 1, model_path=tmp_path / "gone", scratch=tmp_path)
     before_second = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
     store = CheckpointStore(run.path / "checkpoints", keep=1)
@@ -195,6 +195,21 @@ def test_a_step_that_is_trained_again_replaces_its_recording(run: RecordedRun) -
     assert read_recording(run.groups, 2).inputs == inputs
     assert recorded_steps(run.groups) == [1, 2, 3]
     assert not list(run.groups.glob(".*"))
+
+
+def test_the_command_names_what_differs_between_the_environments(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a value differs, a person sees which library or processor may be why; the exit code is 1."""
+    file = run.groups / "step-000001" / "step.json"
+    inputs = json.loads(file.read_text())
+    file.write_text(
+        json.dumps(inputs | {"random_state": "0", "environment": inputs["environment"] | {"pillow": "1.0"}})
+    )
+    assert replay(run.path, step=1, overrides=[f"--model.path={MODEL}"], export=None) == 1
+    output = capsys.readouterr().out
+    assert f"step 1 of {inputs['run_id']} differs from what was recorded" in output
+    assert "pillow: recorded with 1.0, replayed with" in output
 
 
 def test_refuses_settings_that_no_step_has(run: RecordedRun) -> None:

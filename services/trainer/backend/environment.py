@@ -1,4 +1,4 @@
-"""What a step's numbers depend on beside its inputs: library versions, the processor, the number of threads."""
+"""What a step's numbers depend on besides its inputs: library versions, processor, number of threads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,21 +10,21 @@ import torch
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a step was computed. Equal environments give equal bits; others agree within rounding errors."""
+    """Where a step was computed. Equal environments on a CPU give equal bits; others agree within rounding errors."""
 
     torch: str
     torchvision: str
     transformers: str
     pillow: str
     device: str
-    """Name of the GPU, or of the CPU with the instruction set that torch uses on it."""
+    """Name of the GPU, or of the CPU and the instruction set that torch uses."""
     num_threads: int
-    """Threads of one torch operation; sums depend on how they are divided."""
+    """Threads of one torch operation: how a sum is divided changes its rounding."""
 
-    def differences(self, other: "Environment") -> list[str]:
-        """Each field that differs, as `name: ours, there theirs`."""
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
-        return [f"{name}: {ours}, there {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    def differences(self, other: "Environment") -> list[tuple[str, str | int, str | int]]:
+        """Return name, own value and other value of each field that differs."""
+        fields = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return [(name, ours, theirs) for name, ours, theirs in fields if ours != theirs]
 
 
 def current_environment(device: torch.device) -> Environment:
@@ -41,7 +41,7 @@ def current_environment(device: torch.device) -> Environment:
 
 @contextmanager
 def computing_threads(num_threads: int) -> Iterator[None]:
-    """Have torch use `num_threads` threads for one operation, as long as this lasts."""
+    """Have torch use `num_threads` threads per operation within this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -1,4 +1,4 @@
-"""What a run logged of a step beside what its replay computed."""
+"""A step's logged values beside those of its replay."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from services.trainer.replay.replay import ReplayedStep
 from services.trainer.telemetry.metrics_log import as_logged
 
 Value = float | str | None
-"""A metric, or a digest; None where there is none."""
+"""A metric or a digest; None if there is none."""
 
 _SHOWN = (
     "loss",
@@ -38,11 +38,11 @@ class Line:
     recorded: Value
     replayed: Value
     changed: Value
-    """With other settings; None without such."""
+    """The value under other settings; None if none were given."""
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the replay gave what was recorded; None where nothing was."""
+        """Whether the replay equals the recorded value; None if none was recorded."""
         if self.recorded is None or self.replayed is None:
             return None
         numbers = (self.recorded, self.replayed)
@@ -53,13 +53,13 @@ class Line:
 def compare(
     inputs: StepInputs, logged: Mapping[str, Any], replayed: ReplayedStep, changed: ReplayedStep | None = None
 ) -> list[Line]:
-    """Return the values of a step, the digests before it first and that after it last.
+    """Return the values of a step, beginning with the digests before it and ending with the one after it.
 
     Args:
         inputs: The recording.
-        logged: The step's line of metrics.jsonl; empty where there is none.
-        replayed: The step with the settings of the recording.
-        changed: The step with others.
+        logged: The step's line of metrics.jsonl; empty if there is none.
+        replayed: The step under the recorded settings.
+        changed: The step under other settings.
     """
     names = [name for name in replayed.metrics if name not in _TIMES]
     shown = [name for name in _SHOWN if name in {*names, *(changed.metrics if changed else ())}]
@@ -96,7 +96,7 @@ def compare(
 
 
 def verdict(lines: Sequence[Line]) -> bool | None:
-    """Whether all that was recorded came out the same; None where nothing of the step's results was."""
+    """Return whether the replay equals everything recorded; None if no result of the step was recorded."""
     results = [line.agrees for line in lines if line.agrees is not None]
     has_results = any(line.agrees is not None for line in lines[2:])
     return all(results) if has_results or not all(results) else None

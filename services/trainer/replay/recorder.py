@@ -14,7 +14,7 @@ class StepRecorder:
     """Writes the inputs of each step of a run."""
 
     def __init__(self, run_folder: Path, settings: StepSettings, backend: TrainBackend, *, run_id: str) -> None:
-        """Record below `run_folder` what `backend` is about to train with `settings`."""
+        """Record below `run_folder` the steps that `backend` takes with `settings`."""
         self._folder = run_folder / GROUPS_FOLDER
         used = {"device": backend.config.device, "dtype": backend.config.dtype}  # not "auto"
         self._settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=used)})
@@ -22,7 +22,7 @@ class StepRecorder:
         self._run_id = run_id
 
     def record(self, step: int, policy_version: int, groups: Sequence[Group]) -> None:
-        """Write the recording of `step`, which comes next. Blocks; call it before the step.
+        """Write the recording of `step`. Blocks; call it right before the step.
 
         Args:
             step: Its number, from 1.

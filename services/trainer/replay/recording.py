@@ -1,4 +1,4 @@
-"""The recording of an optimizer step: a folder in the run folder with all that the step reads beside the weights.
+"""The recording of an optimizer step: a folder with everything that the step reads besides the checkpoint.
 
     groups/
       step-000012/
@@ -29,11 +29,11 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """`step.json`: what the step started from."""
+    """`step.json`: the inputs of a step, apart from settings and groups."""
 
     run_id: str
     step: int
-    """Optimizer steps after it, so that step 1 is the first."""
+    """Its number; the first step is 1."""
     policy_version: int
     """The published version, which the weights have before the step."""
     groups: tuple[int, ...]
@@ -56,7 +56,7 @@ class Recording:
 
 
 def write_recording(folder: Path, inputs: StepInputs, settings: StepSettings, groups: Sequence[Group]) -> None:
-    """Write a step's recording below `folder`, in place of an earlier one of the same step."""
+    """Write a step's recording below `folder`; it replaces an earlier one of the same step."""
     final = step_folder(folder, inputs.step)
     partial = folder / f".{final.name}.partial"
     if partial.exists():
@@ -92,20 +92,20 @@ def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Re
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps that have a recording below `folder`, ascending."""
+    """Return the steps recorded below `folder`, ascending."""
     matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the recording of `step` is kept."""
+    """Return the folder of the recording of `step`."""
     return folder / f"step-{step:06d}"
 
 
 def describe_steps(steps: Sequence[int]) -> str:
-    """Which steps are recorded, or how to record them."""
+    """Say which steps are recorded, or how to record them."""
     if not steps:
-        return "no step is; train with --trainer.record_groups=true"
+        return "no step is recorded; train with --trainer.record_groups=true"
     return f"recorded: {', '.join(map(str, steps)) if len(steps) <= 12 else f'{len(steps)} of {steps[0]}-{steps[-1]}'}"
 
 

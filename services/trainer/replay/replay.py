@@ -1,8 +1,8 @@
 """Computes a recorded step again.
 
 Invariant: in the environment of the recording, the same settings give the same bits: loss, gradient norm and weights.
-That holds because a step reads nothing but the weights, the optimizer's state, torch's random state, the groups in
-their order, the published version and its settings, and because its micro-batches follow from these.
+A step reads only the weights, the optimizer's state, torch's random state, the groups in their order, the published
+version and its settings. Its micro-batches follow from these.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from services.trainer.replay.settings import StepSettings
 log = structlog.get_logger()
 
 _MAX_SKIPPED_STEPS = 1_000_000
-"""A run ends after too many skipped steps; a replay shows what they had."""
+"""A run ends after too many skipped steps; a replay shows their numbers instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """What a step did."""
+    """The results of a step."""
 
     metrics: dict[str, float]
     """As `TrainBackend.step` returns them."""
@@ -45,17 +45,17 @@ class ReplayedStep:
 def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) -> Checkpoint:
     """Return a checkpoint of the moment before `step`.
 
-    Where the run kept none, the nearest earlier one, or else the base model, is trained forward through the recorded
-    steps, each with the settings that it was recorded with.
+    If the run kept none, train forward from the nearest earlier checkpoint, or from the base model, through the
+    recorded steps, each with its recorded settings.
 
     Args:
         run: The run.
         step: A recorded step of it.
-        model_path: Folder of the model that the run began with; read where no checkpoint stands before the step.
-        scratch: Folder to write such a checkpoint into.
+        model_path: Folder of the model that the run began with; read only if no checkpoint precedes the step.
+        scratch: Folder for a checkpoint that the run did not keep.
 
     Raises:
-        SetupError: a step that is needed is not recorded; or the weights to start from are not the recorded ones.
+        SetupError: a step on the way is not recorded, or the weights to start from are not the recorded ones.
         ConfigError: the base model cannot be loaded.
     """
     run.recording(step)  # raises before anything is computed
@@ -81,7 +81,7 @@ def replay_step(start: Checkpoint, recording: Recording, settings: StepSettings)
     Args:
         start: From `start_of`.
         recording: The step.
-        settings: The recording's, or others to see what they would have done.
+        settings: The recording's, or other ones to see their effect.
 
     Raises:
         SetupError: the groups do not fit the model, or the settings leave none of them.
@@ -95,13 +95,13 @@ class _Trainer:
     def __init__(self, start: Checkpoint | None, settings: StepSettings, model_path: Path) -> None:
         if start is None and not (model_path / "config.json").is_file():
             raise SetupError(
-                f"no checkpoint stands before the step, and the run's first model is not at model.path = "
-                f"{str(model_path)!r}; give its folder by --model.path=FOLDER"
+                f"no checkpoint precedes the step, and model.path = {str(model_path)!r} has no model; give the folder "
+                "of the model that the run began with by --model.path=FOLDER"
             )
         skips = {"max_skipped_steps": _MAX_SKIPPED_STEPS}
         changes: dict[str, object] = {"optimizer": settings.trainer.optimizer.model_copy(update=skips)}
         if not torch.cuda.is_available():
-            changes["device"] = "cpu"  # a step from a GPU can still be looked into; the environment tells it apart
+            changes["device"] = "cpu"  # a step from a GPU can be examined without one; its environment differs visibly
         config = settings.trainer.model_copy(update=changes)
         self.settings = settings
         self._base_path = model_path if start is None else start.model_path

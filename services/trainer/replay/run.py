@@ -1,7 +1,7 @@
-"""A recorded run on disk: its checkpoints, recorded steps and metrics; and the same in one file.
+"""A recorded run on disk: its checkpoints, recorded steps and metrics, as a run folder or as one file.
 
-The file is a tar of a run folder that has one step only: config.toml, the recording, the checkpoint before it, and the
-step's line of metrics.jsonl. So it is replayed as a run folder is.
+The file is a tar of a run folder with a single step: config.toml, the recording, the checkpoint before it, and the
+step's line of metrics.jsonl. It is replayed like any run folder.
 """
 
 import json
@@ -36,10 +36,10 @@ class RecordedRun:
         return self.path / GROUPS_FOLDER
 
     def only_step(self) -> int:
-        """Return the step that is recorded, where there is one only.
+        """Return the only recorded step.
 
         Raises:
-            SetupError: none is recorded, or more than one.
+            SetupError: no step is recorded, or several are.
         """
         steps = recorded_steps(self.groups)
         if len(steps) != 1:
@@ -51,7 +51,7 @@ class RecordedRun:
         return read_recording(self.groups, step, overrides)
 
     def checkpoint_before(self, step: int) -> Checkpoint | None:
-        """Return the newest complete checkpoint from which recorded steps lead to `step`; None: the base model.
+        """Return the newest complete checkpoint before `step`, or None to start from the base model.
 
         Raises:
             SetupError: a step between the nearest checkpoint and `step` is not recorded.
@@ -60,7 +60,11 @@ class RecordedRun:
         first = 1 if checkpoint is None else checkpoint.step + 1
         missing = sorted(set(range(first, step)) - set(recorded_steps(self.groups)))
         if missing:
-            start = "no checkpoint before it is kept" if checkpoint is None else f"the one before it is of {first - 1}"
+            start = (
+                "no checkpoint before it is kept"
+                if checkpoint is None
+                else f"the nearest checkpoint is of step {first - 1}"
+            )
             raise SetupError(
                 f"step {step} needs a checkpoint of step {step - 1}, or recorded steps that lead to it: {start}, and "
                 f"step {missing[0]} is not recorded in {self.groups}; replay another step, or train with "
@@ -69,7 +73,7 @@ class RecordedRun:
         return checkpoint
 
     def metrics(self, step: int) -> Mapping[str, Any]:
-        """Return what the run logged of `step`; empty where it logged nothing, as of a step that failed."""
+        """Return the step's line of metrics.jsonl; empty if there is none, for example because the step failed."""
         path = self.path / _METRICS_FILE
         for line in path.read_text().splitlines() if path.is_file() else []:
             row = _parsed(line)
@@ -100,7 +104,7 @@ def opened_run(path: Path) -> Iterator[RecordedRun]:
 
 
 def export_step(run: RecordedRun, step: int, checkpoint: Checkpoint, file: Path) -> None:
-    """Write `step` of `run` and all that its replay needs to `file`, a tar without compression.
+    """Write `step` of `run` and everything its replay needs to `file`, an uncompressed tar.
 
     Args:
         run: The run.

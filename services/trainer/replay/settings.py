@@ -1,4 +1,4 @@
-"""The settings that decide what a batch does to the weights, as every recorded step keeps them."""
+"""The settings that decide what a batch does to the weights. Every recorded step keeps them."""
 
 from pathlib import Path
 
@@ -12,28 +12,28 @@ class StepModel(Config):
     """The model that the run began with."""
 
     path: Path
-    """Its folder. Read only where no checkpoint stands before the step."""
+    """Its folder. Read only if no checkpoint precedes the step."""
 
 
 class StepRun(Config):
-    """Where random numbers begin."""
+    """The part of `[run]` that a step depends on."""
 
     seed: int
-    """Seed of the run."""
+    """Seed of torch's generator when the run began."""
 
 
 class StepSampling(Config):
-    """How the policy was sampled, as far as the loss depends on it."""
+    """The part of `[sampling]` that the loss depends on."""
 
     temperature: float = pydantic.Field(gt=0, le=100)
     """Divides the logits."""
 
 
 class StepTrainer(BackendConfig):
-    """How the step is computed, and which groups it may use."""
+    """How the step is computed, and which groups it uses."""
 
     max_staleness: int = pydantic.Field(ge=0)
-    """A group whose oldest token lags the published version by more is left out of the batch."""
+    """A group whose oldest token lags the published version by more than this is left out of the batch."""
 
 
 class StepSettings(Config):
@@ -46,7 +46,7 @@ class StepSettings(Config):
 
     @classmethod
     def of(cls, *, model_path: Path, seed: int, temperature: float, trainer: TrainerConfig) -> "StepSettings":
-        """Take from a recipe what decides a step."""
+        """Take the settings of a step from those of a run."""
         return cls(
             model=StepModel(path=model_path),
             run=StepRun(seed=seed),
