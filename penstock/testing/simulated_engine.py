@@ -58,7 +58,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             error: Every call fails with it, before its first token.
             fail_after: After this many tokens a stream sends what it has and ends with `fail_with`.
             fail_with: None means UNAVAILABLE.
-            hang_after: After this many tokens a stream sends what it has and then nothing more.
+            hang_after: After this many tokens a stream sends what it has, and the rest when `released` is set.
             die_after: After this many tokens of a stream the process is killed.
             port: Port to listen on; 0 takes any free one.
             security: What it asks of callers.
@@ -92,6 +92,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self._tells_load = tells_load
         self._server: RpcServer | None = None
         self._lease: leases.Lease | None = None
+        self.released = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._refusing = False
@@ -175,15 +176,16 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         """First token and end of each chunk, when it is due."""
         sent, sent_at = 0, time.monotonic()
         for made in range(num_tokens):
-            ends = made in (self.fail_after, self.hang_after) or self._handing_over
-            if made > sent and (ends or made - sent >= size or time.monotonic() - sent_at >= _CHUNK_INTERVAL_S):
+            fails = made == self.fail_after or self._handing_over
+            is_due = made - sent >= size or time.monotonic() - sent_at >= _CHUNK_INTERVAL_S
+            if made > sent and (is_due or fails or made == self.hang_after):
                 yield sent, made
                 sent, sent_at = made, time.monotonic()
             if made == self.die_after:
                 os.kill(os.getpid(), signal.SIGKILL)
             if made == self.hang_after:
-                await asyncio.Event().wait()
-            if ends:
+                await self.released.wait()
+            if fails:
                 raise self.fail_with or UnavailableError(f"told to fail after {made} tokens")
             await asyncio.sleep(self.token_s)
         yield sent, num_tokens

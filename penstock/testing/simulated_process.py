@@ -28,12 +28,24 @@ _START_TIMEOUT_S = 60.0
 
 @contextlib.asynccontextmanager
 async def simulated_process(
-    bus: Bus, run: str, replica_id: str, *, role: str = "unified", delay_s: float = 0.0, token_s: float = 0.0
+    bus: Bus,
+    run: str,
+    replica_id: str,
+    *,
+    role: str = "unified",
+    delay_s: float = 0.0,
+    token_s: float = 0.0,
+    hang_after: int | None = None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a simulated engine of `role` (unified, prefill, decode) during the context, unless it is killed before."""
+    """Run a simulated engine of `role` (unified, prefill, decode) during the context, unless it is killed before.
+
+    The other settings are those of `SimulatedEngine`; a process that hangs does so until it is killed.
+    """
+    hanging = () if hang_after is None else (f"--hang-after={hang_after}",)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, f"--url={bus.config.url}", f"--run={run}", f"--replica-id={replica_id}"),
         *(f"--role={role}", f"--delay-s={delay_s}", f"--token-s={token_s}"),
+        *(f"--lease-ttl-s={bus.config.lease_ttl_s}", *hanging),
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=dying_with_parent(),
     )
@@ -55,12 +67,17 @@ async def _main() -> None:
     parser.add_argument("--role", choices=_ROLES, default="unified")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--hang-after", type=int, default=None)
     parser.add_argument("--lease-ttl-s", type=float, default=1.0)
     options = parser.parse_args()
     log.configure(LogConfig(), service="simulated-engine")  # to standard error: standard output is for the address
     async with connect(BusConfig(url=options.url, lease_ttl_s=options.lease_ttl_s), run=options.run) as bus:
         engine = _ROLES[options.role](
-            bus, replica_id=options.replica_id, delay_s=options.delay_s, token_s=options.token_s
+            bus,
+            replica_id=options.replica_id,
+            delay_s=options.delay_s,
+            token_s=options.token_s,
+            hang_after=options.hang_after,
         )
         async with engine.running():
             sys.stdout.write(f"{engine.replica.address}\n")

@@ -21,15 +21,15 @@ async def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-async def test_lists_and_drains_replicas(bus: Bus, tmp_path: Path) -> None:
+async def test_lists_and_drains_replicas(steady_bus: Bus, tmp_path: Path) -> None:
     """A table, the same as JSON, by address or recipe; a drained replica is listed as draining, and half a pair with
     its role and why it has no partner."""
     async with (
-        SimulatedPrefill(bus, replica_id="x-prefill", tensor_parallel=2).running(),
-        SimulatedDecode(bus, replica_id="y-decode").running(),
-        SimulatedEngine(bus, replica_id="one", policy_version=3, max_running=4).running(),
-        SimulatedEngine(bus, replica_id="two", policy_version=3).running() as two,
-        routing(RouterConfig(), bus) as server,
+        SimulatedPrefill(steady_bus, replica_id="x-prefill", tensor_parallel=2).running(),
+        SimulatedDecode(steady_bus, replica_id="y-decode").running(),
+        SimulatedEngine(steady_bus, replica_id="one", policy_version=3, max_running=4).running(),
+        SimulatedEngine(steady_bus, replica_id="two", policy_version=3).running() as two,
+        routing(RouterConfig(), steady_bus) as server,
     ):
         await two.update(num_running=2, kv_use=0.25)
         await asyncio.sleep(0.3)

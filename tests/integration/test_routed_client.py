@@ -80,9 +80,9 @@ async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -
         assert [engine.num_streams for engine in engines] == [6, 6]
 
 
-async def test_a_stream_gives_each_token_as_it_comes(bus: Bus) -> None:
+async def test_a_stream_gives_each_token_as_it_comes(steady_bus: Bus) -> None:
     """One chunk per token, and what is left early is given back and cancelled in the engine."""
-    async with SimulatedEngine(bus, token_s=0.01).running() as engine, routed(bus) as (client, router):
+    async with SimulatedEngine(steady_bus, token_s=0.01).running() as engine, routed(steady_bus) as (client, router):
         chunks = [chunk async for chunk in client.stream(request(4), timeout_s=5.0)]
         assert [list(chunk.output_ids) for chunk in chunks] == [[FIRST_ID + n] for n in range(4)]
         assert chunks[-1].finish_reason == generate_pb2.FINISH_REASON_LENGTH
@@ -95,7 +95,7 @@ async def test_a_stream_gives_each_token_as_it_comes(bus: Bus) -> None:
 async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(bus: Bus, run_name: str) -> None:
     """kill -9 in mid-stream: the caller gets the answer of an unbroken turn, and no token was produced twice."""
     async with (
-        simulated_process(bus, run_name, "a-victim", token_s=0.02) as victim,
+        simulated_process(bus, run_name, "a-victim", token_s=0.02, hang_after=30) as victim,
         routed(bus) as (client, router),
     ):
         await until_routable(router, 1)
@@ -110,7 +110,7 @@ async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(
         async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
             await until_routable(router, 2)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 15.0)
+            await asyncio.wait_for(playing, 30.0)
             assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 60))
             assert parts[-1].usage == generate_pb2.Usage(num_prompt_tokens=2, num_output_tokens=60)
             assert {part.replica_id for part in parts} == {"a-victim", "b-heir"}
@@ -120,12 +120,12 @@ async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(
             await until_idle(router)
 
 
-async def test_the_router_hears_what_became_of_a_place(bus: Bus) -> None:
+async def test_the_router_hears_what_became_of_a_place(steady_bus: Bus) -> None:
     """Failures open the breaker, though the router saw none of them."""
     async with (
-        SimulatedEngine(bus, replica_id="a-bad", error=UnavailableError("crashed")).running(),
-        SimulatedEngine(bus, replica_id="b-good", delay_s=0.05).running() as good,
-        routed(bus, balancing="round_robin") as (client, router),
+        SimulatedEngine(steady_bus, replica_id="a-bad", error=UnavailableError("crashed")).running(),
+        SimulatedEngine(steady_bus, replica_id="b-good", delay_s=0.05).running() as good,
+        routed(steady_bus, balancing="round_robin") as (client, router),
     ):
         await until_routable(router, 2)
         for n in range(6):
@@ -134,21 +134,24 @@ async def test_the_router_hears_what_became_of_a_place(bus: Bus) -> None:
         assert good.num_answered == 6
 
 
-async def test_replicas_that_cannot_be_reached_cost_no_try(bus: Bus) -> None:
+async def test_replicas_that_cannot_be_reached_cost_no_try(steady_bus: Bus) -> None:
     """Leases of dead engines, more of them than tries."""
     async with contextlib.AsyncExitStack() as stack:
         for n in range(5):
-            dead = await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"a{n}").running())
+            dead = await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id=f"a{n}").running())
             await dead.stop_serving()
-        await stack.enter_async_context(SimulatedEngine(bus, replica_id="b").running())
-        client, router = await stack.enter_async_context(routed(bus, balancing="round_robin"))
+        await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id="b").running())
+        client, router = await stack.enter_async_context(routed(steady_bus, balancing="round_robin"))
         await until_routable(router, 6)
         assert (await client.generate(request(), timeout_s=20.0)).replica_id == "b"
 
 
-async def test_a_full_replica_is_left_alone_for_a_moment(bus: Bus) -> None:
+async def test_a_full_replica_is_left_alone_for_a_moment(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED sends the turn to another; with no other it is tried again until there is a slot."""
-    async with SimulatedEngine(bus, error=OverloadedError("full")).running() as engine, routed(bus) as (client, router):
+    async with (
+        SimulatedEngine(steady_bus, error=OverloadedError("full")).running() as engine,
+        routed(steady_bus) as (client, router),
+    ):
         playing = asyncio.create_task(client.generate(request(), timeout_s=10.0))
         await until(lambda: engine.num_calls >= 2, timeout_s=5.0)
         engine.error = None
@@ -157,10 +160,10 @@ async def test_a_full_replica_is_left_alone_for_a_moment(bus: Bus) -> None:
         await until_idle(router)
 
 
-async def test_what_can_never_succeed_is_not_tried_again(bus: Bus) -> None:
+async def test_what_can_never_succeed_is_not_tried_again(steady_bus: Bus) -> None:
     """INVALID_ARGUMENT is the caller's, and says nothing against the replica."""
     error = InvalidRequestError("id 9 is too large")
-    async with SimulatedEngine(bus, error=error).running() as engine, routed(bus) as (client, router):
+    async with SimulatedEngine(steady_bus, error=error).running() as engine, routed(steady_bus) as (client, router):
         for _ in range(4):
             with pytest.raises(InvalidRequestError, match="id 9 is too large"):
                 await client.generate(request(), timeout_s=5.0)
@@ -169,51 +172,54 @@ async def test_what_can_never_succeed_is_not_tried_again(bus: Bus) -> None:
         assert (await router.list_replicas()).replicas[0].routable
 
 
-async def test_a_turn_that_breaks_replicas_is_given_up(bus: Bus) -> None:
+async def test_a_turn_that_breaks_replicas_is_given_up(steady_bus: Bus) -> None:
     """After three in a row that delivered nothing."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(
-                SimulatedEngine(bus, replica_id=f"r{n}", error=UnavailableError("crashed")).running()
+                SimulatedEngine(steady_bus, replica_id=f"r{n}", error=UnavailableError("crashed")).running()
             )
             for n in range(5)
         ]
-        client, router = await stack.enter_async_context(routed(bus))
+        client, router = await stack.enter_async_context(routed(steady_bus))
         await until_routable(router, 5)
         with pytest.raises(PoisonError, match="given up after 3 replicas failed"):
             await client.generate(request(), timeout_s=5.0)
         assert sum(engine.num_calls for engine in engines) == 3
 
 
-async def test_a_retry_goes_on_from_what_was_delivered(bus: Bus) -> None:
+async def test_a_retry_goes_on_from_what_was_delivered(steady_bus: Bus) -> None:
     """With retry_until, also when nobody was there for a while."""
-    async with routed(bus, wait_for_replica_s=0.2) as (client, router):
-        async with SimulatedEngine(bus, replica_id="first", fail_after=3).running() as first:
+    async with routed(steady_bus, wait_for_replica_s=0.2) as (client, router):
+        async with SimulatedEngine(steady_bus, replica_id="first", fail_after=3).running() as first:
             await until_routable(router, 1)
             playing = asyncio.create_task(
                 client.generate(request(10), timeout_s=20.0, retry_until=time.monotonic() + 20.0)
             )
             await until(lambda: first.num_calls >= 1, timeout_s=5.0)
-        async with SimulatedEngine(bus, replica_id="second").running():
+        async with SimulatedEngine(steady_bus, replica_id="second").running():
             answer = await playing
     assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 10))
     assert answer.usage.num_output_tokens == 10
 
 
-async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(bus: Bus) -> None:
+async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED after tokens: the next replica goes on from them."""
     error = OverloadedError("calm down")
-    async with SimulatedEngine(bus, fail_after=3, fail_with=error).running(), routed(bus) as (client, router):
+    async with (
+        SimulatedEngine(steady_bus, fail_after=3, fail_with=error).running(),
+        routed(steady_bus) as (client, router),
+    ):
         chunks = [chunk async for chunk in client.stream(request(5), timeout_s=10.0)]
         assert [token for chunk in chunks for token in chunk.output_ids] == list(range(FIRST_ID, FIRST_ID + 5))
         await until_idle(router)
 
 
-async def test_a_replica_that_delivered_tokens_is_well(bus: Bus) -> None:
+async def test_a_replica_that_delivered_tokens_is_well(steady_bus: Bus) -> None:
     """A probe whose caller leaves with the last chunk, or before, closes the breaker."""
     async with (
-        SimulatedEngine(bus, error=UnavailableError("crashed")).running() as engine,
-        routed(bus, breaker={"failures": 1, "open_s": 0.1}) as (client, router),
+        SimulatedEngine(steady_bus, error=UnavailableError("crashed")).running() as engine,
+        routed(steady_bus, breaker={"failures": 1, "open_s": 0.1}) as (client, router),
     ):
         await until_routable(router, 1)
         for leave_at in (1, 4):
@@ -229,9 +235,9 @@ async def test_a_replica_that_delivered_tokens_is_well(bus: Bus) -> None:
             assert (await router.list_replicas()).replicas[0].breaker == router_pb2.BREAKER_STATE_CLOSED
 
 
-async def test_a_turn_that_is_cancelled_leaves_no_slot_behind(bus: Bus) -> None:
+async def test_a_turn_that_is_cancelled_leaves_no_slot_behind(steady_bus: Bus) -> None:
     """Whenever that is: while it waits for a slot, while the answer streams, and later."""
-    async with SimulatedEngine(bus, max_running=1000).running(), routed(bus) as (client, router):
+    async with SimulatedEngine(steady_bus, max_running=1000).running(), routed(steady_bus) as (client, router):
         await until_routable(router, 1)
         await client.generate(request(), timeout_s=5.0)
         for number in range(200):
@@ -284,15 +290,17 @@ async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_drained_replicas_sessions_go_on_elsewhere(bus: Bus) -> None:
+async def test_a_drained_replicas_sessions_go_on_elsewhere(steady_bus: Bus) -> None:
     """Drained through the router, with no grace: turns that run go on with the other from their tokens."""
     async with contextlib.AsyncExitStack() as stack:
-        leaving = await stack.enter_async_context(SimulatedEngine(bus, replica_id="leaving", token_s=0.02).running())
-        client, router = await stack.enter_async_context(routed(bus))
+        leaving = await stack.enter_async_context(
+            SimulatedEngine(steady_bus, replica_id="leaving", token_s=0.02).running()
+        )
+        client, router = await stack.enter_async_context(routed(steady_bus))
         await until_routable(router, 1)
         playing = [asyncio.create_task(client.generate(request(50, session=f"s{n}"), timeout_s=30.0)) for n in range(4)]
         await until(lambda: leaving.num_running == 4, timeout_s=5.0)
-        staying = await stack.enter_async_context(SimulatedEngine(bus, replica_id="staying").running())
+        staying = await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id="staying").running())
         await until_routable(router, 2)
         drained = await router.drain_replica("leaving", grace_s=0.3, timeout_s=10.0)
         assert drained == router_pb2.RouterServiceDrainReplicaResponse(num_handed_over=4)

@@ -22,12 +22,12 @@ from tests.support.waiting import until
 CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
 
 
-async def test_a_turn_is_played_by_the_pair_that_the_router_names(bus: Bus) -> None:
+async def test_a_turn_is_played_by_the_pair_that_the_router_names(steady_bus: Bus) -> None:
     """Both peers get one request, in one room; the prefill replica's slot is free when its part is done."""
     async with (
-        SimulatedPrefill(bus, replica_id="p").running() as p,
-        SimulatedDecode(bus, replica_id="d", token_s=0.02).running() as d,
-        routed(bus) as (client, router),
+        SimulatedPrefill(steady_bus, replica_id="p").running() as p,
+        SimulatedDecode(steady_bus, replica_id="d", token_s=0.02).running() as d,
+        routed(steady_bus) as (client, router),
     ):
         await until_routable(router, 2)
         playing = asyncio.create_task(client.generate(request(30), timeout_s=10.0))
@@ -54,7 +54,9 @@ async def test_a_turn_whose_peer_is_killed_goes_on_with_another(bus: Bus, run_na
     kind, other = (SimulatedPrefill, SimulatedDecode) if is_prefill else (SimulatedDecode, SimulatedPrefill)
     waits = {"pair_timeout_s": 30.0}
     async with (
-        simulated_process(bus, run_name, "a-victim", role=role, delay_s=30.0 * is_prefill, token_s=0.02) as victim,
+        simulated_process(
+            bus, run_name, "a-victim", role=role, delay_s=30.0 * is_prefill, token_s=0.02, hang_after=30
+        ) as victim,
         other(bus, replica_id="stays", **waits).running() as stays,
         routed(bus) as (client, router),
     ):
@@ -70,7 +72,7 @@ async def test_a_turn_whose_peer_is_killed_goes_on_with_another(bus: Bus, run_na
         async with kind(bus, replica_id="heir", **waits).running() as heir:
             await until_routable(router, 3)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 15.0)
+            await asyncio.wait_for(playing, 30.0)
             assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 40))
             await until(lambda: heir.num_answered == 1, timeout_s=5.0)
             assert len(set(stays.rooms)) == len(stays.rooms) == 2
@@ -79,13 +81,13 @@ async def test_a_turn_whose_peer_is_killed_goes_on_with_another(bus: Bus, run_na
             await until_idle(router)
 
 
-async def test_a_peer_that_rejects_is_passed_over(bus: Bus) -> None:
+async def test_a_peer_that_rejects_is_passed_over(steady_bus: Bus) -> None:
     """And only that one."""
     async with (
-        SimulatedPrefill(bus, replica_id="p").running() as p,
-        SimulatedDecode(bus, replica_id="a", error=OverloadedError("full")).running() as full,
-        SimulatedDecode(bus, replica_id="b").running() as free,
-        routed(bus) as (client, router),
+        SimulatedPrefill(steady_bus, replica_id="p").running() as p,
+        SimulatedDecode(steady_bus, replica_id="a", error=OverloadedError("full")).running() as full,
+        SimulatedDecode(steady_bus, replica_id="b").running() as free,
+        routed(steady_bus) as (client, router),
     ):
         await until_routable(router, 3)
         assert (await client.generate(request(), timeout_s=10.0)).replica_id == "b"
@@ -126,12 +128,12 @@ async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(bus: Bus) -> None:
+async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(steady_bus: Bus) -> None:
     """Also where only the replica itself knows that the turn is too long; one that nobody can hold fails."""
-    large = SimulatedEngine(bus, replica_id="large", fail_after=8)
-    small = SimulatedEngine(bus, replica_id="small", error=PromptTooLongError("too long"))
+    large = SimulatedEngine(steady_bus, replica_id="large", fail_after=8)
+    small = SimulatedEngine(steady_bus, replica_id="small", error=PromptTooLongError("too long"))
     large.replica.max_tokens, small.replica.max_tokens = 30, 20
-    async with large.running(), routed(bus, breaker={"failures": 100}) as (client, router):
+    async with large.running(), routed(steady_bus, breaker={"failures": 100}) as (client, router):
         await until_routable(router, 1)
         parts = client.stream(request(16), timeout_s=20.0)
         await anext(parts)
@@ -151,12 +153,12 @@ async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(bus:
             assert await num_in_flight(router) == 0
 
 
-async def test_pushes_are_no_failures(bus: Bus) -> None:
+async def test_pushes_are_no_failures(steady_bus: Bus) -> None:
     """A turn that is broken off by more pushes than it may have failures is played to its end, and no breaker opens."""
     async with (
-        SimulatedPrefill(bus, replica_id="p").running() as p,
-        SimulatedDecode(bus, replica_id="d", token_s=0.01).running() as d,
-        routed(bus, breaker={"failures": 1}) as (client, router),
+        SimulatedPrefill(steady_bus, replica_id="p").running() as p,
+        SimulatedDecode(steady_bus, replica_id="d", token_s=0.01).running() as d,
+        routed(steady_bus, breaker={"failures": 1}) as (client, router),
     ):
         await until_routable(router, 2)
         tokens: list[int] = []

@@ -34,14 +34,14 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus
         await caller.until_routable(1)
         whole = await caller.generate("s", num_tokens=60, input_ids=[5, 6])
         await unbroken.update(state=common_pb2.REPLICA_STATE_DRAINING)
-        async with simulated_process(bus, run_name, "a-victim", token_s=0.02) as victim:
+        async with simulated_process(bus, run_name, "a-victim", token_s=0.02, hang_after=30) as victim:
             await caller.until(lambda pool: pool.replicas[0].routable)
             pending = asyncio.ensure_future(caller.generate("s", num_tokens=60, input_ids=[5, 6], request_id="q"))
             await asyncio.sleep(0.5)
             async with SimulatedEngine(bus, replica_id="b-heir", policy_version=2).running() as heir:
                 await caller.until_routable(2)
                 victim.send_signal(signal.SIGKILL)
-                answer = await asyncio.wait_for(pending, 10.0)
+                answer = await asyncio.wait_for(pending, 30.0)
         [rest] = heir.requests
         num_delivered = len(rest.input_ids) - 2
         assert 4 <= num_delivered < 60
@@ -58,7 +58,10 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus
 
 async def test_a_stream_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus, run_name: str) -> None:
     """Its chunks one after the other are the answer of an unbroken replica; only the last one ends it."""
-    async with simulated_process(bus, run_name, "a-victim", token_s=0.02) as victim, router(bus) as caller:
+    async with (
+        simulated_process(bus, run_name, "a-victim", token_s=0.02, hang_after=30) as victim,
+        router(bus) as caller,
+    ):
         await caller.until_routable(1)
         chunks: list[generate_pb2.GenerateChunk] = []
 
@@ -71,7 +74,7 @@ async def test_a_stream_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus, ru
         async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
             await caller.until_routable(2)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 10.0)
+            await asyncio.wait_for(playing, 30.0)
         assert [token for chunk in chunks for token in chunk.output_ids] == ids(60)
         assert [chunk.finish_reason for chunk in chunks[:-1]] == [0] * (len(chunks) - 1)
         assert chunks[-1].finish_reason == generate_pb2.FINISH_REASON_LENGTH
@@ -80,43 +83,53 @@ async def test_a_stream_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus, ru
         assert len(heir.requests) == 1
 
 
-async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(bus: Bus) -> None:
+async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED in mid-answer is no refusal: gRPC says so by itself of a stream that was reset."""
     for error in (OverloadedError("calm down"), NotReadyError("not any more")):
-        async with pool(bus, 2, engine={"fail_after": 3, "fail_with": error}, chunk_tokens=1) as (caller, engines):
+        async with pool(steady_bus, 2, engine={"fail_after": 3, "fail_with": error}, chunk_tokens=1) as (
+            caller,
+            engines,
+        ):
             assert list((await caller.generate(num_tokens=5)).output_ids) == ids(5)
             chunks = [chunk async for chunk in caller.stream(num_tokens=5)]
             assert [token for chunk in chunks for token in chunk.output_ids] == ids(5)
             assert sum(engine.num_calls for engine in engines) == 4
 
 
-async def test_a_replica_that_delivered_tokens_is_no_try(bus: Bus) -> None:
+async def test_a_replica_that_delivered_tokens_is_no_try(steady_bus: Bus) -> None:
     """Also with max_attempts = 1, and also if nobody may wait: the call was let in already."""
-    async with pool(bus, 1, engine={"fail_after": 3}, max_attempts=1, max_waiting=0, chunk_tokens=1) as (caller, _):
+    async with pool(steady_bus, 1, engine={"fail_after": 3}, max_attempts=1, max_waiting=0, chunk_tokens=1) as (
+        caller,
+        _,
+    ):
         assert list((await caller.generate(num_tokens=5)).output_ids) == ids(5)
 
 
-async def test_a_call_gets_the_replica_that_can_be_reached_again(bus: Bus) -> None:
+async def test_a_call_gets_the_replica_that_can_be_reached_again(steady_bus: Bus) -> None:
     """Within a moment, though it is the one that this very call could not reach."""
-    async with pool(bus, 1, wait_for_replica_s=20.0, breaker={"open_s": 0.2, "max_open_s": 0.4}) as (caller, [engine]):
+    async with pool(steady_bus, 1, wait_for_replica_s=20.0, breaker={"open_s": 0.2, "max_open_s": 0.4}) as (
+        caller,
+        [engine],
+    ):
         await engine.stop_serving()
         pending = asyncio.ensure_future(caller.generate(timeout_s=30.0))
         await caller.until(lambda pool: pool.replicas[0].breaker == OPEN)
         await engine.serve_again()
-        assert (await asyncio.wait_for(pending, 8.0)).replica_id == "r0"
+        assert (await asyncio.wait_for(pending, 30.0)).replica_id == "r0"
 
 
-async def test_a_pool_that_nobody_can_reach_is_given_up_in_time(bus: Bus) -> None:
+async def test_a_pool_that_nobody_can_reach_is_given_up_in_time(steady_bus: Bus) -> None:
     """wait_for_replica_s counts all waits of a call, those that ended with a probe too."""
-    async with pool(bus, 1, wait_for_replica_s=1.0, breaker={"open_s": 0.2, "max_open_s": 0.2}) as (caller, [engine]):
+    async with pool(steady_bus, 1, wait_for_replica_s=1.0, breaker={"open_s": 0.2, "max_open_s": 0.2}) as (
+        caller,
+        [engine],
+    ):
         await engine.stop_serving()
-        started = time.monotonic()
         error = await failure(caller.generate(timeout_s=30.0))
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - started < 10.0
+        assert error.code() == grpc.StatusCode.UNAVAILABLE  # and not DEADLINE_EXCEEDED
 
 
-async def test_a_hasty_caller_says_nothing_against_a_slow_connection(bus: Bus) -> None:
+async def test_a_hasty_caller_says_nothing_against_a_slow_connection(steady_bus: Bus) -> None:
     """Its time was up before the connection was there: no reason to keep others away."""
     stop = asyncio.Event()
 
@@ -124,7 +137,7 @@ async def test_a_hasty_caller_says_nothing_against_a_slow_connection(bus: Bus) -
         await stop.wait()
         writer.close()
 
-    async with pool(bus, 1) as (caller, [engine]):
+    async with pool(steady_bus, 1) as (caller, [engine]):
         silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
         address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         await engine.update(address=address)
@@ -138,9 +151,9 @@ async def test_a_hasty_caller_says_nothing_against_a_slow_connection(bus: Bus) -
         await silent.wait_closed()
 
 
-async def test_a_stream_that_is_left_is_cancelled_in_the_engine(bus: Bus) -> None:
+async def test_a_stream_that_is_left_is_cancelled_in_the_engine(steady_bus: Bus) -> None:
     """And its slot is free again."""
-    async with pool(bus, 1, engine={"token_s": 0.01}) as (caller, [engine]):
+    async with pool(steady_bus, 1, engine={"token_s": 0.01}) as (caller, [engine]):
         stream = caller.stream(num_tokens=1000)
         await stream.read()
         stream.cancel()
@@ -148,9 +161,11 @@ async def test_a_stream_that_is_left_is_cancelled_in_the_engine(bus: Bus) -> Non
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 0)
 
 
-async def test_progress_resets_the_count_of_tries_but_not_for_ever(bus: Bus) -> None:
+async def test_progress_resets_the_count_of_tries_but_not_for_ever(steady_bus: Bus) -> None:
     """Replicas that each break off after a token bring a short answer to its end; a long one is given up."""
-    async with pool(bus, 3, engine={"fail_after": 1}, max_attempts=2, chunk_tokens=1, breaker={"failures": 100}) as (
+    async with pool(
+        steady_bus, 3, engine={"fail_after": 1}, max_attempts=2, chunk_tokens=1, breaker={"failures": 100}
+    ) as (
         caller,
         engines,
     ):
@@ -162,9 +177,11 @@ async def test_progress_resets_the_count_of_tries_but_not_for_ever(bus: Bus) -> 
         assert "given up after 8 replicas failed" in (error.details() or "")
 
 
-async def test_the_breaker_opens_and_one_probe_closes_it(bus: Bus) -> None:
+async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> None:
     """A failing replica gets no calls but a probe now and then; when one succeeds it is used as before."""
-    async with pool(bus, 2, balancing="round_robin", breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8}) as (
+    async with pool(
+        steady_bus, 2, balancing="round_robin", breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8}
+    ) as (
         caller,
         [bad, good],
     ):
@@ -184,9 +201,11 @@ async def test_the_breaker_opens_and_one_probe_closes_it(bus: Bus) -> None:
         assert (await caller.replicas()).replicas[0].breaker == CLOSED
 
 
-async def test_a_long_probe_closes_the_breaker_with_its_first_tokens(bus: Bus) -> None:
+async def test_a_long_probe_closes_the_breaker_with_its_first_tokens(steady_bus: Bus) -> None:
     """Whoever answers is well; the rest of the pool's calls need not wait for the end of the answer."""
-    async with pool(bus, 1, engine={"token_s": 0.05}, breaker={"failures": 1, "open_s": 0.2}, max_attempts=1) as (
+    async with pool(
+        steady_bus, 1, engine={"token_s": 0.05}, breaker={"failures": 1, "open_s": 0.2}, max_attempts=1
+    ) as (
         caller,
         [engine],
     ):
@@ -218,4 +237,4 @@ async def test_a_router_that_can_no_longer_follow_the_pool_ends(
         monkeypatch.setattr(broken, fail)
         await engine.update(num_queued=1)
         with pytest.raises(ZeroDivisionError, match="a bug"):
-            await asyncio.wait_for(serving, 10.0)
+            await asyncio.wait_for(serving, 30.0)

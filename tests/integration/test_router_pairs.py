@@ -15,9 +15,13 @@ from tests.support.router.routers import failure, router
 from tests.support.waiting import until
 
 
-async def test_a_pair_answers_as_one_engine(bus: Bus) -> None:
+async def test_a_pair_answers_as_one_engine(steady_bus: Bus) -> None:
     """Both peers get the caller's request, with the same room, host, port and version; each call has another room."""
-    async with paired(bus, 1, 1, prefill={"policy_version": 3}, decode={"policy_version": 3}) as (caller, [p], [d]):
+    async with paired(steady_bus, 1, 1, prefill={"policy_version": 3}, decode={"policy_version": 3}) as (
+        caller,
+        [p],
+        [d],
+    ):
         answer = await caller.generate("s", input_ids=[5, 6], request_id="q", num_tokens=5)
         assert list(answer.output_ids) == ids(5)
         assert answer.replica_id == "d0"
@@ -39,14 +43,14 @@ async def test_a_pair_answers_as_one_engine(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode", "num_unified"), [(1, 3, 0), (3, 1, 0), (2, 3, 1)])
-async def test_any_mix_serves(bus: Bus, num_prefill: int, num_decode: int, num_unified: int) -> None:
+async def test_any_mix_serves(steady_bus: Bus, num_prefill: int, num_decode: int, num_unified: int) -> None:
     """Whatever the counts: everybody works, sessions stay where their prompts are read, no pair is a wrong one."""
     async with contextlib.AsyncExitStack() as stack:
         caller, prefills, decodes = await stack.enter_async_context(
-            paired(bus, num_prefill, num_decode, decode={"token_s": 0.002}, chunk_tokens=4)
+            paired(steady_bus, num_prefill, num_decode, decode={"token_s": 0.002}, chunk_tokens=4)
         )
         unified = [
-            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"u{n}", token_s=0.002).running())
+            await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id=f"u{n}", token_s=0.002).running())
             for n in range(num_unified)
         ]
         await caller.until_routable(num_prefill + num_decode + num_unified)
@@ -66,11 +70,11 @@ async def test_any_mix_serves(bus: Bus, num_prefill: int, num_decode: int, num_u
             assert sorted(grown)[-1] == sum(grown) == 3
 
 
-async def test_calls_that_need_both_halves_never_wait_for_each_other(bus: Bus) -> None:
+async def test_calls_that_need_both_halves_never_wait_for_each_other(steady_bus: Bus) -> None:
     """One slot here, two there: a waiting call holds none, so thirty calls get through."""
     settings = {"limit": {"factor": 1.0}}
     async with paired(
-        bus, 1, 2, prefill={"max_running": 1}, decode={"max_running": 1, "token_s": 0.002}, **settings
+        steady_bus, 1, 2, prefill={"max_running": 1}, decode={"max_running": 1, "token_s": 0.002}, **settings
     ) as (
         caller,
         [p],
@@ -82,9 +86,11 @@ async def test_calls_that_need_both_halves_never_wait_for_each_other(bus: Bus) -
         await until_idle(caller)
 
 
-async def test_a_caller_that_leaves_ends_both_halves(bus: Bus) -> None:
+async def test_a_caller_that_leaves_ends_both_halves(steady_bus: Bus) -> None:
     """While the prompt is read, and while tokens come; both slots are free again."""
-    async with paired(bus, 1, 1, prefill={"delay_s": 30.0}, decode={"token_s": 0.01, "pair_timeout_s": 30.0}) as (
+    async with paired(
+        steady_bus, 1, 1, prefill={"delay_s": 30.0}, decode={"token_s": 0.01, "pair_timeout_s": 30.0}
+    ) as (
         caller,
         [p],
         [d],
@@ -102,27 +108,27 @@ async def test_a_caller_that_leaves_ends_both_halves(bus: Bus) -> None:
         assert set((await breakers(caller)).values()) == {CLOSED}
 
 
-async def test_unequal_tensor_parallelism_is_refused_and_explained(bus: Bus) -> None:
+async def test_unequal_tensor_parallelism_is_refused_and_explained(steady_bus: Bus) -> None:
     """In the list of replicas and to callers; an equal partner that comes is used at once."""
-    async with paired(bus, 1, 1, prefill={"tensor_parallel": 2}, wait_for_replica_s=0.4) as (caller, [p], [d]):
+    async with paired(steady_bus, 1, 1, prefill={"tensor_parallel": 2}, wait_for_replica_s=0.4) as (caller, [p], [d]):
         listed = (await caller.replicas()).replicas
         assert not any(each.routable for each in listed)
         assert all("tensor_parallel" in each.unroutable_reason for each in listed)
         error = await failure(caller.generate("s"))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "all 2 replicas are without a partner that has the same tensor_parallel" in (error.details() or "")
-        async with SimulatedDecode(bus, replica_id="d9", tensor_parallel=2).running():
+        async with SimulatedDecode(steady_bus, replica_id="d9", tensor_parallel=2).running():
             await caller.until_routable(2)
             assert (await caller.generate("s")).replica_id == "d9"
         await until(lambda: p.num_answered == 1, timeout_s=5.0)
         assert d.num_calls == 0
 
 
-async def test_two_routers_share_the_pairs(bus: Bus, run_name: str) -> None:
+async def test_two_routers_share_the_pairs(steady_bus: Bus, run_name: str) -> None:
     """Their rooms never meet, and what one has running counts with the other."""
     async with (
-        paired(bus, 2, 2, decode={"token_s": 0.01}) as (caller, prefills, decodes),
-        connect(bus.config, run=run_name) as other_bus,
+        paired(steady_bus, 2, 2, decode={"token_s": 0.01}) as (caller, prefills, decodes),
+        connect(steady_bus.config, run=run_name) as other_bus,
         router(other_bus) as other,
     ):
         await other.until_routable(4)
@@ -140,9 +146,9 @@ async def test_two_routers_share_the_pairs(bus: Bus, run_name: str) -> None:
             await until_idle(each)
 
 
-async def test_a_session_moves_when_its_prefill_replica_drains(bus: Bus) -> None:
+async def test_a_session_moves_when_its_prefill_replica_drains(steady_bus: Bus) -> None:
     """And its calls go on with the other."""
-    async with paired(bus, 2, 1) as (caller, [leaving, staying], _):
+    async with paired(steady_bus, 2, 1) as (caller, [leaving, staying], _):
         await caller.generate("s")
         await until(lambda: leaving.num_answered == 1, timeout_s=5.0)
         await leaving.update(state=common_pb2.REPLICA_STATE_DRAINING)

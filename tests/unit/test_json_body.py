@@ -19,7 +19,7 @@ def test_a_key_that_comes_twice_is_named() -> None:
 def test_a_key_among_very_many_that_comes_twice_is_found_in_linear_time() -> None:
     """A body that is made to be slow is refused like any other."""
     body = json.dumps(dict.fromkeys(range(200_000), 0))[:-1].encode() + b', "199999": 0}'
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(MalformedJsonError, match="199999"):
         parse_json(body, unique_keys=True)
-    assert time.monotonic() - started < 20
+    assert time.thread_time() - started < 20
