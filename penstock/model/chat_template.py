@@ -25,7 +25,7 @@ _TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _PROBE = "penstock_probe"
 
 
-class ToolCall(Record, frozen=True):
+class ToolCall(Record, frozen=True, kw_only=True):
     """A function that an assistant called, by its name and the arguments that it gave."""
 
     name: str
@@ -77,7 +77,12 @@ class Renderer:
         return cls(tokenizer, image_token_id=image_token_id(model_path))
 
     def render_prompt(
-        self, messages: Sequence[Message], *, num_images: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        num_images: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
         """The ids of a conversation, up to where the assistant begins to speak.
 
@@ -85,6 +90,7 @@ class Renderer:
             messages: The conversation.
             num_images: Images that it shows.
             tools: What the assistant may call, each as a JSON schema in the form of OpenAI; see `takes_tools`.
+            template_kwargs: Further variables of the template, `enable_thinking` for example.
 
         Raises:
             InvalidRequestError: the placeholders are not as many as the images, or the template refuses.
@@ -92,7 +98,9 @@ class Renderer:
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._take_out, taken_out)
-        rendered = self._fill_template(chat, tools=[_each_text(tool, take_out) for tool in tools])
+        rendered = self._fill_template(
+            chat, tools=[_each_text(tool, take_out) for tool in tools], template_kwargs=template_kwargs
+        )
         return self._tokenize(rendered, taken_out, num_images=num_images)
 
     def render_text(self, text: str) -> list[int]:
@@ -123,20 +131,29 @@ class Renderer:
         added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
         return TokenTexts(self._tokenizer.get_vocab(), added=added, special_ids=self._special_ids)
 
-    def render_continuation(self, last_id: int, messages: Sequence[Message], *, num_images: int) -> list[int]:
+    def render_continuation(
+        self,
+        last_id: int,
+        messages: Sequence[Message],
+        *,
+        num_images: int,
+        template_kwargs: Mapping[str, Any] = {},
+    ) -> list[int]:
         """The ids that follow an assistant's turn: its end, `messages`, and where the assistant speaks again.
 
         Args:
             last_id: Last id of the assistant's turn. If the policy closed its turn itself, the end is not repeated.
             messages: What the assistant is told next.
             num_images: Images that these messages show.
+            template_kwargs: Further variables of the template, as for the prompt.
 
         Raises:
             InvalidRequestError: as in `render_prompt`, or the template cannot be continued.
         """
         taken_out: list[str] = []
         before = [self._content("user", "?"), self._content("assistant", _ASSISTANT)]
-        rendered = self._fill_template(before + [self._to_chat(message, taken_out) for message in messages])
+        chat = before + [self._to_chat(message, taken_out) for message in messages]
+        rendered = self._fill_template(chat, template_kwargs=template_kwargs)
         _, mark, tail = rendered.partition(_ASSISTANT)
         if not mark or _ASSISTANT in tail:
             raise InvalidRequestError(
@@ -188,12 +205,18 @@ class Renderer:
     def _content(self, role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": text if self._image_token_id is None else [{"type": "text", "text": text}]}
 
-    def _fill_template(self, chat: list[dict[str, Any]], *, tools: Sequence[Any] = ()) -> str:
+    def _fill_template(
+        self, chat: list[dict[str, Any]], *, tools: Sequence[Any] = (), template_kwargs: Mapping[str, Any] = {}
+    ) -> str:
         from jinja2 import TemplateError
 
-        options = {"tools": list(tools)} if tools else {}
+        ours: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        if tools:
+            ours["tools"] = list(tools)
+        if taken := sorted({*ours, "conversation", "tools"} & set(template_kwargs)):
+            raise InvalidRequestError(f"chat_template_kwargs names {taken}, which are set here; remove them")
         try:
-            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
+            return str(self._tokenizer.apply_chat_template(chat, **template_kwargs, **ours))
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)
             raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None

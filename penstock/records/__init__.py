@@ -4,24 +4,30 @@ Every record checks itself, at construction and when decoded (`penstock.records.
 """
 
 from penstock.records.group import Group
-from penstock.records.prompt import ImagePart, Message, Prompt, TextPart, group_id, parse_message_id
-from penstock.records.record import Record, to_builtins
+from penstock.records.prompt import TRAIN, GroupId, ImagePart, Limits, Message, Prompt, Sampling, TextPart
+from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
-from penstock.records.sample import UNJUDGED, Sample, Verdict, VersionSpan
+from penstock.records.sample import UNJUDGED, Sample, TokenSequence, Turn, Verdict, VersionSpan
 
 __all__ = [
+    "RECORD_VERSION",
+    "TRAIN",
     "UNJUDGED",
+    "Envelope",
     "Group",
+    "GroupId",
     "ImagePart",
+    "Limits",
     "Message",
     "Prompt",
     "Record",
     "RecordedCall",
     "Sample",
+    "Sampling",
     "TextPart",
+    "TokenSequence",
+    "Turn",
     "Verdict",
     "VersionSpan",
-    "group_id",
-    "parse_message_id",
     "to_builtins",
 ]

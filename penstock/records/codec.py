@@ -1,7 +1,7 @@
-"""Records to bytes and back: msgpack, with numpy arrays as (dtype, shape, little-endian bytes).
+"""Records to bytes and back: plain msgpack, with numpy arrays as (dtype, shape, little-endian bytes).
 
 Decoding trusts nothing: types, array lengths and each record's own invariants are checked, and bytes that are not the
-record asked for raise `CorruptMessageError` instead of becoming a record that is wrong.
+expected record, in the version that this release reads, raise `CorruptMessageError`.
 """
 
 import math
@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import CorruptMessageError
+from penstock.records.record import RECORD_VERSION, Envelope
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
@@ -31,12 +32,27 @@ def decode(data: bytes, record_type: type[RecordT]) -> RecordT:
     """Return the record that `encode` made `data` from.
 
     Raises:
-        CorruptMessageError: `data` is no such record.
+        CorruptMessageError: `data` is not such a record, or one of another version.
     """
     try:
+        if issubclass(record_type, Envelope):
+            _require_version(data, record_type)
         return msgspec.msgpack.decode(data, type=record_type, dec_hook=_from_wire)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptMessageError(f"{len(data)} bytes are no {record_type.__name__}: {error}") from None
+        raise CorruptMessageError(f"{len(data)} bytes are not a {record_type.__name__}: {error}") from None
+
+
+class _Header(msgspec.Struct):
+    record_version: int = 1
+
+
+def _require_version(data: bytes, record_type: type) -> None:
+    version = msgspec.msgpack.decode(data, type=_Header).record_version
+    if version != RECORD_VERSION:
+        raise CorruptMessageError(
+            f"a {record_type.__name__} in record version {version}, but this release reads version {RECORD_VERSION}; "
+            "finish the run with the release that began it, or start a new one"
+        )
 
 
 def _to_wire(value: Any) -> Any:

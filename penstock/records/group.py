@@ -1,25 +1,29 @@
 """Groups: all samples of one prompt, as a worker publishes them."""
 
-from penstock.records.prompt import Prompt
-from penstock.records.record import Record
+from penstock.records.prompt import TRAIN, GroupId
+from penstock.records.record import Envelope
 from penstock.records.sample import Sample
 
-NUM_DELIVERIES_HEADER = "Penstock-Num-Deliveries"
-"""Header of a group's message: how often its prompt was delivered to workers. Above 1, its samples were drawn again."""
 
+class Group(Envelope, frozen=True, kw_only=True):
+    """All samples of one prompt, or the reason why it has none. The prompt itself stays with the trainer."""
 
-class Group(Record, frozen=True):
-    """All samples of one prompt, or the reason why there are none."""
-
-    prompt: Prompt
+    id: GroupId
+    """Its prompt's."""
+    purpose: str = TRAIN
+    """Its prompt's."""
+    num_samples: int
+    """As its prompt asked for."""
     samples: tuple[Sample, ...]
     worker_id: str
     error: str = ""
-    """Why the group could not be played; empty when it was."""
+    """Why the group could not be played; empty if it was."""
+    num_deliveries: int = 1
+    """How often its prompt was given to a worker: above 1, samples were drawn and lost before these."""
 
     def __post_init__(self) -> None:
-        if self.error == "" and len(self.samples) != self.prompt.num_samples:
-            raise ValueError(f"a group of {self.prompt.num_samples} samples holds {len(self.samples)}")
+        if self.error == "" and len(self.samples) != self.num_samples:
+            raise ValueError(f"a group of {self.num_samples} samples holds {len(self.samples)}")
         if self.error != "" and self.samples:
             raise ValueError("a failed group holds samples")
 
@@ -31,4 +35,9 @@ class Group(Record, frozen=True):
     @property
     def newest_version(self) -> int:
         """The newest policy version that produced one of its tokens."""
-        return max(span.policy_version for sample in self.samples for span in sample.version_spans)
+        return max(sample.newest_version for sample in self.samples)
+
+    @property
+    def images(self) -> frozenset[str]:
+        """Content hashes of all images of all its samples; stored under `id.scope`."""
+        return frozenset[str]().union(*(sample.images for sample in self.samples))

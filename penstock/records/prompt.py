@@ -1,78 +1,147 @@
-"""Prompts: what the trainer admits and a worker plays, and the identities on the bus."""
+"""Prompts: what the trainer admits and a worker plays, and the identity of their groups on the bus."""
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from penstock.records.record import Record
+import msgspec
+
+from penstock.records.record import Envelope, Record
+
+TRAIN = "train"
+"""The purpose of prompts that are trained on; every other purpose is the name of an evaluation."""
+
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 
-class TextPart(Record, frozen=True, tag="text", tag_field="type"):
+class TextPart(Record, frozen=True, kw_only=True, tag="text", tag_field="type"):
     """Text inside a message."""
 
     text: str
 
 
-class ImagePart(Record, frozen=True, tag="image", tag_field="type"):
-    """An image inside a message: an index into the images that travel beside the messages."""
+class ImagePart(Record, frozen=True, kw_only=True, tag="image", tag_field="type"):
+    """An image inside a message: an index into the images that stand beside the messages."""
 
     index: int
 
 
-class Message(Record, frozen=True):
+class Message(Record, frozen=True, kw_only=True):
     """One message of a conversation, in the roles that chat templates know."""
 
     role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[TextPart | ImagePart, ...]
 
 
-class Prompt(Record, frozen=True):
-    """A dataset row made ready: one prompt group for a worker to play."""
+class GroupId(Record, frozen=True, kw_only=True):
+    """The identity of one admission of a group."""
 
     run_id: str
     index: int
     """Place in the run's order of admission, from 0; with `run_id` the identity of the group."""
     attempt: int
     """0, and one more each time the group was rejected as stale and admitted again."""
-    incarnation: str
-    """The start of the trainer that admitted it. A trainer that starts again puts what is outstanding back on the bus,
-    which would take an id that it has seen, and perhaps removed the message of, for a repetition."""
+    trainer_epoch: str
+    """The start of the trainer that admitted it. A restarted trainer puts outstanding groups back on the bus; under
+    their old ids the bus would take them for repetitions of messages that it may no longer have."""
+
+    def __post_init__(self) -> None:
+        if min(self.index, self.attempt) < 0:
+            raise ValueError(f"index = {self.index} and attempt = {self.attempt} must be >= 0")
+
+    @property
+    def group(self) -> str:
+        """Identity of the group, the same over all attempts."""
+        return f"{self.run_id}/{self.index}"
+
+    @property
+    def message(self) -> str:
+        """Identity on the bus, of the prompt and of its group: one per admission, so that none is dropped as a copy."""
+        return f"{self.group}/{self.attempt}/{self.trainer_epoch}"
+
+    @property
+    def scope(self) -> str:
+        """Where the group's images are stored (`penstock.bus.image_store`)."""
+        return self.message.replace("/", ".")
+
+    @classmethod
+    def parse(cls, message_id: str) -> "GroupId | None":
+        """The identity that `message` wrote; None if the text is not one. For messages that cannot be decoded."""
+        match message_id.split("/"):
+            case [run_id, index, attempt, epoch] if index.isdecimal() and attempt.isdecimal():
+                return cls(run_id=run_id, index=int(index), attempt=int(attempt), trainer_epoch=epoch)
+        return None
+
+
+class Sampling(Record, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    max_new_tokens: int = 512
+    """Most tokens of one turn."""
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """Limits of one row's episodes, in place of the worker's settings; None keeps the setting."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    """Most tokens of a sequence, images expanded; never more than the engines take."""
+    turn_timeout_s: float | None = None
+    episode_timeout_s: float | None = None
+
+
+class Prompt(Envelope, frozen=True, kw_only=True):
+    """A dataset row made ready: one prompt group for a worker to play."""
+
+    id: GroupId
     admitted_version: int
     """Published policy version at admission: nothing older may play it."""
+    exact_version: int | None = None
+    """The only policy version that may play it, for evaluations; None allows `admitted_version` and newer."""
+    purpose: str = TRAIN
     num_samples: int
+    sampling: Sampling
     messages: tuple[Message, ...]
-    images: tuple[bytes, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the policy may call, each as a JSON schema in OpenAI's form."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further arguments of the model's chat template."""
+    images: tuple[str, ...]
+    """Content hashes, in the order of the messages' image parts; stored under `id.scope`."""
     golds: tuple[str, ...]
     profile: str
     """The reward service's profile that judges it."""
     environment: str
     """The environment that plays it."""
+    limits: Limits = Limits()
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The row's further columns, as JSON, for environments and reports."""
 
     def __post_init__(self) -> None:
-        if min(self.index, self.attempt, self.admitted_version) < 0 or self.num_samples < 1:
-            raise ValueError("index, attempt and admitted_version must be >= 0 and num_samples >= 1")
+        if self.admitted_version < 0 or self.num_samples < 1:
+            raise ValueError("admitted_version must be >= 0 and num_samples >= 1")
+        if self.exact_version is not None and self.exact_version < self.admitted_version:
+            raise ValueError(f"exact_version = {self.exact_version} is below {self.admitted_version}, the admission's")
         indices = [part.index for message in self.messages for part in message.parts if isinstance(part, ImagePart)]
         if indices != list(range(len(self.images))):
-            raise ValueError(f"messages refer to images {indices}, but {len(self.images)} travel beside them")
+            raise ValueError(f"messages refer to images {indices}, but {len(self.images)} stand beside them")
+        check_hashes(self.images)
 
     @property
-    def group_id(self) -> str:
-        """Identity of the group, the same over all attempts."""
-        return group_id(self.run_id, self.index)
-
-    @property
-    def message_id(self) -> str:
-        """Identity on the bus: one per admission, so that a group admitted again is not taken for a repetition."""
-        return f"{self.group_id}/{self.attempt}/{self.incarnation}"
+    def min_version(self) -> int:
+        """The oldest policy version that may play it."""
+        return self.admitted_version if self.exact_version is None else self.exact_version
 
 
-def group_id(run_id: str, index: int) -> str:
-    """The identity of the run's `index`-th group."""
-    return f"{run_id}/{index}"
+def check_hashes(hashes: tuple[str, ...]) -> None:
+    """Refuse what is not the content hash of an image.
 
-
-def parse_message_id(message_id: str) -> tuple[str, int, int] | None:
-    """Run, index and attempt of a prompt or group whose bytes cannot be decoded; None if it is no such id."""
-    match message_id.split("/"):
-        case [run_id, index, attempt, _] if index.isdecimal() and attempt.isdecimal():
-            return run_id, int(index), int(attempt)
-        case _:
-            return None
+    Raises:
+        ValueError: one is not SHA-256 in hexadecimal digits.
+    """
+    for sha256 in hashes:
+        if not _HASH.fullmatch(sha256):
+            raise ValueError(f"image {sha256[:80]!r} must be a SHA-256 of 64 hexadecimal digits in lower case")

@@ -1,13 +1,27 @@
-"""The base of everything that travels on the bus."""
+"""The base of everything that travels on the bus.
 
-from typing import Any
+Versioning: within `RECORD_VERSION` fields are only added, with defaults, and readers ignore fields they do not know, so
+that processes of neighbouring releases share a bus. A change that breaks this raises `RECORD_VERSION`; records of
+another version are refused with a reason, never misread.
+"""
+
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+RECORD_VERSION: Final = 2
+"""Version 1 had no field `record_version`."""
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that travels: immutable, and decoded strictly."""
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of everything that travels: immutable, checked at construction and when decoded."""
+
+
+class Envelope(Record, frozen=True, kw_only=True):
+    """Base of the records that are whole messages."""
+
+    record_version: int = RECORD_VERSION
 
 
 def to_builtins(record: Record) -> Any:

@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.records.record import Record
-from penstock.records.sample import Sample, Verdict, VersionSpan
+from penstock.records.record import Envelope
+from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
 
 
-class RecordedCall(Record, frozen=True):
+class RecordedCall(Envelope, frozen=True, kw_only=True):
     """One answer that a client of the OpenAI-compatible face got, with all that training on it needs.
 
     P = tokens of the prompt with one placeholder id per image.
@@ -53,20 +53,34 @@ class RecordedCall(Record, frozen=True):
         if sum(span.num_tokens for span in self.version_spans) != length or length == 0:
             raise ValueError(f"{length} tokens were sampled, and version spans cover {self.version_spans}")
 
-    def sample(self, verdict: Verdict) -> Sample:
-        """The call as a sample to train on; all its images are the sample's own."""
+    def to_sample(self, verdict: Verdict, image_hashes: tuple[str, ...]) -> Sample:
+        """The call as a sample to train on.
+
+        Args:
+            verdict: Its judgement.
+            image_hashes: Content hashes of `images`, under which the caller stored them.
+        """
         num_prompt, num_own = len(self.input_ids), len(self.output_ids)
-        return Sample(
+        sequence = TokenSequence(
             token_ids=np.concatenate([self.input_ids, self.output_ids]),
             loss_mask=np.arange(num_prompt + num_own) >= num_prompt,
             logprobs=np.concatenate([np.zeros(num_prompt, np.float32), self.logprobs]),
             version_spans=self.version_spans,
-            images=self.images,
-            num_turns=1,
+            images=image_hashes,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_last_turn_tokens=num_own,
+        )
+        turn = Turn(
+            replica_id="",
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_last_turn_tokens=num_own,
+            num_output_tokens=num_own,
+        )
+        return Sample(
+            sequences=(sequence,),
+            reward=verdict.score if verdict.is_judged else None,
             finish_reason=self.finish_reason,
             verdict=verdict,
+            turns=(turn,),
             text=self.text,
         )

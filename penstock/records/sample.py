@@ -1,17 +1,20 @@
-"""Samples: one completion of a prompt, token for token, with its verdict.
+"""Samples: one completion of a prompt, over all its turns, with its reward.
 
-Shapes: T = tokens of a sample (prompt, the policy's own, and observations) with ONE placeholder id per image;
+Shapes: T = tokens of a sequence (prompt, the policy's own, and observations) with ONE placeholder id per image;
 S = tokens that the policy itself produced (`loss_mask` true).
 """
 
+import math
 from typing import Literal
 
+import msgspec
 import numpy as np
 
+from penstock.records.prompt import check_hashes
 from penstock.records.record import Record
 
 
-class VersionSpan(Record, frozen=True, array_like=True):
+class VersionSpan(Record, frozen=True, kw_only=True, array_like=True):
     """A run of the policy's own tokens made by one policy version."""
 
     num_tokens: int
@@ -23,14 +26,14 @@ class VersionSpan(Record, frozen=True, array_like=True):
 
 
 UNJUDGED = frozenset({"TIMEOUT", "OUT_OF_MEMORY", "FAILED"})
-"""Statuses of a response on which the verifier ran into a limit: whether it is right is not known."""
+"""Statuses of a sample of which it is not known whether it is right: a limit was hit, or something failed."""
 
 
-class Verdict(Record, frozen=True):
+class Verdict(Record, frozen=True, kw_only=True):
     """The reward service's judgement of a sample."""
 
     score: float
-    """The reward; 0 and without meaning where the response was not judged."""
+    """0 and without meaning if the response was not judged."""
     status: str
     """Name of a VerdictStatus without its prefix, for example OK or NO_ANSWER."""
     extracted: str
@@ -42,33 +45,45 @@ class Verdict(Record, frozen=True):
         return self.status not in UNJUDGED
 
 
-class Sample(Record, frozen=True):
-    """One completion of a prompt, over all its turns."""
+class Turn(Record, frozen=True, kw_only=True):
+    """One Generate call of an episode, and the environment's answer to it."""
+
+    replica_id: str
+    """The engine that ended it."""
+    num_prompt_tokens: int
+    """As the engine counted them, image placeholders expanded."""
+    num_cached_tokens: int
+    """Prompt tokens that the engine's prefix cache held."""
+    num_output_tokens: int
+    waited_s: float = 0.0
+    """Seconds in queues, before an engine worked on it."""
+    generated_s: float = 0.0
+    """Seconds from its first chunk to its last."""
+    reward: float | None = None
+    """The environment's reward for this step; None if it gave none."""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the environment measured in this step."""
+
+
+class TokenSequence(Record, frozen=True, kw_only=True):
+    """Tokens that the policy saw as one context. An episode that rewrites its history has several."""
 
     token_ids: np.ndarray
     """int32[T]"""
     loss_mask: np.ndarray
     """bool[T]: true where the policy itself produced the token."""
     logprobs: np.ndarray
-    """float32[T]: the engine's logprob of each token of its own; 0 elsewhere."""
+    """float32[T]: the engine's logprob of each of the policy's own tokens; 0 elsewhere."""
     version_spans: tuple[VersionSpan, ...]
     """Over the policy's own tokens, in order; they add up to S."""
-    images: tuple[bytes, ...]
-    """Images that the environment added after the prompt's; their placeholders follow the prompt's."""
-    num_turns: int
+    images: tuple[str, ...]
+    """Content hashes of all images, the prompt's included, in the order of their placeholders."""
     num_prompt_tokens: int
     """The last turn's prompt as the engine counted it, image placeholders expanded."""
-    num_cached_tokens: int
-    """Prompt tokens that the engine's prefix cache held, over all turns."""
     num_last_turn_tokens: int
-    """Tokens of its own that the policy produced in the last turn."""
-    finish_reason: Literal["stop", "length", "deadline", "environment", "error"]
-    """stop: the policy finished. length: its last turn was cut, or the context is full. deadline: time ran out.
-    environment: the environment ended it early, or the turns were used up. error: the environment failed, or the sample
-    broke the replicas that played it; the verdict is FAILED."""
-    verdict: Verdict
-    text: str
-    """The policy's own text, for people and for the verdict."""
+    """The policy's own tokens of the last turn."""
+    routed_experts: np.ndarray | None = None
+    """int32[T, layers, experts per token] of a mixture of experts, if the engine reports them."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -81,11 +96,71 @@ class Sample(Record, frozen=True):
         if spanned != own:
             raise ValueError(f"version spans cover {spanned} tokens, but the policy produced {own}")
         if own == 0:
-            raise ValueError("a sample holds no token of the policy's own")
+            raise ValueError("a sequence holds no token of the policy's own")
         if not np.isfinite(self.logprobs).all():
             raise ValueError("logprobs hold a value that is not finite")
+        experts = self.routed_experts
+        if experts is not None and (experts.dtype.str != "<i4" or experts.ndim != 3 or len(experts) != length):
+            raise ValueError(f"routed_experts must be <i4[{length}, layers, experts], not {list(experts.shape)}")
+        check_hashes(self.images)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """S."""
+        return int(self.loss_mask.sum())
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """One completion of a prompt."""
+
+    sequences: tuple[TokenSequence, ...]
+    """At least one. The reward is the sample's: however many sequences it has, it counts once."""
+    reward: float | None
+    """The environment's, or else the verdict's; None if it could not be judged."""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    """What else is known of it, by name."""
+    finish_reason: Literal["stop", "length", "deadline", "environment", "error"]
+    """stop: the policy finished. length: its last turn was cut, or the context is full. deadline: time ran out.
+    environment: the environment ended it early, or the turns were used up. error: see `error`."""
+    error: str = ""
+    """Why it could not be judged, if its environment failed or it broke the replicas that played it."""
+    verdict: Verdict | None
+    """None if the environment gave the reward."""
+    turns: tuple[Turn, ...]
+    started_at: float = 0.0
+    """Seconds since 1970."""
+    elapsed_s: float = 0.0
+    """Seconds from its start to its last turn's end, queues included."""
+    text: str
+    """The policy's own text, for people and for the verdict."""
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            raise ValueError("a sample holds no sequence")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"reward = {self.reward} must be a finite number, or None if there is no judgement")
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that produced one of its tokens."""
-        return min(span.policy_version for span in self.version_spans)
+        return min(span.policy_version for sequence in self.sequences for span in sequence.version_spans)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that produced one of its tokens."""
+        return max(span.policy_version for sequence in self.sequences for span in sequence.version_spans)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens that the policy itself produced."""
+        return sum(sequence.num_own_tokens for sequence in self.sequences)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that engines' prefix caches held, over all turns."""
+        return sum(turn.num_cached_tokens for turn in self.turns)
+
+    @property
+    def images(self) -> frozenset[str]:
+        """Content hashes of all images of all its sequences."""
+        return frozenset(image for sequence in self.sequences for image in sequence.images)

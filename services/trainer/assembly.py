@@ -10,8 +10,10 @@ import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
+from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import Lock
 from penstock.bus.watch import Watch, watched
+from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.weights import nccl
 from services.trainer.admission.gate import Gate
@@ -66,11 +68,16 @@ async def assemble(
     reader = await asyncio.to_thread(open_reader, settings.model.path)
     progress.step = progress.checkpoint_step = start.step
 
+    images = ImageStore(bus)
+    await images.ensure()
+    if start.checkpoint is None:
+        await images.clear()
     consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
     collector = Collector(
         consumer=consumer,
         ledger=ledger,
         reader=reader,
+        images=images,
         lock=lock,
         run_id=start.run_id,
         max_failures_in_a_row=config.max_failures_in_a_row,
@@ -79,6 +86,13 @@ async def assemble(
         dataset=dataset,
         ledger=ledger,
         bus=bus,
+        images=images,
+        sampling=Sampling(
+            temperature=settings.sampling.temperature,
+            top_p=settings.sampling.top_p,
+            top_k=max(0, settings.sampling.top_k),
+            max_new_tokens=settings.sampling.max_new_tokens,
+        ),
         run_id=start.run_id,
         trainer_epoch=uuid.uuid4().hex[:8],
         samples_per_group=config.samples_per_group,
@@ -111,6 +125,7 @@ async def assemble(
         ledger=ledger,
         feeder=feeder,
         collector=collector,
+        images=images,
         batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector),
         checkpoints=start.checkpoints,
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step),

@@ -14,7 +14,9 @@ from typing import Any
 import structlog
 
 from penstock.bus.consumer import Delivery
+from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import Lock
+from penstock.records import GroupId
 from penstock.runtime.process import unless_stopped
 from penstock.v1 import trainer_pb2
 from penstock.v1.trainer_pb2 import PublishedVersion
@@ -55,6 +57,7 @@ class TrainingLoop:
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
     collector: Collector
+    images: ImageStore
     batches: BatchSource
     checkpoints: CheckpointStore
     metrics: MetricsLog
@@ -102,7 +105,8 @@ class TrainingLoop:
         self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
         if self.recorder is not None:
             played = [finished.played for finished in batch]
-            await asyncio.to_thread(self.recorder.record, self.step + 1, self.version, played)
+            images = {sha256: data for finished in batch for sha256, data in finished.images.items()}
+            await asyncio.to_thread(self.recorder.record, self.step + 1, self.version, played, images)
         groups = [finished.ready for finished in batch]
         metrics: dict[str, Any] = await asyncio.to_thread(self.backend.step, groups, self.version)
         if self.recorder is not None:
@@ -110,8 +114,13 @@ class TrainingLoop:
         self.ledger.finish_training()
         self.step += 1
         if self.step % self.config.samples_every == 0 or self.step == 1:
-            await asyncio.to_thread(write_group, batch[0].played, self.folder / "samples" / f"step-{self.step:06d}")
+            await asyncio.to_thread(self._write_samples, batch[0])
         return {"step": self.step, "num_steps": self.config.num_steps, "policy_version": self.version, **metrics}
+
+    def _write_samples(self, finished: Finished) -> None:
+        example = self.feeder.dataset[finished.played.id.index]
+        folder = self.folder / "samples" / f"step-{self.step:06d}"
+        write_group(finished.played, example, finished.images, folder)
 
     async def _publish(self, version: int) -> PushReport:
         """Push the current weights as `version`, then announce it: from then on groups may be admitted at it."""
@@ -136,6 +145,12 @@ class TrainingLoop:
             checkpoint_step=self.progress.checkpoint_step,
             checkpoint_folder=str(self.checkpoints.folder.absolute()),
         )
+
+    async def _settle(self, delivery: Delivery) -> None:
+        await delivery.ack()
+        group_id = GroupId.parse(delivery.message_id)
+        if group_id is not None:
+            await self.images.remove(group_id.scope)
 
     @property
     def _num_steps_left(self) -> int:
@@ -180,7 +195,7 @@ class TrainingLoop:
         await self.lock.confirm()
         settled = self.ledger.settle(ledger)
         for first in range(0, len(settled), _ACKS_AT_A_TIME):
-            await asyncio.gather(*(delivery.ack() for delivery in settled[first : first + _ACKS_AT_A_TIME]))
+            await asyncio.gather(*(self._settle(delivery) for delivery in settled[first : first + _ACKS_AT_A_TIME]))
         self.progress.checkpoint_step, self.saved_version = self.step, self.version
         await self.versions.announce(self._describe_version(self.version))
         log.info(

@@ -1,52 +1,83 @@
 """Field numbers and record names are promises to peers of another version and to messages that outlive an upgrade."""
 
+import msgpack
 import numpy as np
 import pytest
 from google.protobuf.message import Message as ProtoMessage
 
 from penstock.records import (
     Group,
+    GroupId,
     ImagePart,
+    Limits,
     Message,
     Prompt,
     Record,
     RecordedCall,
     Sample,
+    Sampling,
     TextPart,
+    TokenSequence,
+    Turn,
     Verdict,
     VersionSpan,
 )
 from penstock.records.codec import decode, encode
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2, router_pb2
 
+HASH = "ab" * 32
 PROMPT = Prompt(
-    run_id="run-1",
-    index=7,
-    attempt=1,
-    incarnation="a",
+    id=GroupId(run_id="run-1", index=7, attempt=1, trainer_epoch="a"),
     admitted_version=3,
+    exact_version=4,
+    purpose="geo3k-test",
     num_samples=1,
+    sampling=Sampling(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=8),
     messages=(Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x."))),),
-    images=(b"\x89PNG",),
+    tools=({"type": "function"},),
+    chat_template_kwargs={"enable_thinking": False},
+    images=(HASH,),
     golds=("3",),
     profile="geo3k",
     environment="single_turn",
+    limits=Limits(max_turns=2, max_tokens=100, turn_timeout_s=1.5, episode_timeout_s=2.5),
+    extra={"level": 5},
 )
 SAMPLE = Sample(
-    token_ids=np.array([5, 6, 7], np.int32),
-    loss_mask=np.array([False, True, True]),
-    logprobs=np.array([0, -0.5, -1.25], np.float32),
-    version_spans=(VersionSpan(num_tokens=2, policy_version=3),),
-    images=(),
-    num_turns=1,
-    num_prompt_tokens=9,
-    num_cached_tokens=0,
-    num_last_turn_tokens=2,
-    finish_reason="stop",
+    sequences=(
+        TokenSequence(
+            token_ids=np.array([5, 6, 7], np.int32),
+            loss_mask=np.array([False, True, True]),
+            logprobs=np.array([0, -0.5, -1.25], np.float32),
+            version_spans=(VersionSpan(num_tokens=2, policy_version=3),),
+            images=(HASH,),
+            num_prompt_tokens=9,
+            num_last_turn_tokens=2,
+            routed_experts=np.array([[[1, 2]]] * 3, np.int32),
+        ),
+    ),
+    reward=1.0,
+    metrics={"distance": 0.5},
+    finish_reason="deadline",
+    error="",
     verdict=Verdict(score=1.0, status="OK", extracted="3", method="EXACT"),
+    turns=(
+        Turn(
+            replica_id="e",
+            num_prompt_tokens=9,
+            num_cached_tokens=4,
+            num_output_tokens=2,
+            waited_s=0.5,
+            generated_s=0.25,
+            reward=-1.0,
+            metrics={"step": 1.0},
+        ),
+    ),
+    started_at=1.5,
+    elapsed_s=0.75,
     text="3",
 )
-GROUP = Group(prompt=PROMPT, samples=(SAMPLE,), worker_id="w")
+GROUP = Group(id=PROMPT.id, purpose="geo3k-test", num_samples=1, samples=(SAMPLE,), worker_id="w", num_deliveries=2)
 CALL = RecordedCall(
     session="s",
     request_id="q",
@@ -67,33 +98,44 @@ CALL = RecordedCall(
 )
 
 PROMPT_WIRE = (
-    "8ba672756e5f6964a572756e2d31a5696e64657807a7617474656d707401ab696e6361726e6174696f6ea161b061646d"
-    "69747465645f76657273696f6e03ab6e756d5f73616d706c657301a86d657373616765739182a4726f6c65a475736572"
-    "a570617274739282a474797065a5696d616765a5696e6465780082a474797065a474657874a474657874a746696e6420"
-    "782ea6696d6167657391c40489504e47a5676f6c647391a133a770726f66696c65a567656f336bab656e7669726f6e6d"
-    "656e74ab73696e676c655f7475726e"
+    "de0010ae7265636f72645f76657273696f6e02a2696484a672756e5f6964a572756e2d31a5696e64657807a761747465"
+    "6d707401ad747261696e65725f65706f6368a161b061646d69747465645f76657273696f6e03ad65786163745f766572"
+    "73696f6e04a7707572706f7365aa67656f336b2d74657374ab6e756d5f73616d706c657301a873616d706c696e6784ab"
+    "74656d7065726174757265cb3fe0000000000000a5746f705f70cb3feccccccccccccda5746f705f6b03ae6d61785f6e"
+    "65775f746f6b656e7308a86d657373616765739182a4726f6c65a475736572a570617274739282a474797065a5696d61"
+    "6765a5696e6465780082a474797065a474657874a474657874a746696e6420782ea5746f6f6c739181a474797065a866"
+    "756e6374696f6eb4636861745f74656d706c6174655f6b776172677381af656e61626c655f7468696e6b696e67c2a669"
+    "6d6167657391d94061626162616261626162616261626162616261626162616261626162616261626162616261626162"
+    "616261626162616261626162616261626162616261626162a5676f6c647391a133a770726f66696c65a567656f336bab"
+    "656e7669726f6e6d656e74ab73696e676c655f7475726ea66c696d69747384a96d61785f7475726e7302aa6d61785f74"
+    "6f6b656e7364ae7475726e5f74696d656f75745f73cb3ff8000000000000b1657069736f64655f74696d656f75745f73"
+    "cb4004000000000000a5657874726181a56c6576656c05"
 )
 GROUP_WIRE = (
-    "84a670726f6d70748ba672756e5f6964a572756e2d31a5696e64657807a7617474656d707401ab696e6361726e617469"
-    "6f6ea161b061646d69747465645f76657273696f6e03ab6e756d5f73616d706c657301a86d657373616765739182a472"
-    "6f6c65a475736572a570617274739282a474797065a5696d616765a5696e6465780082a474797065a474657874a47465"
-    "7874a746696e6420782ea6696d6167657391c40489504e47a5676f6c647391a133a770726f66696c65a567656f336bab"
-    "656e7669726f6e6d656e74ab73696e676c655f7475726ea773616d706c6573918ca9746f6b656e5f69647393a33c6934"
-    "9103c40c050000000600000007000000a96c6f73735f6d61736b93a37c62319103c403000101a86c6f6770726f627393"
-    "a33c66349103c40c00000000000000bf0000a0bfad76657273696f6e5f7370616e7391920203a6696d6167657390a96e"
-    "756d5f7475726e7301b16e756d5f70726f6d70745f746f6b656e7309b16e756d5f6361636865645f746f6b656e7300b4"
-    "6e756d5f6c6173745f7475726e5f746f6b656e7302ad66696e6973685f726561736f6ea473746f70a776657264696374"
-    "84a573636f7265cb3ff0000000000000a6737461747573a24f4ba9657874726163746564a133a66d6574686f64a54558"
-    "414354a474657874a133a9776f726b65725f6964a177a56572726f72a0"
+    "88ae7265636f72645f76657273696f6e02a2696484a672756e5f6964a572756e2d31a5696e64657807a7617474656d70"
+    "7401ad747261696e65725f65706f6368a161a7707572706f7365aa67656f336b2d74657374ab6e756d5f73616d706c65"
+    "7301a773616d706c6573918aa973657175656e6365739188a9746f6b656e5f69647393a33c69349103c40c0500000006"
+    "00000007000000a96c6f73735f6d61736b93a37c62319103c403000101a86c6f6770726f627393a33c66349103c40c00"
+    "000000000000bf0000a0bfad76657273696f6e5f7370616e7391920203a6696d6167657391d940616261626162616261"
+    "626162616261626162616261626162616261626162616261626162616261626162616261626162616261626162616261"
+    "62616261626162b16e756d5f70726f6d70745f746f6b656e7309b46e756d5f6c6173745f7475726e5f746f6b656e7302"
+    "ae726f757465645f6578706572747393a33c693493030102c41801000000020000000100000002000000010000000200"
+    "0000a6726577617264cb3ff0000000000000a76d65747269637381a864697374616e6365cb3fe0000000000000ad6669"
+    "6e6973685f726561736f6ea8646561646c696e65a56572726f72a0a77665726469637484a573636f7265cb3ff0000000"
+    "000000a6737461747573a24f4ba9657874726163746564a133a66d6574686f64a54558414354a57475726e739188aa72"
+    "65706c6963615f6964a165b16e756d5f70726f6d70745f746f6b656e7309b16e756d5f6361636865645f746f6b656e73"
+    "04b16e756d5f6f75747075745f746f6b656e7302a87761697465645f73cb3fe0000000000000ab67656e657261746564"
+    "5f73cb3fd0000000000000a6726577617264cbbff0000000000000a76d65747269637381a473746570cb3ff000000000"
+    "0000aa737461727465645f6174cb3ff8000000000000a9656c61707365645f73cb3fe8000000000000a474657874a133"
+    "a9776f726b65725f6964a177a56572726f72a0ae6e756d5f64656c6976657269657302"
 )
-
 CALL_WIRE = (
-    "de0010a773657373696f6ea173aa726571756573745f6964a171a663686f69636501a763726561746564cb4004000000"
-    "000000a9696e7075745f69647393a33c69349101c40405000000a6696d6167657391c40489504e47aa6f75747075745f"
-    "69647393a33c69349102c4080600000007000000a86c6f6770726f627393a33c66349102c408000000bf0000a0bfad76"
-    "657273696f6e5f7370616e7391920203ad66696e6973685f726561736f6ea473746f70ab74656d7065726174757265cb"
-    "3fe0000000000000a5746f705f70cb3ff0000000000000a5746f705f6b00b16e756d5f70726f6d70745f746f6b656e73"
-    "09b16e756d5f6361636865645f746f6b656e7304a474657874a133"
+    "de0011ae7265636f72645f76657273696f6e02a773657373696f6ea173aa726571756573745f6964a171a663686f6963"
+    "6501a763726561746564cb4004000000000000a9696e7075745f69647393a33c69349101c40405000000a6696d616765"
+    "7391c40489504e47aa6f75747075745f69647393a33c69349102c4080600000007000000a86c6f6770726f627393a33c"
+    "66349102c408000000bf0000a0bfad76657273696f6e5f7370616e7391920203ad66696e6973685f726561736f6ea473"
+    "746f70ab74656d7065726174757265cb3fe0000000000000a5746f705f70cb3ff0000000000000a5746f705f6b00b16e"
+    "756d5f70726f6d70745f746f6b656e7309b16e756d5f6361636865645f746f6b656e7304a474657874a133"
 )
 
 MESSAGES: list[tuple[ProtoMessage, str]] = [
@@ -110,6 +152,12 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
             chunk_tokens=16,
         ),
         "0a01721201731a0301ac0222030a01782a110d0000803f150000003f180220042a010930033810",
+    ),
+    (
+        generate_pb2.GenerateRequest(
+            images=[common_pb2.Image(stored=common_pb2.StoredImage(sha256="ab", scope="r.0"))],
+        ),
+        "220b12090a02616212037 22e30".replace(" ", ""),
     ),
     (
         generate_pb2.GenerateResponse(
@@ -267,6 +315,19 @@ def test_messages_keep_their_wire_format(message: ProtoMessage, wire: str) -> No
     ("record", "wire"), [(PROMPT, PROMPT_WIRE), (GROUP, GROUP_WIRE), (CALL, CALL_WIRE)], ids=["prompt", "group", "call"]
 )
 def test_records_on_the_bus_are_still_read(record: Record, wire: str) -> None:
-    """What an earlier version stored decodes to the same record, and is stored the same way today."""
+    """What an earlier release stored decodes to the same record, and is stored the same way today."""
     assert encode(record).hex() == wire
     assert encode(decode(bytes.fromhex(wire), type(record))).hex() == wire
+
+
+@pytest.mark.parametrize("record", [PROMPT, GROUP, CALL], ids=["prompt", "group", "call"])
+def test_records_are_plain_msgpack(record: Record) -> None:
+    """The `msgpack` package reads each field under its name; an array is its type, its shape and its bytes."""
+    wire = msgpack.unpackb(encode(record))
+    assert wire["record_version"] == 2
+    assert set(wire) == set(record.__struct_fields__)
+    if isinstance(record, Group):
+        [sequence] = wire["samples"][0]["sequences"]
+        dtype, shape, data = sequence["logprobs"]
+        assert np.frombuffer(data, dtype).reshape(shape).tolist() == [0, -0.5, -1.25]
+        assert sequence["version_spans"] == [[2, 3]]

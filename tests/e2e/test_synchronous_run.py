@@ -17,14 +17,13 @@ from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
 from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
-from penstock.records import Group
-from penstock.records.codec import decode
 from penstock.runtime.security import Security
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
 from services.trainer.data.geometry import GeometryDataset
+from services.trainer.replay.recording import read_recording
 from tests.support.certificates import make_certificates, security_of
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
 
@@ -164,9 +163,9 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     before = {name: tensor.clone() for name, tensor in plain.export()}
     reader = open_reader(recipe.model.path)
     for step in range(1, NUM_STEPS + 1):
-        files = sorted((run.folder / "groups" / f"step-{step:06d}").glob("*.msgpack"))
-        groups = [decode(file.read_bytes(), Group) for file in files]
-        plain.step([reader.read(group) for group in groups], policy_version=step)
+        recording = read_recording(run.folder / "groups", step)
+        groups = sorted(recording.groups, key=lambda group: group.id.index)
+        plain.step([reader.read(group, recording.images) for group in groups], policy_version=step)
     trained = InProcessBackend(recipe.model.path, recipe.trainer, **sampling)
     trained.load(run.folder / "checkpoints" / f"step-{NUM_STEPS:06d}")
     weights = dict(plain.export())

@@ -2,24 +2,25 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import Delivery, consuming
+from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import claim
 from penstock.config import BusConfig
 from penstock.errors import DataError, SupersededError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
-from penstock.records import Group
+from penstock.records import Group, Sampling
 from penstock.records.codec import encode
-from penstock.records.group import NUM_DELIVERIES_HEADER
 from penstock.runtime.process import end_task
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger, GroupStatus
@@ -30,7 +31,7 @@ from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.feeder import Feeder
 from tests.support.cuttable_link import CuttableLink
-from tests.support.trainer.groups import make_group, num_placeholders, picture
+from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.waiting import until
 
 RUN = "run"
@@ -79,10 +80,14 @@ async def open_flow(
     ledger: GroupLedger[Finished, Delivery] = GroupLedger(
         Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
     )
+    images = ImageStore(bus)
+    await images.ensure()
     feeder = Feeder(
         dataset=open_dataset(DataConfig(size=10)),
         ledger=ledger,
         bus=bus,
+        images=images,
+        sampling=Sampling(temperature=1.0),
         run_id=run_id,
         trainer_epoch="a",
         samples_per_group=4,
@@ -95,6 +100,7 @@ async def open_flow(
             ledger=ledger,
             reader=GroupReader(tokens, None),
             lock=await claim(bus, "trainer", ttl_s=0.0),
+            images=images,
             run_id=run_id,
             max_failures_in_a_row=2,
         )
@@ -114,12 +120,16 @@ async def running(bus: Bus, model_path: Path, **settings: Any) -> AsyncIterator[
 
 async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
     """Store a group as a worker does; `copy` makes a second copy that the bus cannot recognise."""
-    await bus.publish(bus.groups, encode(group), message_id=group.prompt.message_id + copy)
+    images = ImageStore(bus)
+    await images.ensure()
+    for sha256 in group.images:
+        await images.put(group.id.scope, IMAGES[sha256])
+    await bus.publish(bus.groups, encode(group), message_id=group.id.message + copy)
 
 
 async def publish_failed(bus: Bus, group: Group, *, reason: str = "the image is broken") -> None:
     """Store what a worker reports when it could not play the group."""
-    await publish(bus, Group(prompt=group.prompt, samples=(), worker_id="w", error=reason))
+    await publish(bus, msgspec.structs.replace(group, samples=(), error=reason))
 
 
 async def num_stored(bus: Bus) -> int:
@@ -259,10 +269,10 @@ async def test_group_that_is_being_read_is_not_settled(bus: Bus, tiny_model_path
     async with running(bus, tiny_model_path) as flow:
         read = flow.collector.reader.read
 
-        def read_slowly(group: Group) -> TrainGroup:
+        def read_slowly(group: Group, images: Mapping[str, bytes]) -> TrainGroup:
             is_reading.set()
             may_end.wait(10)
-            return read(group)
+            return read(group, images)
 
         flow.collector.reader.read = read_slowly  # type: ignore[method-assign]
         await publish(bus, make_group(tiny_model_path, index=0, version=1))
@@ -306,6 +316,22 @@ async def test_group_that_contradicts_the_model_is_buried_and_the_run_goes_on(bu
     assert await num_stored(bus) == 0
 
 
+async def test_group_whose_images_are_gone_counts_as_failed(bus: Bus, tiny_model_path: Path) -> None:
+    """It cannot be trained; its message is kept as a dead letter that names the image."""
+    group = make_group(
+        tiny_model_path, index=0, version=1, images=[picture(0)], placeholders=[num_placeholders((96, 96))]
+    )
+    await publish(bus, group)
+    await ImageStore(bus).remove(group.id.scope)
+    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    async with running(bus, tiny_model_path) as flow:
+        (finished,) = await flow.next_batch(1)
+    assert finished.ready.index == 1
+    letter = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
+    assert letter.headers is not None
+    assert f"image {next(iter(group.images))} is not stored" in letter.headers["Penstock-Reason"]
+
+
 async def test_lost_group_is_noticed_and_played_again(bus: Bus, tiny_model_path: Path) -> None:
     """The host of NATS died, and neither queue has what it acknowledged: another attempt is admitted."""
     async with running(bus, tiny_model_path) as flow:
@@ -347,8 +373,7 @@ async def test_group_that_takes_long_is_not_taken_for_lost(bus: Bus, tiny_model_
 async def test_what_a_worker_sampled_again_is_counted(bus: Bus, tiny_model_path: Path) -> None:
     """Its prompt was delivered twice: to a worker that died, and to the one that finished the group."""
     group = make_group(tiny_model_path, index=0, version=1)
-    headers = {NUM_DELIVERIES_HEADER: "2"}
-    await bus.publish(bus.groups, encode(group), message_id=group.prompt.message_id, headers=headers)
+    await publish(bus, msgspec.structs.replace(group, num_deliveries=2))
     async with running(bus, tiny_model_path) as flow:
         await flow.next_batch(1)
     assert (flow.ledger.counts.redrawn, flow.ledger.counts.redrawn_tokens) == (1, 3 + 4 + 5 + 6)

@@ -8,10 +8,11 @@ import torch
 from openai import AsyncOpenAI
 
 from penstock.bus.connection import connect
+from penstock.bus.image_store import hash_of
 from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
-from penstock.records import Group, Prompt, RecordedCall, Verdict
+from penstock.records import Group, GroupId, RecordedCall, Verdict
 from penstock.testing.engine_process import EngineProcess
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.model import PolicyModel
@@ -31,17 +32,16 @@ NO_VERDICT = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
 @torch.no_grad()
 def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) -> torch.Tensor:
     """What the trainer makes of a recorded call: read as a group, packed as a batch, scored by its model."""
-    prompt = Prompt(
-        run_id="r", index=0, attempt=0, incarnation="a", admitted_version=0, num_samples=1, messages=(), images=(),
-        golds=("3",), profile="math", environment="single_turn",
-    )  # fmt: skip
     tokens = ModelTokens(
         vocab_size=vocab_size(model_path),
         image_id=image_token_id(model_path),
         forbidden_ids=frozenset(forbidden_token_ids(model_path)),
     )
-    group = Group(prompt=prompt, samples=(call.sample(NO_VERDICT),), worker_id="w")
-    [sequence] = GroupReader(tokens, ImagePatcher(model_path)).read(group).sequences
+    images = {hash_of(data): data for data in call.images}
+    sample = call.to_sample(NO_VERDICT, tuple(map(hash_of, call.images)))
+    group_id = GroupId(run_id="r", index=0, attempt=0, trainer_epoch="a")
+    group = Group(id=group_id, num_samples=1, samples=(sample,), worker_id="w")
+    [sequence] = GroupReader(tokens, ImagePatcher(model_path)).read(group, images).sequences
     return policy(pad([sequence], [0.0], [1.0]))
 
 

@@ -16,7 +16,7 @@ from services.trainer.backend.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import MicroBatch, pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
-from tests.support.trainer.groups import make_group, picture
+from tests.support.trainer.groups import IMAGES, make_group, picture
 
 TEMPERATURE = 0.7
 
@@ -41,7 +41,7 @@ def sequences(tiny_model_path: Path) -> list[TrainSequence]:
         make_group(tiny_model_path, index=2, rewards=[0, 1], images=[wide, square], placeholders=[10, 9]),
         make_group(tiny_model_path, index=3, rewards=[0, 1], images=[square, square], placeholders=[9, 9]),
     ]
-    return [sequence for group in groups for sequence in reader.read(group).sequences]
+    return [sequence for group in groups for sequence in reader.read(group, IMAGES).sequences]
 
 
 def batch_of(*sequences: TrainSequence) -> MicroBatch:
@@ -152,7 +152,7 @@ def test_text_only_models_work_too(tmp_path: Path) -> None:
     policy = load_policy(tmp_path, temperature=1.0, forbidden_ids=())
     tokens = ModelTokens(vocab_size=256, image_id=None, forbidden_ids=frozenset())
     group = make_group(tmp_path, rewards=[0.0, 1.0])
-    sequence = GroupReader(tokens, None).read(group).sequences[0]
+    sequence = GroupReader(tokens, None).read(group, {}).sequences[0]
     sequence.token_ids_X[:] %= 64
     ids = torch.from_numpy(sequence.token_ids_X)[None]
     with torch.no_grad():

@@ -15,11 +15,11 @@ from PIL import Image
 from penstock.errors import InvalidRequestError
 from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
-from penstock.records import Group, Sample, Verdict, VersionSpan
+from penstock.records import Group, TokenSequence, VersionSpan
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import pad, plan_micro_batches
 from services.trainer.batching.sequences import GroupReader, ModelTokens
-from tests.support.trainer.groups import BETWEEN, make_group, num_placeholders, picture
+from tests.support.trainer.groups import BETWEEN, IMAGES, make_group, num_placeholders, picture, remember
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,9 @@ def reader(tiny_model_path: Path) -> GroupReader:
 
 
 def with_sample(group: Group, **changes: Any) -> Group:
-    """The group with its first sample changed."""
-    first = msgspec.structs.replace(group.samples[0], **changes)
+    """The group with its first sample's sequence changed."""
+    [sequence] = group.samples[0].sequences
+    first = msgspec.structs.replace(group.samples[0], sequences=(msgspec.structs.replace(sequence, **changes),))
     return msgspec.structs.replace(group, samples=(first, *group.samples[1:]))
 
 
@@ -48,17 +49,18 @@ def test_expands_each_placeholder_and_moves_everything_with_it(reader: GroupRead
         placeholders=[num_placeholders(size) for size in sizes],
         version=4,
     )
-    read = reader.read(group)
+    read = reader.read(group, IMAGES)
     for sample, sequence in zip(group.samples, read.sequences, strict=True):
-        ids = sample.token_ids.tolist()
+        [played] = sample.sequences
+        ids = played.token_ids.tolist()
         image_id = image_token_id(tiny_model_path)
         at = ids.index(image_id)
         expected = ids[:at] + [image_id] * 9 + [BETWEEN] + [image_id] * 10 + ids[at + 3 :]
         assert sequence.token_ids_X.tolist() == expected
         assert sequence.image_mask_X.sum() == 19
         own = sequence.loss_mask_X
-        assert sequence.token_ids_X[own].tolist() == sample.token_ids[sample.loss_mask].tolist()
-        assert sequence.engine_logprobs_X[own].tolist() == sample.logprobs[sample.loss_mask].tolist()
+        assert sequence.token_ids_X[own].tolist() == played.token_ids[played.loss_mask].tolist()
+        assert sequence.engine_logprobs_X[own].tolist() == played.logprobs[played.loss_mask].tolist()
         assert set(sequence.versions_X[own]) == {4}
         assert set(sequence.versions_X[~own]) == {-1}
         assert [image.grid_thw for image in sequence.images] == [(1, 6, 6), (1, 4, 10)]
@@ -86,7 +88,7 @@ def test_matches_the_models_own_processor(tiny_model_path: Path, reader: GroupRe
         num_prompt_tokens=theirs["input_ids"].shape[1],
         num_last_turn_tokens=len(own),
     )
-    sequence = reader.read(group).sequences[0]
+    sequence = reader.read(group, IMAGES).sequences[0]
     assert sequence.token_ids_X.tolist() == theirs["input_ids"][0].tolist() + own
     torch.testing.assert_close(sequence.images[0].pixel_values_PD, theirs["pixel_values"], rtol=0, atol=0)
     assert list(sequence.images[0].grid_thw) == theirs["image_grid_thw"][0].tolist()
@@ -95,7 +97,7 @@ def test_matches_the_models_own_processor(tiny_model_path: Path, reader: GroupRe
 def test_equal_images_of_a_group_are_cut_once(tiny_model_path: Path, reader: GroupReader) -> None:
     """All samples share the very object, and a micro-batch holds its pixels once."""
     group = make_group(tiny_model_path, images=[picture(0), picture(0)], placeholders=[9, 9])
-    sequences = reader.read(group).sequences
+    sequences = reader.read(group, IMAGES).sequences
     assert len({id(image) for sequence in sequences for image in sequence.images}) == 1
     batch = pad(sequences, [0.0] * 4, [1.0] * 4)
     assert batch.pixel_values_PD.shape[0] == 36
@@ -122,20 +124,19 @@ def test_last_turns_prompt_is_checked_over_several_turns(tiny_model_path: Path, 
         "loss_mask": mask,
         "logprobs": np.zeros(12, np.float32),
         "version_spans": (VersionSpan(num_tokens=2, policy_version=1), VersionSpan(num_tokens=3, policy_version=2)),
-        "num_turns": 2,
         "num_last_turn_tokens": 3,
     }
     group = make_group(tiny_model_path)
-    sequence = reader.read(with_sample(group, num_prompt_tokens=7, **changes)).sequences[0]
+    sequence = reader.read(with_sample(group, num_prompt_tokens=7, **changes), IMAGES).sequences[0]
     assert sequence.versions_X.tolist() == [-1, -1, -1, 1, 1, -1, -1, 2, 2, 2, -1, -1]
     with pytest.raises(InvalidRequestError, match="engine counted 3 prompt tokens in the last turn, the trainer 7"):
-        reader.read(with_sample(group, num_prompt_tokens=3, **changes))
+        reader.read(with_sample(group, num_prompt_tokens=3, **changes), IMAGES)
 
 
-def own_token(sample: Sample, token_id: int) -> np.ndarray:
-    """The sample's ids with the first of the policy's own replaced."""
-    ids = sample.token_ids.copy()
-    ids[np.flatnonzero(sample.loss_mask)[0]] = token_id
+def own_token(sequence: TokenSequence, token_id: int) -> np.ndarray:
+    """The sequence's ids with the first of the policy's own replaced."""
+    ids = sequence.token_ids.copy()
+    ids[np.flatnonzero(sequence.loss_mask)[0]] = token_id
     return ids
 
 
@@ -144,14 +145,14 @@ def test_refuses_a_prompt_that_the_engine_saw_differently(tiny_model_path: Path,
     group = make_group(tiny_model_path, images=[picture(0)], placeholders=[1], index=5)
     message = r"group run/5, sample 0: the engine counted 29 prompt tokens .*the trainer 37.*must have seen every image"
     with pytest.raises(InvalidRequestError, match=message):
-        reader.read(group)
+        reader.read(group, IMAGES)
 
 
 def test_refuses_more_or_fewer_placeholders_than_images(tiny_model_path: Path, reader: GroupReader) -> None:
     """With the numbers."""
     group = make_group(tiny_model_path, images=[picture(0)], placeholders=[9])
     with pytest.raises(InvalidRequestError, match="1 image placeholders, but 2 images"):
-        reader.read(with_sample(group, images=(picture(1),)))
+        reader.read(with_sample(group, images=(remember(picture(0)), remember(picture(1)))), IMAGES)
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"])
@@ -161,11 +162,11 @@ def test_refuses_vision_tokens_that_the_policy_sampled(tiny_model_path: Path, re
 
     token_id = AutoTokenizer.from_pretrained(tiny_model_path).convert_tokens_to_ids(token)
     group = make_group(tiny_model_path)
-    group = with_sample(group, token_ids=own_token(group.samples[0], token_id))
+    group = with_sample(group, token_ids=own_token(group.samples[0].sequences[0], token_id))
     with pytest.raises(
         InvalidRequestError, match=rf"sample 0: the policy sampled the forbidden token ids \[{token_id}\]"
     ):
-        reader.read(group)
+        reader.read(group, IMAGES)
 
 
 def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupReader) -> None:
@@ -173,23 +174,28 @@ def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupRead
     group = make_group(tiny_model_path)
     for token_id in (-1, vocab_size(tiny_model_path)):
         with pytest.raises(InvalidRequestError, match=f"token id {token_id} is outside the vocabulary of 384"):
-            reader.read(with_sample(group, token_ids=own_token(group.samples[0], token_id)))
+            reader.read(with_sample(group, token_ids=own_token(group.samples[0].sequences[0], token_id)), IMAGES)
     pair = make_group(tiny_model_path, images=[picture(0)] * 2, placeholders=[9, 9])
-    ids = pair.samples[0].token_ids.copy()
+    ids = pair.samples[0].sequences[0].token_ids.copy()
     at = ids.tolist().index(BETWEEN)
     ids[at], ids[at + 1] = ids[at + 1], ids[at]
     with pytest.raises(InvalidRequestError, match="stand side by side"):
-        reader.read(with_sample(pair, token_ids=ids))
-    length = len(group.samples[0].token_ids)
+        reader.read(with_sample(pair, token_ids=ids), IMAGES)
+    length = len(group.samples[0].sequences[0].token_ids)
     spans = (VersionSpan(num_tokens=length, policy_version=1),)
     with pytest.raises(InvalidRequestError, match="no prompt"):
-        reader.read(with_sample(group, loss_mask=np.ones(length, bool), version_spans=spans))
-    with pytest.raises(InvalidRequestError, match="sample 1: its reward is nan"):
-        reader.read(make_group(tiny_model_path, rewards=[1.0, float("nan")]))
+        reader.read(with_sample(group, loss_mask=np.ones(length, bool), version_spans=spans), IMAGES)
+    with pytest.raises(ValueError, match="reward = nan must be a finite number"):
+        make_group(tiny_model_path, rewards=[1.0, float("nan")])
+    twice = msgspec.structs.replace(group.samples[0], sequences=group.samples[0].sequences * 2)
+    with pytest.raises(InvalidRequestError, match="sample 0: it has 2 sequences"):
+        reader.read(msgspec.structs.replace(group, samples=(twice, *group.samples[1:])), IMAGES)
+    with pytest.raises(InvalidRequestError, match=r"sample 0: its image [0-9a-f]{64} is missing"):
+        reader.read(pair, {})
     with pytest.raises(InvalidRequestError, match=r"group run/0 failed .* because"):
-        reader.read(Group(prompt=group.prompt, samples=(), worker_id="w", error="because"))
+        reader.read(msgspec.structs.replace(group, samples=(), error="because"), IMAGES)
     with pytest.raises(InvalidRequestError, match=r"sample 0: image \(3 bytes\) cannot be decoded"):
-        reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]))
+        reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]), IMAGES)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
@@ -204,7 +210,7 @@ def test_plan_holds_every_sequence_once_within_the_budget(lengths: list[int], ma
 
 def test_padding_puts_each_own_token_at_its_place(tiny_model_path: Path, reader: GroupReader) -> None:
     """Rows, columns, and per-token values agree with the sequences."""
-    sequences = reader.read(make_group(tiny_model_path, own_lengths=[2, 5, 1, 3])).sequences
+    sequences = reader.read(make_group(tiny_model_path, own_lengths=[2, 5, 1, 3]), IMAGES).sequences
     batch = pad(sequences, [1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.3, 0.4])
     assert batch.num_own_tokens == 11
     assert batch.rows_N.tolist() == [0] * 2 + [1] * 5 + [2] + [3] * 3
@@ -218,8 +224,7 @@ def test_padding_puts_each_own_token_at_its_place(tiny_model_path: Path, reader:
 def test_reward_of_a_response_that_was_not_judged_is_no_zero(tiny_model_path: Path, reader: GroupReader) -> None:
     """A verifier that ran into its limit says nothing about the answer."""
     group = make_group(tiny_model_path, rewards=(1.0, 0.0))
-    unjudged = Verdict(score=0.0, status="TIMEOUT", extracted="", method="UNSPECIFIED")
-    late = msgspec.structs.replace(group.samples[1], verdict=unjudged)
-    first, second = reader.read(msgspec.structs.replace(group, samples=(group.samples[0], late))).rewards
+    late = msgspec.structs.replace(group.samples[1], reward=None)
+    first, second = reader.read(msgspec.structs.replace(group, samples=(group.samples[0], late)), IMAGES).rewards
     assert first == 1.0
     assert np.isnan(second)

@@ -8,20 +8,20 @@ from typing import Any, cast
 import pytest
 
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
-from penstock.records import Message, Prompt, TextPart
+from penstock.records import GroupId, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
+from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
 from services.rollout.worker.trajectory import STOP, Trajectory
+from tests.support.image_shelf import ImageShelf
 
 PROMPT = Prompt(
-    run_id="run",
-    index=0,
-    attempt=0,
-    incarnation="a",
+    id=GroupId(run_id="run", index=0, attempt=0, trainer_epoch="a"),
     admitted_version=0,
     num_samples=3,
+    sampling=Sampling(temperature=1.0),
     messages=(Message(role="user", parts=(TextPart(text="?"),)),),
     images=(),
     golds=("3", "3.0"),
@@ -38,7 +38,7 @@ class ScriptedEpisodes:
     script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
     num_cancelled: int = 0
 
-    async def play(self, prompt: Prompt, sample: int) -> Episode:
+    async def play(self, prompt: Prompt, sample: int, images: GroupImages) -> Episode:
         broken = False
         match self.script.get(sample):
             case "wait":
@@ -63,7 +63,7 @@ class ScriptedEpisodes:
         )
         ending: Ending = "error" if broken else "stop"
         error = "the tool crashed" if broken else ""
-        return Episode(trajectory=trajectory, images=(), text=f"said {sample}", finish_reason=ending, error=error)
+        return Episode(trajectory=trajectory, text=f"said {sample}", finish_reason=ending, error=error)
 
 
 @dataclasses.dataclass
@@ -88,7 +88,7 @@ def with_status(status: Any, score: float = 0.0) -> ScriptedVerifier:
 def make_player(verifier: ScriptedVerifier, episodes: ScriptedEpisodes | None = None) -> GroupRollout:
     """A player of scripted parts."""
     played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
-    return GroupRollout(WorkerConfig(), episodes=played, verifier=verifier, worker_id="worker-a")
+    return GroupRollout(WorkerConfig(), episodes=played, images=ImageShelf(), verifier=verifier, worker_id="worker-a")
 
 
 async def test_every_sample_gets_its_own_verdict() -> None:
@@ -104,8 +104,8 @@ async def test_every_sample_gets_its_own_verdict() -> None:
     )
     group = await make_player(verifier).play(PROMPT)
     assert [sample.text for sample in group.samples] == ["said 0", "said 1", "said 2"]
-    assert [sample.verdict.score for sample in group.samples] == [0.0, 1.0, 0.0]
-    assert {sample.verdict.method for sample in group.samples} == {"SYMBOLIC"}
+    assert [sample.reward for sample in group.samples] == [0.0, 1.0, 0.0]
+    assert {sample.verdict.method for sample in group.samples if sample.verdict} == {"SYMBOLIC"}
     assert (group.worker_id, group.error, group.oldest_version) == ("worker-a", "", 0)
     assert [item.item_id for item in verifier.items] == ["run/0/0/a/0", "run/0/0/a/1", "run/0/0/a/2"]
     assert {(tuple(item.golds), item.profile) for item in verifier.items} == {(("3", "3.0"), "geo3k")}
@@ -115,7 +115,9 @@ async def test_every_sample_gets_its_own_verdict() -> None:
 async def test_a_judged_response_keeps_its_status(status: str) -> None:
     """These are scores of the policy."""
     group = await make_player(with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"))).play(PROMPT)
-    assert [(sample.verdict.score, sample.verdict.status) for sample in group.samples] == [(0.0, status)] * 3
+    assert [(sample.reward, sample.verdict and sample.verdict.status) for sample in group.samples] == [
+        (0.0, status)
+    ] * 3
     assert summarize(group.samples)["num_unjudged"] == 0
 
 
@@ -124,7 +126,9 @@ async def test_an_unjudged_response_scores_zero_under_its_own_status_and_is_coun
     """Whatever score such a verdict carries, it is no right answer; and it is no silent zero either."""
     verifier = with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"), score=1.0)
     group = await make_player(verifier).play(PROMPT)
-    assert [(sample.verdict.score, sample.verdict.status) for sample in group.samples] == [(0.0, status)] * 3
+    assert [(sample.reward, sample.verdict and sample.verdict.status) for sample in group.samples] == [
+        (None, status)
+    ] * 3
     summary = summarize(group.samples)
     assert summary["num_unjudged"] == 3
     assert summary["statuses"] == {status: 3}
@@ -146,8 +150,8 @@ async def test_a_sample_that_its_environment_failed_is_unjudged_and_the_others_c
     """The verifier does not see it; its status is one definition's with those that ran into a verifier's limits."""
     verifier = with_status(reward_pb2.VERDICT_STATUS_OK, score=1.0)
     group = await make_player(verifier, ScriptedEpisodes({1: "broken"})).play(PROMPT)
-    assert [sample.verdict.score for sample in group.samples] == [1.0, 0.0, 1.0]
-    assert [sample.verdict.is_judged for sample in group.samples] == [True, False, True]
+    assert [sample.reward for sample in group.samples] == [1.0, None, 1.0]
+    assert [sample.verdict is not None and sample.verdict.is_judged for sample in group.samples] == [True, False, True]
     assert [item.item_id for item in verifier.items] == ["run/0/0/a/0", "run/0/0/a/2"]
     summary = summarize(group.samples)
     assert (summary["num_unjudged"], summary["endings"]) == (1, {"error": 1, "stop": 2})

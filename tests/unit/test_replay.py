@@ -190,7 +190,7 @@ def test_a_step_that_is_trained_again_replaces_its_recording(run: RecordedRun) -
     """Nothing of the history that was given up is left between the groups of the new one."""
     recording = run.recording(2)
     inputs = msgspec.structs.replace(recording.inputs, groups=recording.inputs.groups[:3])
-    write_recording(run.groups, inputs, recording.settings, recording.groups[:3])
+    write_recording(run.groups, inputs, recording.settings, recording.groups[:3], recording.images)
     assert len(list((run.groups / "step-000002").glob("group-*"))) == 3
     assert read_recording(run.groups, 2).inputs == inputs
     assert recorded_steps(run.groups) == [1, 2, 3]

@@ -20,7 +20,7 @@ from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LossConfig, OptimizerConfig, TrainerConfig
-from tests.support.trainer.groups import make_group, picture
+from tests.support.trainer.groups import IMAGES, make_group, picture
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -52,7 +52,8 @@ def groups(tiny_model_path: Path) -> list[TrainGroup]:
                 version=1 if index == 0 else 2,
                 images=[picture(index)],
                 placeholders=[9],
-            )
+            ),
+            IMAGES,
         )
         for index in range(3)
     ]

@@ -41,17 +41,18 @@ def test_only_the_policys_own_tokens_carry_mask_logprobs_and_versions() -> None:
             usage=generate_pb2.Usage(num_prompt_tokens=13, num_cached_tokens=12, num_output_tokens=2),
         )
     )
-    token_ids, loss_mask, logprobs = trajectory.arrays()
+    sequence = trajectory.to_sequence()
+    token_ids, loss_mask, logprobs = sequence.token_ids, sequence.loss_mask, sequence.logprobs
     assert token_ids.tolist() == [1, 2, 10, 11, 12, 3, 20, 21]
     assert loss_mask.tolist() == [False, False, True, True, True, False, True, True]
     assert logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, -1.5, 0.0, -2.0, -2.5]
     assert [array.dtype for array in (token_ids, loss_mask, logprobs)] == [np.int32, np.bool_, np.float32]
-    assert trajectory.version_spans == (
+    assert sequence.version_spans == (
         VersionSpan(num_tokens=2, policy_version=4),
         VersionSpan(num_tokens=3, policy_version=5),
     )
-    assert (trajectory.num_turns, trajectory.num_prompt_tokens, trajectory.num_cached_tokens) == (2, 13, 16)
-    assert (trajectory.num_last_turn_tokens, trajectory.num_context_tokens) == (2, 15)
+    assert [(turn.num_prompt_tokens, turn.num_cached_tokens) for turn in trajectory.turns] == [(9, 4), (13, 12)]
+    assert (sequence.num_prompt_tokens, sequence.num_last_turn_tokens, trajectory.num_context_tokens) == (13, 2, 15)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +74,4 @@ def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], 
     with pytest.raises(PenstockError, match=f"replica engine-a .*{reason}"):
         trajectory.add_turn(response(**changes))
     assert trajectory.token_ids == []
-    assert trajectory.version_spans == ()
+    assert trajectory.turns == ()

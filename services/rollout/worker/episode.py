@@ -7,6 +7,7 @@ whatever ends it early is its finish reason. Only a sample without any token fai
 
 import asyncio
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection
@@ -15,10 +16,10 @@ from typing import Literal, TypeAlias
 
 import structlog
 
-from penstock.config import SamplingConfig
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
+    MissingImageError,
     NotReadyError,
     OverloadedError,
     PenstockError,
@@ -30,10 +31,11 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.images import read_sizes
 from penstock.records import Prompt, Sample, Verdict
-from penstock.v1 import common_pb2, generate_pb2
+from penstock.v1 import generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Environment, Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
 from services.rollout.worker.turn import CHUNK_TOKENS, Generator, Turn, TurnPlayer
 
@@ -51,31 +53,39 @@ class Episode:
     """A sample that was played and has no verdict yet."""
 
     trajectory: Trajectory
-    images: tuple[bytes, ...]
-    """Images that the environment added after the prompt's."""
     text: str
     """The policy's own text, turn after turn."""
     finish_reason: Ending
-    """stop: the policy finished. length: its last turn was cut, or the context is full. deadline: time ran out.
-    environment: the environment ended it early, or the turns were used up. error: see `error`."""
+    """As in `penstock.records.Sample`."""
     error: str = ""
     """Why the sample cannot be judged: its environment failed, or it broke the replicas that played it."""
+    started_at: float = 0.0
+    """Seconds since 1970."""
+    elapsed_s: float = 0.0
 
-    def to_sample(self, verdict: Verdict) -> Sample:
-        """The finished sample."""
-        token_ids, loss_mask, logprobs = self.trajectory.arrays()
+    @property
+    def reward(self) -> float | None:
+        """What the environment gave in all; None if it left that to the reward service, or failed."""
+        rewards = [turn.reward for turn in self.trajectory.turns if turn.reward is not None]
+        return sum(rewards) if rewards and not self.error else None
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether the reward service decides its reward."""
+        return self.reward is None and not self.error
+
+    def to_sample(self, verdict: Verdict | None) -> Sample:
+        """The finished sample; `verdict` is the reward service's, if it was asked."""
+        judged = None if verdict is None or not verdict.is_judged else verdict.score
         return Sample(
-            token_ids=token_ids,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            version_spans=self.trajectory.version_spans,
-            images=self.images,
-            num_turns=self.trajectory.num_turns,
-            num_prompt_tokens=self.trajectory.num_prompt_tokens,
-            num_cached_tokens=self.trajectory.num_cached_tokens,
-            num_last_turn_tokens=self.trajectory.num_last_turn_tokens,
+            sequences=(self.trajectory.to_sequence(),),
+            reward=judged if self.reward is None else self.reward,
             finish_reason=self.finish_reason,
+            error=self.error,
             verdict=verdict,
+            turns=self.trajectory.turns,
+            started_at=self.started_at,
+            elapsed_s=self.elapsed_s,
             text=self.text,
         )
 
@@ -86,7 +96,6 @@ class EpisodePlayer:
     def __init__(
         self,
         config: WorkerConfig,
-        sampling: SamplingConfig,
         *,
         renderer: Renderer,
         generator: Generator,
@@ -99,7 +108,6 @@ class EpisodePlayer:
 
         Args:
             config: Turns and timeouts.
-            sampling: How tokens are drawn.
             renderer: The model's chat template.
             generator: A router or an engine.
             environments: Where prompts find their environment.
@@ -108,12 +116,6 @@ class EpisodePlayer:
             grid: How the model cuts images into tokens; None for a model without images.
         """
         self._config = config
-        self._sampling = generate_pb2.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(0, sampling.top_k),
-            max_new_tokens=sampling.max_new_tokens,
-        )
         self._renderer = renderer
         self._turns = TurnPlayer(generator, wait_timeout_s=config.wait_timeout_s)
         self._environments = environments
@@ -121,8 +123,8 @@ class EpisodePlayer:
         self._context_length = context_length
         self._grid = grid
 
-    async def play(self, prompt: Prompt, number: int) -> Episode:
-        """Play sample `number` of `prompt`.
+    async def play(self, prompt: Prompt, number: int, images: GroupImages) -> Episode:
+        """Play sample `number` of `prompt`; `images` are the group's.
 
         Raises:
             InvalidRequestError: the prompt can never be played: a fault of the data, or no such environment.
@@ -130,14 +132,23 @@ class EpisodePlayer:
             DeadlineError: the environment's reset took too long, or no first token came.
             PenstockError: the engine or the environment broke its contract, or no server answers.
         """
-        trajectory = Trajectory(min_version=prompt.admitted_version, forbidden_ids=self._forbidden_ids)
+        started_at, started = time.time(), time.monotonic()
+        trajectory = Trajectory(
+            min_version=prompt.min_version, exact_version=prompt.exact_version, forbidden_ids=self._forbidden_ids
+        )
         async with _opened(self._environments.find(prompt.environment)()) as environment:
-            clock = _Clock(self._config.episode_timeout_s)
+            clock = _Clock(prompt.limits.episode_timeout_s or self._config.episode_timeout_s)
             async with clock.limit("the environment's reset"):
-                first = await environment.reset(prompt)
-            images = _check_prompt_images(first, prompt)
-            trajectory.add_observation(self._renderer.render_prompt(first.messages, num_images=len(images)))
-            episode = _Episode(prompt, f"{prompt.message_id}/{number}", environment, trajectory, images, clock)
+                first = await environment.reset(prompt, images.prompt)
+            _check_prompt_images(first, prompt, images)
+            ids = self._renderer.render_prompt(
+                first.messages,
+                num_images=len(first.images),
+                tools=prompt.tools,
+                template_kwargs=prompt.chat_template_kwargs,
+            )
+            trajectory.add_observation(ids, await images.add(first.images))
+            episode = _Episode(prompt, f"{prompt.id.message}/{number}", environment, trajectory, images, clock)
             ending: Ending | None = None
             while ending is None:
                 ending = await self._play_turn(episode) or await self._ask_environment(episode)
@@ -145,40 +156,55 @@ class EpisodePlayer:
                 log.warning("sample.failed", sample=episode.session_id, error=episode.error)
             return Episode(
                 trajectory=trajectory,
-                images=tuple(images[len(prompt.images) :]),
                 text="\n".join(episode.texts),
                 finish_reason=ending,
                 error=episode.error,
+                started_at=started_at,
+                elapsed_s=time.monotonic() - started,
             )
 
     async def _play_turn(self, episode: "_Episode") -> Ending | None:
         """Append a turn of the policy; return how it ended the episode, or None if it did not."""
-        trajectory = episode.trajectory
-        budget_s = min(self._config.turn_timeout_s, episode.clock.remaining_s)
-        if trajectory.num_turns and budget_s <= 0:
+        trajectory, prompt = episode.trajectory, episode.prompt
+        budget_s = min(prompt.limits.turn_timeout_s or self._config.turn_timeout_s, episode.clock.remaining_s)
+        if trajectory.turns and budget_s <= 0:
             return "deadline"
         request = generate_pb2.GenerateRequest(
-            request_id=f"{episode.session_id}/{trajectory.num_turns}/{uuid.uuid4().hex[:8]}",
+            request_id=f"{episode.session_id}/{len(trajectory.turns)}/{uuid.uuid4().hex[:8]}",
             session_id=episode.session_id,
             input_ids=trajectory.token_ids,
-            images=[common_pb2.Image(data=image) for image in episode.images],
-            sampling=self._sampling,
-            min_policy_version=episode.prompt.admitted_version,
+            images=map(episode.images.reference, trajectory.images),
+            sampling=generate_pb2.SamplingParams(
+                temperature=prompt.sampling.temperature,
+                top_p=prompt.sampling.top_p,
+                top_k=prompt.sampling.top_k,
+                max_new_tokens=prompt.sampling.max_new_tokens,
+            ),
+            min_policy_version=prompt.min_version,
             chunk_tokens=CHUNK_TOKENS,
         )
         started = time.monotonic()
         try:
-            turn = await self._turns.play(request, budget_s=budget_s)
+            turn = await self._stream(request, episode.images, budget_s)
         except PenstockError as error:
-            if trajectory.num_turns == 0:
+            if not trajectory.turns:
                 raise
             return _end_by(error, episode)
         episode.clock.stop_for(time.monotonic() - started - turn.generated_s)
         return self._add_turn(episode, turn)
 
+    async def _stream(self, request: generate_pb2.GenerateRequest, images: GroupImages, budget_s: float) -> Turn:
+        """Play the turn, once more if an image was lost on the bus."""
+        try:
+            return await self._turns.play(request, budget_s=budget_s)
+        except MissingImageError as error:
+            log.warning("images.stored_again", request=request.request_id, reason=str(error))
+        await images.store_again()
+        return await self._turns.play(request, budget_s=budget_s)
+
     def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
         trajectory = episode.trajectory
-        trajectory.add_turn(turn.response)
+        trajectory.add_turn(turn.response, waited_s=turn.waited_s, generated_s=turn.generated_s)
         episode.texts.append(self._renderer.decode(turn.response.output_ids))
         if turn.failure:
             episode.error = turn.failure
@@ -189,17 +215,21 @@ class EpisodePlayer:
 
     async def _ask_environment(self, episode: "_Episode") -> Ending | None:
         """Pass the policy's turn to the environment and append its answer; or return how the episode ended."""
-        trajectory = episode.trajectory
+        trajectory, prompt = episode.trajectory, episode.prompt
         try:
             async with episode.clock.limit("the environment's step"):
                 result = await episode.environment.step(episode.texts[-1])
+            trajectory.add_step(result.reward, result.metrics)
             observation = result.observation
             if observation is None:
                 return "environment" if result.truncated else "stop"
-            if trajectory.num_turns >= self._config.max_turns:
+            if len(trajectory.turns) >= (prompt.limits.max_turns or self._config.max_turns):
                 return "environment"
             ids = self._renderer.render_continuation(
-                trajectory.token_ids[-1], observation.messages, num_images=len(observation.images)
+                trajectory.token_ids[-1],
+                observation.messages,
+                num_images=len(observation.images),
+                template_kwargs=prompt.chat_template_kwargs,
             )
             num_tokens = len(ids)
             if self._grid is not None:
@@ -208,13 +238,12 @@ class EpisodePlayer:
             return "deadline"
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
             # What they raise may depend on what the policy said; playing the group again would select against that.
-            episode.error = f"environment {episode.prompt.environment!r}: {type(error).__name__}: {error}"
+            episode.error = f"environment {prompt.environment!r}: {type(error).__name__}: {error}"
             return "error"
-        limit = self._context_length
-        if limit is not None and trajectory.num_context_tokens + num_tokens + _MIN_ROOM_TOKENS > limit:
+        limit = min(prompt.limits.max_tokens or math.inf, self._context_length or math.inf)
+        if trajectory.num_context_tokens + num_tokens + _MIN_ROOM_TOKENS > limit:
             return "length"
-        trajectory.add_observation(ids)
-        episode.images.extend(observation.images)
+        trajectory.add_observation(ids, await episode.images.add(observation.images))
         return None
 
 
@@ -226,7 +255,7 @@ class _Episode:
     session_id: str
     environment: Environment
     trajectory: Trajectory
-    images: list[bytes]
+    images: GroupImages
     clock: "_Clock"
     texts: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
@@ -272,14 +301,13 @@ def _end_by(error: PenstockError, episode: _Episode) -> Ending:
     raise error
 
 
-def _check_prompt_images(first: Observation, prompt: Prompt) -> list[bytes]:
-    """The first observation's images, which must begin with the prompt's: the trainer pairs placeholders by order."""
-    if first.images[: len(prompt.images)] != prompt.images:
+def _check_prompt_images(first: Observation, prompt: Prompt, images: GroupImages) -> None:
+    """The first observation's images begin with the prompt's: placeholders and images are paired by their order."""
+    if first.images[: len(images.prompt)] != images.prompt:
         raise PenstockError(
             f"environment {prompt.environment!r} began with {len(first.images)} images that do not start with the "
-            f"prompt's {len(prompt.images)}; show the prompt's images first, unchanged"
+            f"prompt's {len(images.prompt)}; show the prompt's images first, unchanged"
         )
-    return list(first.images)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ ended; one that its environment or its replicas failed is unjudged.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from penstock.records import UNJUDGED, Group, Prompt, Sample, Verdict
 from penstock.v1 import reward_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Episode, EpisodePlayer
+from services.rollout.worker.group_images import GroupImages, Store
 
 log = structlog.get_logger()
 
@@ -24,7 +26,7 @@ _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
 _SCORED = frozenset({"OK", "NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"})
 """Statuses whose score means something."""
-_FAILED = "FAILED"
+_FAILED = Verdict(score=0.0, status="FAILED", extracted="", method="UNSPECIFIED")
 
 
 class Verifier(Protocol):
@@ -40,14 +42,17 @@ class Verifier(Protocol):
 class GroupRollout:
     """Plays whole groups."""
 
-    def __init__(self, config: WorkerConfig, *, episodes: EpisodePlayer, verifier: Verifier, worker_id: str) -> None:
-        """Play episodes with `episodes` and have them judged by `verifier`."""
+    def __init__(
+        self, config: WorkerConfig, *, episodes: EpisodePlayer, images: Store, verifier: Verifier, worker_id: str
+    ) -> None:
+        """Play episodes with `episodes`, keep images in `images`, ask `verifier` for verdicts."""
         self._config = config
         self._episodes = episodes
+        self._images = images
         self._verifier = verifier
         self._worker_id = worker_id
 
-    async def play(self, prompt: Prompt) -> Group:
+    async def play(self, prompt: Prompt, *, num_deliveries: int = 1) -> Group:
         """Play every sample of `prompt`. If one cannot begin, the others are cancelled.
 
         Raises:
@@ -61,17 +66,26 @@ class GroupRollout:
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
         log.info(
             "group.played",
-            group=prompt.message_id,
+            group=prompt.id.message,
             **summarize(samples),
             elapsed_s=round(time.monotonic() - started, 3),
         )
-        return Group(prompt=prompt, samples=samples, worker_id=self._worker_id)
+        return Group(
+            id=prompt.id,
+            purpose=prompt.purpose,
+            num_samples=prompt.num_samples,
+            samples=samples,
+            worker_id=self._worker_id,
+            num_deliveries=num_deliveries,
+        )
 
     async def _play_all(self, prompt: Prompt) -> list[Episode]:
+        images = await GroupImages.load(self._images, prompt)
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._episodes.play(prompt, number)) for number in range(prompt.num_samples)
+                    tasks.create_task(self._episodes.play(prompt, number, images))
+                    for number in range(prompt.num_samples)
                 ]
         except ExceptionGroup as failures:
             # One error decides what becomes of the group: one that no other delivery can mend, if there is any.
@@ -79,22 +93,20 @@ class GroupRollout:
             raise (hopeless or failures.exceptions)[0] from None
         return [task.result() for task in playing]
 
-    async def _verify(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Verdict]:
+    async def _verify(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Verdict | None]:
         items = [
             reward_pb2.VerifyItem(
-                item_id=f"{prompt.message_id}/{number}",
+                item_id=f"{prompt.id.message}/{number}",
                 golds=prompt.golds,
                 response=episode.text,
                 profile=prompt.profile,
             )
             for number, episode in enumerate(episodes)
-            if not episode.error
+            if episode.needs_verdict
         ]
         found = iter(await self._call_verifier(items) if items else ())
         return [
-            Verdict(score=0.0, status=_FAILED, extracted="", method="UNSPECIFIED")
-            if episode.error
-            else _to_record(next(found), prompt)
+            _to_record(next(found), prompt) if episode.needs_verdict else _FAILED if episode.error else None
             for episode in episodes
         ]
 
@@ -108,13 +120,14 @@ class GroupRollout:
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, int]]:
     """Numbers of a played group for one line of log."""
-    statuses = Counter(sample.verdict.status for sample in samples)
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    statuses = Counter(sample.verdict.status for sample in samples if sample.verdict is not None)
     return {
         "num_samples": len(samples),
-        "mean_score": round(sum(sample.verdict.score for sample in samples) / len(samples), 4),
-        "num_own_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
+        "mean_reward": round(sum(rewards) / len(rewards), 4) if rewards else math.nan,
+        "num_own_tokens": sum(sample.num_own_tokens for sample in samples),
         "oldest_version": min(sample.oldest_version for sample in samples),
-        "num_unjudged": sum(not sample.verdict.is_judged for sample in samples),
+        "num_unjudged": sum(sample.reward is None for sample in samples),
         "endings": dict(sorted(Counter(sample.finish_reason for sample in samples).items())),
         "statuses": dict(sorted(statuses.items())),
     }
@@ -133,7 +146,7 @@ def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
         status = str(verdict.status)
     if status == "GOLD_INVALID":
         raise InvalidRequestError(
-            f"gold answers {list(prompt.golds)} of group {prompt.group_id} cannot be read by reward profile "
+            f"gold answers {list(prompt.golds)} of group {prompt.id.group} cannot be read by reward profile "
             f"{prompt.profile!r}; correct the row of the data, or choose another data.profile"
         )
     if status not in _SCORED | UNJUDGED:

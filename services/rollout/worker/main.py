@@ -14,6 +14,7 @@ import structlog
 
 from penstock.bus.connection import connect
 from penstock.bus.consumer import consuming
+from penstock.bus.image_store import ImageStore
 from penstock.bus.work_loop import work
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
@@ -56,7 +57,6 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Secu
         verifier = await stack.enter_async_context(RewardClient(settings.reward_address, security=security))
         episodes = EpisodePlayer(
             config,
-            settings.sampling,
             renderer=renderer,
             generator=generator,
             environments=environments,
@@ -64,10 +64,11 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Secu
             context_length=settings.context_length or context_length(settings.model.path),
             grid=None if image_token_id(settings.model.path) is None else ImageGrid.of(settings.model.path),
         )
-        handler = PromptHandler(
-            bus, GroupRollout(config, episodes=episodes, verifier=verifier, worker_id=worker_id), worker_id=worker_id
-        )
         await bus.ensure_streams()
+        images = ImageStore(bus)
+        await images.ensure()
+        rollout = GroupRollout(config, episodes=episodes, images=images, verifier=verifier, worker_id=worker_id)
+        handler = PromptHandler(bus, rollout, worker_id=worker_id)
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)
         )

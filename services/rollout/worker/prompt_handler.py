@@ -11,7 +11,6 @@ from penstock.bus.consumer import Delivery
 from penstock.errors import CorruptMessageError
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode, encode
-from penstock.records.group import NUM_DELIVERIES_HEADER
 from services.rollout.worker.group_rollout import GroupRollout
 
 log = structlog.get_logger()
@@ -29,7 +28,7 @@ class PromptHandler:
     async def handle(self, delivery: Delivery) -> None:
         """Play the delivered prompt and store its group."""
         prompt = decode(delivery.payload, Prompt)
-        await self._publish(await self._rollout.play(prompt), delivery)
+        await self._publish(await self._rollout.play(prompt, num_deliveries=delivery.num_delivered))
 
     async def give_up(self, delivery: Delivery, reason: str) -> None:
         """Report to the trainer that the group has no samples, and why."""
@@ -39,10 +38,19 @@ class PromptHandler:
             # Without a prompt there is no group to report; the message id still names the one that will not come.
             await self._bus.publish(self._bus.groups, delivery.payload, message_id=delivery.message_id)
             return
-        await self._publish(Group(prompt=prompt, samples=(), worker_id=self._worker_id, error=reason), delivery)
+        await self._publish(
+            Group(
+                id=prompt.id,
+                purpose=prompt.purpose,
+                num_samples=prompt.num_samples,
+                samples=(),
+                worker_id=self._worker_id,
+                error=reason,
+                num_deliveries=delivery.num_delivered,
+            )
+        )
 
-    async def _publish(self, group: Group, delivery: Delivery) -> None:
-        message_id = group.prompt.message_id
-        headers = {NUM_DELIVERIES_HEADER: str(delivery.num_delivered)}
-        is_new = await self._bus.publish(self._bus.groups, encode(group), message_id=message_id, headers=headers)
+    async def _publish(self, group: Group) -> None:
+        message_id = group.id.message
+        is_new = await self._bus.publish(self._bus.groups, encode(group), message_id=message_id)
         log.info("group.published", group=message_id, is_new=is_new, error=group.error or None)

@@ -5,13 +5,14 @@ appended is never changed. What an engine answers is checked here, before anythi
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from penstock.errors import PenstockError
-from penstock.records import VersionSpan
+from penstock.records import TokenSequence, Turn, VersionSpan
 from penstock.v1 import generate_pb2
 
 FinishReasonValue: TypeAlias = generate_pb2.FinishReason.ValueType
@@ -23,21 +24,25 @@ DEADLINE = generate_pb2.FINISH_REASON_DEADLINE
 class Trajectory:
     """The tokens of one sample, so far."""
 
-    def __init__(self, *, min_version: int, forbidden_ids: Collection[int]) -> None:
-        """Begin empty. No token may come from a policy version below `min_version` or be one of `forbidden_ids`."""
+    def __init__(
+        self, *, min_version: int, exact_version: int | None = None, forbidden_ids: Collection[int] = ()
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            min_version: The oldest policy version that may produce a token.
+            exact_version: The only one that may; None for any from `min_version` on.
+            forbidden_ids: Ids that may never be sampled.
+        """
         self._min_version = min_version
+        self._exact_version = exact_version
         self._forbidden_ids = frozenset(forbidden_ids)
         self._ids: list[int] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] = []
-        self.num_turns = 0
-        self.num_prompt_tokens = 0
-        """The last turn's prompt, as the engine counted it."""
-        self.num_cached_tokens = 0
-        """Prompt tokens that the engine's prefix cache held, over all turns."""
-        self.num_last_turn_tokens = 0
-        """Tokens of its own that the policy produced in the last turn."""
+        self._images: list[str] = []
+        self._turns: list[Turn] = []
         self.last_finish: FinishReasonValue = generate_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
@@ -46,17 +51,35 @@ class Trajectory:
         return self._ids
 
     @property
+    def images(self) -> list[str]:
+        """Content hashes of all images so far, in the order of their placeholders."""
+        return self._images
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns so far."""
+        return tuple(self._turns)
+
+    @property
     def num_context_tokens(self) -> int:
         """Tokens that the engine holds after the last turn, image placeholders expanded."""
-        return self.num_prompt_tokens + self.num_last_turn_tokens
+        last = self._turns[-1]
+        return last.num_prompt_tokens + last.num_output_tokens
 
-    def add_observation(self, ids: Collection[int]) -> None:
-        """Append ids that the policy did not produce: the prompt, or an environment's answer."""
+    def add_observation(self, ids: Collection[int], images: Collection[str] = ()) -> None:
+        """Append ids that the policy did not produce, and their images: the prompt, or an environment's answer."""
         self._ids.extend(ids)
         self._mask.extend([False] * len(ids))
         self._logprobs.extend([0.0] * len(ids))
+        self._images.extend(images)
 
-    def add_turn(self, response: generate_pb2.GenerateResponse) -> None:
+    def add_step(self, reward: float | None, metrics: Mapping[str, float]) -> None:
+        """Note what the environment said of the last turn."""
+        self._turns[-1] = msgspec.structs.replace(self._turns[-1], reward=reward, metrics=dict(metrics))
+
+    def add_turn(
+        self, response: generate_pb2.GenerateResponse, *, waited_s: float = 0.0, generated_s: float = 0.0
+    ) -> None:
         """Append a turn of the policy.
 
         Raises:
@@ -75,24 +98,30 @@ class Trajectory:
         self._logprobs.extend(response.logprobs)
         for span in spans:
             self._add_span(span)
-        self.num_turns += 1
-        self.num_prompt_tokens = response.usage.num_prompt_tokens
-        self.num_cached_tokens += response.usage.num_cached_tokens
-        self.num_last_turn_tokens = len(ids)
+        self._turns.append(
+            Turn(
+                replica_id=response.replica_id,
+                num_prompt_tokens=response.usage.num_prompt_tokens,
+                num_cached_tokens=response.usage.num_cached_tokens,
+                num_output_tokens=len(ids),
+                waited_s=waited_s,
+                generated_s=generated_s,
+            )
+        )
         self.last_finish = response.finish_reason
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """token_ids int32[T], loss_mask bool[T], logprobs float32[T]."""
-        return (
-            np.array(self._ids, dtype="<i4"),
-            np.array(self._mask, dtype="|b1"),
-            np.array(self._logprobs, dtype="<f4"),
+    def to_sequence(self) -> TokenSequence:
+        """The tokens as they travel to the trainer."""
+        last = self._turns[-1]
+        return TokenSequence(
+            token_ids=np.array(self._ids, dtype="<i4"),
+            loss_mask=np.array(self._mask, dtype="|b1"),
+            logprobs=np.array(self._logprobs, dtype="<f4"),
+            version_spans=tuple(self._spans),
+            images=tuple(self._images),
+            num_prompt_tokens=last.num_prompt_tokens,
+            num_last_turn_tokens=last.num_output_tokens,
         )
-
-    @property
-    def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Over the policy's own tokens, in order; neighbours differ in version."""
-        return tuple(self._spans)
 
     def _add_span(self, span: VersionSpan) -> None:
         if self._spans and self._spans[-1].policy_version == span.policy_version:
@@ -113,6 +142,9 @@ class Trajectory:
         if any(span.num_tokens < 1 for span in spans) or sum(span.num_tokens for span in spans) != len(ids):
             return f"version spans of {[span.num_tokens for span in spans]} tokens for {len(ids)} tokens"
         oldest = min(span.policy_version for span in spans)
+        newest = max(span.policy_version for span in spans)
+        if self._exact_version is not None and {oldest, newest} != {self._exact_version}:
+            return f"tokens of policy versions {oldest} to {newest}, but only {self._exact_version} was asked for"
         if oldest < self._min_version:
             return f"tokens of policy version {oldest}, but at least {self._min_version} was asked for"
         if not self._forbidden_ids.isdisjoint(ids):

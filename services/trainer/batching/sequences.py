@@ -7,7 +7,7 @@ many as the image processor's grid says, and the total is checked against the en
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import InvalidRequestError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
-from penstock.records import Group, Sample
+from penstock.records import Group, TokenSequence
 from services.trainer.batching.images import ImagePatcher, ImagePatches
 
 
@@ -78,48 +78,54 @@ class GroupReader:
         self._tokens = tokens
         self._patcher = patcher
 
-    def read(self, group: Group) -> TrainGroup:
+    def read(self, group: Group, images: Mapping[str, bytes]) -> TrainGroup:
         """Return the group expanded.
+
+        Args:
+            group: The group, whose samples have one sequence each.
+            images: Encoded images by content hash: at least the group's.
 
         Raises:
             InvalidRequestError: the group failed, or one of its samples contradicts itself or the model. The message
                 names group and sample, what was expected and what was found.
         """
-        prompt = group.prompt
         if group.error:
-            raise InvalidRequestError(f"group {prompt.group_id} failed and has no samples: {group.error}")
-        patches: dict[bytes, ImagePatches] = {}
+            raise InvalidRequestError(f"group {group.id.group} failed and has no samples: {group.error}")
+        patches: dict[str, ImagePatches] = {}
         sequences = []
         for number, sample in enumerate(group.samples):
             try:
-                if not math.isfinite(sample.verdict.score):
+                if len(sample.sequences) != 1:
                     raise InvalidRequestError(
-                        f"its reward is {sample.verdict.score}; the reward service must give a number"
+                        f"it has {len(sample.sequences)} sequences; this trainer takes samples of one"
                     )
-                images = tuple(self._patches(data, patches) for data in (*prompt.images, *sample.images))
-                sequences.append(self._expand(sample, images))
+                [sequence] = sample.sequences
+                shown = tuple(self._patches(sha256, images, patches) for sha256 in sequence.images)
+                sequences.append(self._expand(sequence, shown))
             except InvalidRequestError as error:
-                raise InvalidRequestError(f"group {prompt.group_id}, sample {number}: {error}") from None
+                raise InvalidRequestError(f"group {group.id.group}, sample {number}: {error}") from None
         return TrainGroup(
-            index=prompt.index,
-            attempt=prompt.attempt,
+            index=group.id.index,
+            attempt=group.id.attempt,
             oldest_version=group.oldest_version,
             sequences=tuple(sequences),
-            rewards=tuple(s.verdict.score if s.verdict.is_judged else math.nan for s in group.samples),
+            rewards=tuple(math.nan if sample.reward is None else sample.reward for sample in group.samples),
         )
 
-    def _patches(self, data: bytes, known: dict[bytes, ImagePatches]) -> ImagePatches:
+    def _patches(self, sha256: str, images: Mapping[str, bytes], known: dict[str, ImagePatches]) -> ImagePatches:
         if self._patcher is None:
             raise InvalidRequestError(
                 "it has an image, but the model reads text only; choose another model or data set"
             )
-        if data not in known:
-            known[data] = self._patcher(data)
-        return known[data]
+        if sha256 not in images:
+            raise InvalidRequestError(f"its image {sha256} is missing; store it beside the group")
+        if sha256 not in known:
+            known[sha256] = self._patcher(images[sha256])
+        return known[sha256]
 
-    def _expand(self, sample: Sample, images: tuple[ImagePatches, ...]) -> TrainSequence:
-        ids_T = sample.token_ids.astype(np.int64)
-        own_T = sample.loss_mask
+    def _expand(self, sequence: TokenSequence, images: tuple[ImagePatches, ...]) -> TrainSequence:
+        ids_T = sequence.token_ids.astype(np.int64)
+        own_T = sequence.loss_mask
         if ids_T.min() < 0 or ids_T.max() >= self._tokens.vocab_size:
             bad = ids_T[(ids_T < 0) | (ids_T >= self._tokens.vocab_size)][0]
             raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {self._tokens.vocab_size} ids")
@@ -143,29 +149,29 @@ class GroupReader:
         repeats_T = np.ones(len(ids_T), dtype=np.int64)
         repeats_T[is_image_T] = [image.num_placeholders for image in images]
         own_X = np.repeat(own_T, repeats_T)
-        self._check_prompt_length(sample, own_X)
+        self._check_prompt_length(sequence, own_X)
         versions_T = np.full(len(ids_T), -1, dtype=np.int64)
-        spans = sample.version_spans
+        spans = sequence.version_spans
         versions_T[own_T] = np.repeat([span.policy_version for span in spans], [span.num_tokens for span in spans])
         return TrainSequence(
             token_ids_X=np.repeat(ids_T, repeats_T),
             loss_mask_X=own_X,
-            engine_logprobs_X=np.repeat(np.where(own_T, sample.logprobs, np.float32(0)), repeats_T),
+            engine_logprobs_X=np.repeat(np.where(own_T, sequence.logprobs, np.float32(0)), repeats_T),
             versions_X=np.repeat(versions_T, repeats_T),
             image_mask_X=np.repeat(is_image_T, repeats_T),
             images=images,
         )
 
     @staticmethod
-    def _check_prompt_length(sample: Sample, own_X: np.ndarray) -> None:
+    def _check_prompt_length(sequence: TokenSequence, own_X: np.ndarray) -> None:
         """Check that the last turn begins where the engine's count of prompt tokens says."""
         positions = np.flatnonzero(own_X)
-        num_last = sample.num_last_turn_tokens
+        num_last = sequence.num_last_turn_tokens
         if not 1 <= num_last <= len(positions):
             raise InvalidRequestError(f"its last turn claims {num_last} of the policy's {len(positions)} own tokens")
-        if (num_prompt := int(positions[-num_last])) != sample.num_prompt_tokens:
+        if (num_prompt := int(positions[-num_last])) != sequence.num_prompt_tokens:
             raise InvalidRequestError(
-                f"the engine counted {sample.num_prompt_tokens} prompt tokens in the last turn, the trainer "
+                f"the engine counted {sequence.num_prompt_tokens} prompt tokens in the last turn, the trainer "
                 f"{num_prompt}: both must use the same model folder and image processor, and the engine must have seen "
                 "every image"
             )

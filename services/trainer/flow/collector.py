@@ -5,22 +5,24 @@ exactly what the surviving weights have not seen.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
 from penstock.bus.consumer import Consumer, Delivery
+from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import Lock
-from penstock.errors import CorruptMessageError, DataError, InvalidRequestError
-from penstock.records import Group, parse_message_id
+from penstock.errors import CorruptMessageError, DataError, InvalidRequestError, MissingImageError, UnavailableError
+from penstock.records import Group, GroupId
 from penstock.records.codec import decode
-from penstock.records.group import NUM_DELIVERIES_HEADER
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
 from services.trainer.batching.sequences import GroupReader, TrainGroup
 
 log = structlog.get_logger()
 
 _FETCH_LIMIT = 64
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class Finished:
     """A group as it was played, and ready to train."""
 
     played: Group
+    images: Mapping[str, bytes]
+    """Encoded images of its samples, by content hash."""
     ready: TrainGroup
 
 
@@ -40,6 +44,7 @@ class Collector:
     reader: GroupReader
     lock: Lock
     """Only its holder may acknowledge."""
+    images: ImageStore
     run_id: str
     max_failures_in_a_row: int
     """More failed groups than this, with no sound one between them, end the run."""
@@ -91,8 +96,8 @@ class Collector:
         except CorruptMessageError as error:
             await self._receive_undecodable(delivery, str(error))
             return
-        index, attempt = group.prompt.index, group.prompt.attempt
-        if group.prompt.run_id != self.run_id:
+        index, attempt = group.id.index, group.id.attempt
+        if group.id.run_id != self.run_id:
             self.num_foreign += 1
             await self.lock.confirm()  # a trainer that was replaced would remove its successor's groups
             await delivery.ack()
@@ -103,39 +108,56 @@ class Collector:
             is_of_use = self._fail(index, attempt, group.error)
         else:
             try:
-                ready = await asyncio.to_thread(self.reader.read, group)
-            except InvalidRequestError as error:
+                images = await self._fetch_images(group)
+                ready = await asyncio.to_thread(self.reader.read, group, images)
+            except (InvalidRequestError, MissingImageError) as error:
                 await self._give_up(delivery, index, attempt, str(error))
                 return
-            is_of_use = self._hold(group, ready, delivery)
+            is_of_use = self._hold(group, images, ready)
         if not is_of_use:
             self.num_duplicate += 1
-            log.info("group.duplicate_ignored", group=group.prompt.message_id)
+            log.info("group.duplicate_ignored", group=group.id.message)
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
 
-    def _hold(self, group: Group, ready: TrainGroup, delivery: Delivery) -> bool:
+    def _hold(self, group: Group, images: Mapping[str, bytes], ready: TrainGroup) -> bool:
         self._num_failures_in_a_row = 0
         return self.ledger.hold(
             Arrival(
-                index=group.prompt.index,
-                attempt=group.prompt.attempt,
+                index=group.id.index,
+                attempt=group.id.attempt,
                 oldest_version=group.oldest_version,
                 newest_version=group.newest_version,
                 num_tokens=sum(sequence.num_own_tokens for sequence in ready.sequences),
-                was_redelivered=delivery.headers.get(NUM_DELIVERIES_HEADER, "1") != "1",
-                group=Finished(played=group, ready=ready),
+                was_redelivered=group.num_deliveries > 1,
+                group=Finished(played=group, images=images, ready=ready),
             )
         )
 
+    async def _fetch_images(self, group: Group) -> dict[str, bytes]:
+        """Fetch what the group's samples show, waiting out a server that is away.
+
+        Raises:
+            MissingImageError: one is no longer stored.
+        """
+        images: dict[str, bytes] = {}
+        for sha256 in sorted(group.images):
+            while sha256 not in images:
+                try:
+                    images[sha256] = await self.images.get(group.id.scope, sha256)
+                except UnavailableError as error:
+                    log.warning("image.fetch_retried", group=group.id.message, reason=str(error))
+                    await asyncio.sleep(_RETRY_S)
+        return images
+
     async def _receive_undecodable(self, delivery: Delivery, reason: str) -> None:
         """Give up the group that the message id names; bury a message that names none."""
-        match parse_message_id(delivery.message_id):
-            case (self.run_id, index, attempt):
-                await self._give_up(delivery, index, attempt, reason)
-            case _:
-                await self.lock.confirm()
-                await delivery.bury(reason)
+        group_id = GroupId.parse(delivery.message_id)
+        if group_id is not None and group_id.run_id == self.run_id:
+            await self._give_up(delivery, group_id.index, group_id.attempt, reason)
+        else:
+            await self.lock.confirm()
+            await delivery.bury(reason)
 
     async def _give_up(self, delivery: Delivery, index: int, attempt: int, reason: str) -> None:
         """Report a group that cannot be read as failed, and keep a copy among the dead letters."""

@@ -13,8 +13,9 @@ import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS
+from penstock.bus.image_store import ImageStore
 from penstock.errors import DataError, InvalidRequestError
-from penstock.records import Prompt
+from penstock.records import GroupId, Prompt, Sampling
 from penstock.records.codec import encode
 from services.trainer.admission.ledger import Admission, GroupLedger, GroupStatus
 from services.trainer.data.dataset import Dataset
@@ -29,6 +30,8 @@ class Feeder:
     dataset: Dataset
     ledger: GroupLedger[Any, Any]
     bus: Bus
+    images: ImageStore
+    sampling: Sampling
     run_id: str
     trainer_epoch: str
     """This start of the trainer."""
@@ -69,21 +72,25 @@ class Feeder:
 
     async def _publish(self, admission: Admission) -> None:
         example = await asyncio.to_thread(self.dataset.__getitem__, admission.index)
-        prompt = Prompt(
+        group_id = GroupId(
             run_id=self.run_id,
             index=admission.index,
             attempt=admission.attempt,
-            incarnation=self.trainer_epoch,
-            admitted_version=admission.version,
-            num_samples=self.samples_per_group,
-            messages=example.messages,
-            images=example.images,
-            golds=example.golds,
-            profile=self.profile,
-            environment=self.environment,
+            trainer_epoch=self.trainer_epoch,
         )
         try:
-            await self.bus.publish(self.bus.prompts, encode(prompt), message_id=prompt.message_id)
+            prompt = Prompt(
+                id=group_id,
+                admitted_version=admission.version,
+                num_samples=self.samples_per_group,
+                sampling=self.sampling,
+                messages=example.messages,
+                images=tuple([await self.images.put(group_id.scope, image) for image in example.images]),
+                golds=example.golds,
+                profile=self.profile,
+                environment=self.environment,
+            )
+            await self.bus.publish(self.bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:
             raise DataError(f"the row at position {admission.index} of the data cannot be sent: {error}") from None
-        log.debug("prompt.admitted", group=prompt.group_id, attempt=prompt.attempt)
+        log.debug("prompt.admitted", group=group_id.group, attempt=group_id.attempt)

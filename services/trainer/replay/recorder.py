@@ -1,6 +1,6 @@
 """Records the steps of a running trainer (`trainer.record_groups`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.records import Group
@@ -21,22 +21,23 @@ class StepRecorder:
         self._backend = backend
         self._run_id = run_id
 
-    def record(self, step: int, policy_version: int, groups: Sequence[Group]) -> None:
+    def record(self, step: int, policy_version: int, groups: Sequence[Group], images: Mapping[str, bytes]) -> None:
         """Write the recording of `step`. Blocks; call it right before the step.
 
         Args:
             step: Its number, from 1.
             policy_version: The published version, which the weights have.
             groups: The batch as it was played, in its order.
+            images: The groups' images, by content hash.
         """
         digests = self._backend.digests()
         inputs = StepInputs(
             run_id=self._run_id,
             step=step,
             policy_version=policy_version,
-            groups=tuple(group.prompt.index for group in groups),
+            groups=tuple(group.id.index for group in groups),
             weights=digests.weights,
             random_state=digests.random_state,
             environment=self._backend.environment(),
         )
-        write_recording(self._folder, inputs, self._settings, groups)
+        write_recording(self._folder, inputs, self._settings, groups, images)

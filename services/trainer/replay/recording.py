@@ -5,6 +5,7 @@
         step.json                 order of the groups, policy version, digests of weights and random state, environment
         settings.toml             the settings of the step
         group-000352.msgpack      each group as a worker published it
+        image-<sha256>            each image of the groups
 
 Invariant: a folder named step-N is complete; it is written under another name and renamed. It is written before the
 step is computed, so a step that fails can be replayed too. A step that is trained again replaces its recording.
@@ -12,7 +13,7 @@ step is computed, so a step that fails can be replayed too. A step that is train
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,17 @@ class Recording:
     settings: StepSettings
     groups: tuple[Group, ...]
     """In the order of the batch."""
+    images: Mapping[str, bytes]
+    """By content hash."""
 
 
-def write_recording(folder: Path, inputs: StepInputs, settings: StepSettings, groups: Sequence[Group]) -> None:
+def write_recording(
+    folder: Path,
+    inputs: StepInputs,
+    settings: StepSettings,
+    groups: Sequence[Group],
+    images: Mapping[str, bytes],
+) -> None:
     """Write a step's recording below `folder`; it replaces an earlier one of the same step."""
     final = step_folder(folder, inputs.step)
     partial = folder / f".{final.name}.partial"
@@ -65,7 +74,9 @@ def write_recording(folder: Path, inputs: StepInputs, settings: StepSettings, gr
     (partial / "step.json").write_bytes(msgspec.json.format(msgspec.json.encode(inputs), indent=1))
     (partial / "settings.toml").write_text(configuration.dump(settings))
     for group in groups:
-        _group_file(partial, group.prompt.index).write_bytes(encode(group))
+        _group_file(partial, group.id.index).write_bytes(encode(group))
+    for sha256, data in images.items():
+        _image_file(partial, sha256).write_bytes(data)
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
@@ -86,9 +97,10 @@ def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Re
     try:
         inputs = msgspec.json.decode((path / "step.json").read_bytes(), type=StepInputs)
         groups = tuple(decode(_group_file(path, index).read_bytes(), Group) for index in inputs.groups)
+        images = {sha256: _image_file(path, sha256).read_bytes() for group in groups for sha256 in sorted(group.images)}
     except (OSError, msgspec.MsgspecError) as error:
         raise SetupError(f"the recording {path} is incomplete or damaged: {error}; take another step") from None
-    return Recording(inputs=inputs, settings=settings, groups=groups)
+    return Recording(inputs=inputs, settings=settings, groups=groups, images=images)
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -107,6 +119,10 @@ def describe_steps(steps: Sequence[int]) -> str:
     if not steps:
         return "no step is recorded; train with --trainer.record_groups=true"
     return f"recorded: {', '.join(map(str, steps)) if len(steps) <= 12 else f'{len(steps)} of {steps[0]}-{steps[-1]}'}"
+
+
+def _image_file(folder: Path, sha256: str) -> Path:
+    return folder / f"image-{sha256}"
 
 
 def _group_file(folder: Path, index: int) -> Path:

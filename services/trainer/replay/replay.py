@@ -116,7 +116,7 @@ class _Trainer:
     def compute(self, recording: Recording) -> ReplayedStep:
         inputs = recording.inputs
         try:
-            groups = [self._reader.read(group) for group in recording.groups]
+            groups = [self._reader.read(group, recording.images) for group in recording.groups]
         except InvalidRequestError as error:
             raise SetupError(f"step {inputs.step} does not fit the model in {self._base_path}: {error}") from None
         bound = self.settings.trainer.max_staleness

@@ -1,21 +1,34 @@
 """Sample episodes for people to read: a group with its images, texts and verdicts, as files in the run folder."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.records import Group, TextPart, to_builtins
+import msgspec
+
+from penstock.records import Group, TextPart
+from services.trainer.data.example import Example
 
 _SUFFIX_OF_MAGIC = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
 
 
-def write_group(group: Group, folder: Path) -> None:
-    """Write `group.json` and the prompt's images into `folder`, which is created."""
+def write_group(group: Group, example: Example, images: Mapping[str, bytes], folder: Path) -> None:
+    """Write `group.json` and the images into `folder`, which is created.
+
+    Args:
+        group: The group as it was played.
+        example: What it was played from.
+        images: Its images, by content hash; a sample names them as its files are called.
+        folder: Where to write.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for number, image in enumerate(group.prompt.images):
-        suffix = next((s for magic, s in _SUFFIX_OF_MAGIC.items() if image.startswith(magic)), ".bin")
-        (folder / f"image-{number}{suffix}").write_bytes(image)
+    for number, image in enumerate(example.images):
+        (folder / f"image-{number}{_suffix(image)}").write_bytes(image)
+    for sha256, image in images.items():
+        if image not in example.images:
+            (folder / f"{sha256[:16]}{_suffix(image)}").write_bytes(image)
     description = {
-        "group": group.prompt.group_id,
+        "group": group.id.group,
         "messages": [
             {
                 "role": message.role,
@@ -23,18 +36,26 @@ def write_group(group: Group, folder: Path) -> None:
                     part.text if isinstance(part, TextPart) else f"<image-{part.index}>" for part in message.parts
                 ),
             }
-            for message in group.prompt.messages
+            for message in example.messages
         ],
-        "golds": group.prompt.golds,
+        "golds": example.golds,
         "samples": [
             {
                 "text": sample.text,
-                "verdict": to_builtins(sample.verdict),
+                "reward": sample.reward,
+                "verdict": msgspec.to_builtins(sample.verdict),
                 "finish_reason": sample.finish_reason,
-                "num_tokens": int(sample.loss_mask.sum()),
-                "versions": sorted({span.policy_version for span in sample.version_spans}),
+                "error": sample.error,
+                "num_tokens": sample.num_own_tokens,
+                "versions": [sample.oldest_version, sample.newest_version],
+                "turns": msgspec.to_builtins(sample.turns),
+                "images": [sha256[:16] for sequence in sample.sequences for sha256 in sequence.images],
             }
             for sample in group.samples
         ],
     }
     (folder / "group.json").write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n")
+
+
+def _suffix(image: bytes) -> str:
+    return next((suffix for magic, suffix in _SUFFIX_OF_MAGIC.items() if image.startswith(magic)), ".bin")

@@ -33,8 +33,8 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
     """Describe the batch as it was played."""
     samples = [sample for group in groups for sample in group.samples]
     return {
-        "groups": [group.prompt.index for group in groups],
-        "num_unjudged_samples": sum(not sample.verdict.is_judged for sample in samples),
+        "groups": [group.id.index for group in groups],
+        "num_unjudged_samples": sum(sample.reward is None for sample in samples),
         "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
         "num_deadline_samples": sum(sample.finish_reason == "deadline" for sample in samples),
         "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),

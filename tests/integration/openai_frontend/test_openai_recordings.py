@@ -102,11 +102,12 @@ async def test_records_are_samples(stage: Stage) -> None:
     ids = stage.says("sample")
     await stage.chat(user="sample", extra_body=RECORD)
     [(_, call)] = (await Recordings(stage.bus).read("sample")).calls
-    sample = call.sample(Verdict(score=1.0, status="OK", extracted="", method="EXACT"))
+    sample = call.to_sample(Verdict(score=1.0, status="OK", extracted="", method="EXACT"), ())
+    [sequence] = sample.sequences
     num_prompt = len(stage.requests[0].input_ids)
-    assert sample.token_ids.tolist() == [*stage.requests[0].input_ids, *ids]
-    assert sample.loss_mask.tolist() == [False] * num_prompt + [True] * len(ids)
-    assert sample.logprobs[num_prompt:].tolist() == [-(index + 1) / 64 for index in range(len(ids))]
+    assert sequence.token_ids.tolist() == [*stage.requests[0].input_ids, *ids]
+    assert sequence.loss_mask.tolist() == [False] * num_prompt + [True] * len(ids)
+    assert sequence.logprobs[num_prompt:].tolist() == [-(index + 1) / 64 for index in range(len(ids))]
 
 
 async def test_a_session_can_be_forgotten(stage: Stage) -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.bus.connection import Bus
-from penstock.config import BusConfig, ModelConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, ModelConfig, RunConfig
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
@@ -46,7 +46,6 @@ def make_recipe(
             model=ModelConfig(path=tiny_model_path),
             run=RunConfig(name=run_name),
             bus=bus_config.model_copy(update={"max_deliveries": max_deliveries}),
-            sampling=SamplingConfig(max_new_tokens=16),
             worker=WorkerConfig(**fields),
         )
 

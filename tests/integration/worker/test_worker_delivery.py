@@ -6,10 +6,10 @@ from pathlib import Path
 
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import consuming
+from penstock.bus.image_store import ImageStore, hash_of
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
-from penstock.records.group import NUM_DELIVERIES_HEADER
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
 from services.recipe import Recipe
@@ -49,26 +49,28 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
         [group] = await until_done(bus, 1)
     stop_router.set()
     await asyncio.wait_for(router, timeout=10)
-    assert group.prompt == prompt
+    assert group.id == prompt.id
     assert (group.error, len(group.samples), group.oldest_version) == ("", 2, 4)
     request = engine.requests[0]
-    assert [image.data for image in request.images] == [PICTURE]
+    assert [image.stored.sha256 for image in request.images] == [hash_of(PICTURE)]
     assert {call.session_id for call in engine.requests} == {f"{run_name}/0/0/a/0", f"{run_name}/0/0/a/1"}
     renderer = Renderer.load(tiny_model_path)
     num_own = len(engine.answer.ids)
     for sample in group.samples:
-        assert sample.token_ids.tolist() == [
+        [sequence] = sample.sequences
+        assert sequence.token_ids.tolist() == [
             *renderer.render_prompt(prompt.messages, num_images=1),
             *engine.answer.ids,
         ]
-        assert sample.loss_mask.tolist() == [False] * len(request.input_ids) + [True] * num_own
-        assert sample.logprobs[sample.loss_mask].tolist() == [-0.5] * num_own
-        assert sample.version_spans == (
+        assert sequence.loss_mask.tolist() == [False] * len(request.input_ids) + [True] * num_own
+        assert sequence.logprobs[sequence.loss_mask].tolist() == [-0.5] * num_own
+        assert sequence.version_spans == (
             VersionSpan(num_tokens=1, policy_version=4),
             VersionSpan(num_tokens=num_own - 1, policy_version=5),
         )
-        assert (sample.text, sample.finish_reason, sample.num_prompt_tokens) == (ANSWER, "stop", 99)
-        assert (sample.verdict.score, sample.verdict.status, sample.verdict.extracted) == (1.0, "OK", "3")
+        assert (sample.text, sample.finish_reason, sequence.num_prompt_tokens) == (ANSWER, "stop", 99)
+        assert sample.verdict is not None
+        assert (sample.reward, sample.verdict.status, sample.verdict.extracted) == (1.0, "OK", "3")
 
 
 async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_once(
@@ -84,12 +86,13 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
     ):
         episodes = EpisodePlayer(
             recipe.worker,
-            recipe.sampling,
             renderer=Renderer.load(recipe.model.path),
             generator=generator,
             environments=EnvironmentRegistry(),
         )
-        player = GroupRollout(recipe.worker, episodes=episodes, verifier=verifier, worker_id="died")
+        player = GroupRollout(
+            recipe.worker, episodes=episodes, images=ImageStore(bus), verifier=verifier, worker_id="died"
+        )
         [delivery] = await consumer.fetch(1)
         await PromptHandler(bus, player, worker_id="died").handle(delivery)
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 1)
@@ -109,10 +112,8 @@ async def test_a_group_says_how_often_its_prompt_was_delivered(
         [delivery] = await consumer.fetch(1)
         await delivery.put_back()
     async with working(recipe):
-        await until_done(bus, 1)
-    message = await bus.jetstream.get_last_msg(bus.groups.name, bus.groups.subject)
-    assert message.headers is not None
-    assert message.headers[NUM_DELIVERIES_HEADER] == "2"
+        [group] = await until_done(bus, 1)
+    assert group.num_deliveries == 2
 
 
 async def test_a_router_that_is_down_and_comes_back_loses_nothing(
@@ -148,5 +149,5 @@ async def test_a_reward_service_that_is_down_and_comes_back_loses_nothing(
         assert await count(bus, bus.groups) == 0
         async with reward_server.running(RewardConfig(port=port, workers=1)):
             [group] = await until_done(bus, 1)
-    assert [sample.verdict.score for sample in group.samples] == [1.0, 1.0]
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0]
     assert engine.num_answered == 2

@@ -40,7 +40,7 @@ async def test_a_worker_killed_while_playing_loses_nothing(
     engine.delay_s = 0.0
     async with working(recipe):
         groups = await until_done(bus, 3)
-    assert sorted(group.prompt.index for group in groups) == [0, 1, 2]
+    assert sorted(group.id.index for group in groups) == [0, 1, 2]
     assert await count(bus, bus.dead) == 0
 
 
@@ -54,7 +54,7 @@ async def test_workers_share_the_queue_and_play_each_prompt_once(
         await publish(bus, make_prompt(run_name, index))
     async with working(recipe), working(recipe):
         groups = await until_done(bus, 12)
-    assert sorted(group.prompt.index for group in groups) == list(range(12))
+    assert sorted(group.id.index for group in groups) == list(range(12))
     assert len({group.worker_id for group in groups}) == 2
     assert engine.num_answered == 24
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from penstock.bus.image_store import hash_of
 from penstock.model.tokens import image_token_id
-from penstock.records import Group, ImagePart, Message, Prompt, Sample, TextPart, Verdict, VersionSpan
+from penstock.records import Group, GroupId, Sample, TokenSequence, Verdict, VersionSpan
 
 BOILERPLATE = 20
 """Tokens of text before a made-up prompt's first image."""
@@ -33,6 +34,16 @@ def picture(seed: int, *, size: tuple[int, int] = (96, 96), mode: str = "RGB") -
 def num_placeholders(size: tuple[int, int]) -> int:
     """Placeholders of an image whose sides are multiples of 32 and need no scaling, in the tiny model."""
     return size[0] // 32 * (size[1] // 32)
+
+
+IMAGES: dict[str, bytes] = {}
+"""Every image that a group made here shows, by its hash."""
+
+
+def remember(data: bytes) -> str:
+    """Keep an image in `IMAGES` and return its hash."""
+    IMAGES[hash_of(data)] = data
+    return hash_of(data)
 
 
 def make_group(
@@ -69,37 +80,24 @@ def make_group(
         own = rng.integers(0, 256, length)
         mask = np.array([False] * len(prompt_ids) + [True] * length)
         logprobs = np.where(mask, -rng.random(len(mask)) * 6, 0).astype(np.float32)
+        sequence = TokenSequence(
+            token_ids=np.array([*prompt_ids, *own], dtype=np.int32),
+            loss_mask=mask,
+            logprobs=logprobs,
+            version_spans=(VersionSpan(num_tokens=length, policy_version=version),),
+            images=tuple(map(remember, images)),
+            num_prompt_tokens=len(prompt_ids) - len(images) + sum(placeholders),
+            num_last_turn_tokens=length,
+        )
         samples.append(
             Sample(
-                token_ids=np.array([*prompt_ids, *own], dtype=np.int32),
-                loss_mask=mask,
-                logprobs=logprobs,
-                version_spans=(VersionSpan(num_tokens=length, policy_version=version),),
-                images=(),
-                num_turns=1,
-                num_prompt_tokens=len(prompt_ids) - len(images) + sum(placeholders),
-                num_cached_tokens=0,
-                num_last_turn_tokens=length,
+                sequences=(sequence,),
+                reward=reward,
                 finish_reason="stop",
                 verdict=Verdict(score=reward, status="OK", extracted="", method="test"),
+                turns=(),
                 text="",
             )
         )
-    parts: tuple[TextPart | ImagePart, ...] = (
-        TextPart(text="x"),
-        *[ImagePart(index=number) for number in range(len(images))],
-    )
-    prompt = Prompt(
-        run_id="run",
-        index=index,
-        attempt=attempt,
-        incarnation="a",
-        admitted_version=version,
-        num_samples=len(rewards),
-        messages=(Message(role="user", parts=parts),),
-        images=tuple(images),
-        golds=("1",),
-        profile="geo3k",
-        environment="single_turn",
-    )
-    return Group(prompt=prompt, samples=tuple(samples), worker_id="test")
+    group_id = GroupId(run_id="run", index=index, attempt=attempt, trainer_epoch="a")
+    return Group(id=group_id, num_samples=len(samples), samples=tuple(samples), worker_id="test")

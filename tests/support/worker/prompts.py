@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.bus.connection import Bus, Stream
-from penstock.records import Group, ImagePart, Message, Prompt, TextPart
+from penstock.bus.image_store import ImageStore, hash_of
+from penstock.records import Group, GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.records.codec import decode, encode
 from services.cli import service_settings
 from services.recipe import Recipe
@@ -40,14 +41,12 @@ async def working(recipe: Recipe) -> AsyncIterator[asyncio.Event]:
 def make_prompt(run_name: str, index: int = 0, **changes: Any) -> Prompt:
     """A question with a picture; two samples."""
     fields: dict[str, Any] = {
-        "run_id": run_name,
-        "index": index,
-        "attempt": 0,
-        "incarnation": "a",
+        "id": GroupId(run_id=run_name, index=index, attempt=0, trainer_epoch="a"),
         "admitted_version": 4,
+        "sampling": Sampling(temperature=1.0, max_new_tokens=16),
         "num_samples": 2,
         "messages": (Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x.\r\n"))),),
-        "images": (PICTURE,),
+        "images": (hash_of(PICTURE),),
         "golds": ("3",),
         "profile": "math",
         "environment": "single_turn",
@@ -57,7 +56,11 @@ def make_prompt(run_name: str, index: int = 0, **changes: Any) -> Prompt:
 
 async def publish(bus: Bus, prompt: Prompt) -> None:
     """Admit a prompt, as the trainer does."""
-    await bus.publish(bus.prompts, encode(prompt), message_id=prompt.message_id)
+    images = ImageStore(bus)
+    await images.ensure()
+    if prompt.images:
+        await images.put(prompt.id.scope, PICTURE)
+    await bus.publish(bus.prompts, encode(prompt), message_id=prompt.id.message)
 
 
 async def count(bus: Bus, stream: Stream) -> int:

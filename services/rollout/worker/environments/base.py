@@ -1,11 +1,11 @@
 """The interface of environments: what a policy plays against.
 
 An environment object plays one episode and belongs to it alone. It deals in messages and text; token ids, masks and
-logprobs are the episode's business, so no environment can damage what the trainer learns from.
+logprobs belong to the episode, so no environment can damage what the trainer learns from.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 from penstock.records import ImagePart, Message, Prompt
@@ -13,7 +13,7 @@ from penstock.records import ImagePart, Message, Prompt
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the policy gets to see next."""
+    """What the policy sees next."""
 
     messages: tuple[Message, ...]
     """New messages; after the first turn, of roles that may follow the assistant's (user, tool)."""
@@ -34,13 +34,18 @@ class StepResult:
     """None ends the episode."""
     truncated: bool = False
     """At the end: whether the environment cut the episode short, instead of the policy finishing it."""
+    reward: float | None = None
+    """This step's reward. If any step of an episode has one, the sample's reward is their sum and the reward service
+    is not asked."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What was measured in this step, by name; kept with the step."""
 
 
 class Environment(Protocol):
     """One episode's counterpart. Calls come in the order reset, step ..., close; each has a deadline."""
 
-    async def reset(self, prompt: Prompt) -> Observation:
-        """Begin: the conversation that the policy is shown first. Its images start with the prompt's."""
+    async def reset(self, prompt: Prompt, images: tuple[bytes, ...]) -> Observation:
+        """Begin: the conversation that the policy sees first. Its images start with `images`, the prompt's."""
         ...
 
     async def step(self, text: str) -> StepResult:

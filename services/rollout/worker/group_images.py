@@ -1,0 +1,71 @@
+"""The images of one group while it is played: the prompt's, and those that its environments add.
+
+Each is stored once, however many samples show it in however many turns; requests and records name it by its hash. The
+bytes are kept here until the group is played, so that an image that was lost can be stored again.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.errors import InvalidRequestError, MissingImageError
+from penstock.records import Prompt
+from penstock.v1 import common_pb2
+
+
+class Store(Protocol):
+    """Where images are kept: `penstock.bus.image_store.ImageStore`."""
+
+    async def put(self, scope: str, data: bytes) -> str:
+        """Store an image and return its hash."""
+        ...
+
+    async def get(self, scope: str, sha256: str) -> bytes:
+        """A stored image."""
+        ...
+
+
+class GroupImages:
+    """The images of one group."""
+
+    def __init__(self, store: Store, scope: str, prompt: Sequence[bytes]) -> None:
+        """`prompt`: the prompt's images, which are stored already; use `load`."""
+        self._store = store
+        self._scope = scope
+        self.prompt = tuple(prompt)
+        self._hashes: dict[bytes, str] = {}
+        self._storing = asyncio.Lock()
+
+    @classmethod
+    async def load(cls, store: Store, prompt: Prompt) -> "GroupImages":
+        """Fetch the prompt's images.
+
+        Raises:
+            InvalidRequestError: one is not stored; without it the group can never be played.
+            UnavailableError: the bus does not answer.
+        """
+        try:
+            files = await asyncio.gather(*(store.get(prompt.id.scope, sha256) for sha256 in prompt.images))
+        except MissingImageError as error:
+            raise InvalidRequestError(f"group {prompt.id.message}: {error}") from None
+        images = cls(store, prompt.id.scope, files)
+        images._hashes.update(zip(files, prompt.images, strict=True))
+        return images
+
+    async def add(self, files: Sequence[bytes]) -> list[str]:
+        """Store what is new of `files` and return all their hashes."""
+        async with self._storing:  # samples often show the same image at the same time
+            for data in files:
+                if data not in self._hashes:
+                    self._hashes[data] = await self._store.put(self._scope, data)
+        return [self._hashes[data] for data in files]
+
+    async def store_again(self) -> None:
+        """Store every image anew, after one was found missing."""
+        async with self._storing:
+            for data in self._hashes:
+                await self._store.put(self._scope, data)
+
+    def reference(self, sha256: str) -> common_pb2.Image:
+        """The image, as a request names it."""
+        return common_pb2.Image(stored=common_pb2.StoredImage(sha256=sha256, scope=self._scope))
