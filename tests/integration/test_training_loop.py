@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import claim
 from penstock.errors import SetupError, SupersededError
 from penstock.v1.trainer_pb2 import PublishedVersion
@@ -71,6 +72,7 @@ async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> Tr
         ledger=GroupLedger(Gate(max_staleness=0, groups_per_step=1)),
         feeder=SimpleNamespace(trainer_epoch=epoch),  # type: ignore[arg-type]
         collector=None,  # type: ignore[arg-type]
+        images=ImageStore(bus),
         batches=None,  # type: ignore[arg-type]
         checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
         metrics=None,  # type: ignore[arg-type]
