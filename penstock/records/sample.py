@@ -139,6 +139,8 @@ class Sample(Record, frozen=True, kw_only=True):
             raise ValueError("a sample holds no sequence")
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"reward = {self.reward} must be a finite number, or None if there is no judgement")
+        if self.verdict is not None and not self.verdict.is_judged and self.reward is not None:
+            raise ValueError(f"reward = {self.reward} contradicts a verdict of {self.verdict.status}; it must be None")
 
     @property
     def oldest_version(self) -> int:

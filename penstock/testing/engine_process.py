@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -49,11 +50,14 @@ async def engine_process(
         f'[run]\nname = "{folder.name}"\n[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
         f'[log]\nformat = "json"\nlevel = "debug"\n[rollout]\n{settings}'
     )
+    # SGLang leaves the files of its sockets behind. Their paths must be short, so they cannot be in `folder`.
+    scratch = tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-W", "ignore", "-m", "services.cli", "serve", "rollout", "--config", str(recipe),
             stdout=output, stderr=output, start_new_session=True, cwd=_ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}, preexec_fn=dying_with_parent(),
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": scratch.name, **environment},
+            preexec_fn=dying_with_parent(),
         )  # fmt: skip
     try:
         engine = EngineProcess(process, await _address(process, log), log)
@@ -68,6 +72,8 @@ async def engine_process(
             process.kill()
             await process.wait()
             raise
+        finally:
+            scratch.cleanup()
 
 
 async def _address(process: asyncio.subprocess.Process, log: Path) -> str:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -115,11 +116,12 @@ def started(tmp_path: Path, *arguments: str, environment: Mapping[str, str] | No
     """
     mark = f"penstock-test-{uuid.uuid4().hex}"
     runs, output = tmp_path / "runs", tmp_path / f"output-{mark[-6:]}.txt"
+    scratch = tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True)  # killed processes leave files
     with output.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.cli", "train", *arguments],
             cwd=ROOT,
-            env={**os.environ, **(environment or {}), "PENSTOCK_TEST_MARK": mark},
+            env={**os.environ, **(environment or {}), "PENSTOCK_TEST_MARK": mark, "TMPDIR": scratch.name},
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -135,6 +137,7 @@ def started(tmp_path: Path, *arguments: str, environment: Mapping[str, str] | No
             except ProcessLookupError:
                 continue
         process.wait(10)
+        scratch.cleanup()
 
 
 def _arguments(pid: int) -> list[str]:

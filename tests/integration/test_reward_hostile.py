@@ -13,6 +13,8 @@ from penstock.v1 import reward_pb2
 from services.reward.isolation.pool import WorkerPool
 from tests.support.reward.service import EASY, item_of, reward_service
 
+pytestmark = pytest.mark.leaves_behind("the module's service replaces workers that were killed")
+
 _STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _SLACK_S = 2.0
 """For whatever else runs beside the test; the benchmark measures what there really is."""

@@ -1,28 +1,27 @@
 """What is sampled for training is the distribution whose logprobs engines and trainer compute."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from penstock.config import ModelConfig, SamplingConfig
 from penstock.errors import ConfigError
+from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
 from services.rollout.engine import settings
 from services.rollout.engine.config import RolloutConfig
-from services.trainer.main import serve
 
 
 @pytest.mark.parametrize(
     ("cut", "message"), [({"top_p": 0.9}, r"sampling\.top_p = 0\.9"), ({"top_k": 20}, r"sampling\.top_k = 20")]
 )
-async def test_a_cut_distribution_is_refused_before_training_starts(
+def test_a_cut_distribution_is_refused_before_training_starts(
     tiny_model_path: Path, cut: dict[str, float], message: str
 ) -> None:
     """Logprobs are from before the cut: they would not be those with which tokens were drawn."""
     recipe = Recipe(model=ModelConfig(path=tiny_model_path), sampling=SamplingConfig(**cut))
     with pytest.raises(ConfigError, match=message):
-        await serve(recipe, asyncio.Event())
+        for_trainer(recipe)
 
 
 @pytest.mark.parametrize("cuda", [False, True])

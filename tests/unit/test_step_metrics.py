@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from penstock.records import UNJUDGED
 from services.trainer.telemetry.step_metrics import StepClock, describe_batch
@@ -13,11 +14,15 @@ def test_unjudged_samples_are_those_of_the_records(tiny_model_path: Path) -> Non
     """Every status of `UNJUDGED` counts, and no other: training leaves out exactly the same samples."""
     statuses = ("OK", "NO_ANSWER", *sorted(UNJUDGED))
     group = make_group(tiny_model_path, index=3, rewards=[0.0] * len(statuses))
-    samples = tuple(
-        msgspec.structs.replace(sample, verdict=msgspec.structs.replace(sample.verdict, status=status))
-        for sample, status in zip(group.samples, statuses, strict=True)
-    )
-    described = describe_batch([msgspec.structs.replace(group, samples=samples)])
+    samples = []
+    for sample, status in zip(group.samples, statuses, strict=True):
+        verdict = msgspec.structs.replace(sample.verdict, status=status)
+        if status in UNJUDGED:
+            with pytest.raises(ValueError, match=f"contradicts a verdict of {status}"):
+                msgspec.structs.replace(sample, verdict=verdict)
+        reward = None if status in UNJUDGED else sample.reward
+        samples.append(msgspec.structs.replace(sample, verdict=verdict, reward=reward))
+    described = describe_batch([msgspec.structs.replace(group, samples=tuple(samples))])
     assert described["num_unjudged_samples"] == len(UNJUDGED) == 3
     assert described["groups"] == [3]
 
