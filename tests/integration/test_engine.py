@@ -25,7 +25,7 @@ from tests.support.engine.reference import (
     until_replica,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
 IMAGES = {
     "none": [],

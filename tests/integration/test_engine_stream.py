@@ -26,7 +26,7 @@ from tests.support.engine.reference import (
     until_replica,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
 PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
 

@@ -23,7 +23,7 @@ from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.router.openai_stage import data_url
 from tests.support.router.process import router_process
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
 TEMPERATURE = 0.7
 NO_VERDICT = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
