@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from penstock.bus.image_store import ImageStore
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import common_pb2
 
 
@@ -25,7 +25,7 @@ class ImageSource:
         Raises:
             InvalidRequestError: an image has neither bytes nor a sound hash, or this engine has no bus.
             MissingImageError: an image is not stored.
-            UnavailableError: the bus does not answer.
+            NotReadyError: the bus does not answer.
         """
         return list(await asyncio.gather(*(self._file(index, image) for index, image in enumerate(images))))
 
@@ -34,7 +34,10 @@ class ImageSource:
             case "data":
                 return image.data
             case "stored" if self._store is not None:
-                return await self._store.get(image.stored.scope, image.stored.sha256)
+                try:
+                    return await self._store.get(image.stored.scope, image.stored.sha256)
+                except UnavailableError as error:  # raised as it is, it would count as a failure of this replica
+                    raise NotReadyError(f"images[{index}]: {error}") from None
             case "stored":
                 raise InvalidRequestError(
                     f"images[{index}] is named by its hash, but this engine runs without a bus; send its bytes"
