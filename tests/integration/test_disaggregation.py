@@ -184,7 +184,7 @@ async def test_halves_that_cannot_be_are_refused(engine: EngineProcess, pair: Pa
         require_code(caught.value, grpc.StatusCode.INVALID_ARGUMENT)
     stale = await pair.bootstrapped(made, version=await pair.version() - 1)
     for half in pair.engines:
-        with pytest.raises(grpc.aio.AioRpcError, match="choose a pair anew") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="choose another pair") as caught:
             await half.generation.Generate(stale, timeout=10)
         require_code(caught.value, grpc.StatusCode.FAILED_PRECONDITION)
     assert (await pair.generate(made)).output_ids

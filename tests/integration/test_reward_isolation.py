@@ -19,6 +19,8 @@ from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import is_alive, parent_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+
 _EASY = SymbolicTask(
     golds=(SymbolicGold(text=r"\frac{1}{x+1}", use_text=False, value="", tolerance="0"),),
     body=r"(1+x)^{-1}",

@@ -20,6 +20,8 @@ from services.reward.server import running
 from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, is_alive, item_of, reward_service
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+
 _SHARED = Path(__file__).parents[3] / "shared"
 
 

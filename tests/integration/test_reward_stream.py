@@ -17,6 +17,8 @@ from services.reward.server import running
 from tests.support.reward.service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+
 Item = reward_pb2.VerifyItem
 Response = reward_pb2.VerifyStreamResponse
 
