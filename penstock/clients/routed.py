@@ -22,6 +22,7 @@ from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
+    MissingImageError,
     NotReadyError,
     OverloadedError,
     PenstockError,
@@ -318,7 +319,7 @@ class _Slots:
 def _outcome_of(error: PenstockError) -> router_pb2.RouteOutcome.ValueType:
     if isinstance(error, OverloadedError | NotReadyError):
         return router_pb2.ROUTE_OUTCOME_REJECTED
-    if isinstance(error, InvalidRequestError):
+    if isinstance(error, InvalidRequestError | MissingImageError):
         return router_pb2.ROUTE_OUTCOME_SUCCEEDED
     if isinstance(error, DeadlineError):
         return router_pb2.ROUTE_OUTCOME_UNSPECIFIED

@@ -10,6 +10,7 @@ from penstock.clients.stream_attempt import UnreachableError
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
+    MissingImageError,
     NotReadyError,
     OverloadedError,
     PenstockError,
@@ -124,7 +125,9 @@ class Slot:
             error = NotReadyError(str(error))
         if isinstance(error, OverloadedError | NotReadyError):  # it is well, and rejected the call
             replica.reject(now, is_overload=isinstance(error, OverloadedError))
-        if error is None or isinstance(error, OverloadedError | NotReadyError | InvalidRequestError):
+        if error is None or isinstance(
+            error, OverloadedError | NotReadyError | InvalidRequestError | MissingImageError
+        ):
             replica.succeed(probe=self._is_probe)
         elif isinstance(error, DeadlineError):  # perhaps the caller's impatience
             replica.abandon(probe=self._is_probe)

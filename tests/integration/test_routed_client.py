@@ -11,7 +11,14 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.clients import RouterClient
 from penstock.clients.routed import RoutedGenerateClient
-from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PoisonError, UnavailableError
+from penstock.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    MissingImageError,
+    OverloadedError,
+    PoisonError,
+    UnavailableError,
+)
 from penstock.rpc.channel import connect as connect_channel
 from penstock.testing.answers import FIRST_ID
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -23,7 +30,7 @@ from services.router.tuning import Tuning
 from tests.support.router.routers import configured
 from tests.support.waiting import until
 
-OPEN = router_pb2.BREAKER_STATE_OPEN
+CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
 
 
 @contextlib.asynccontextmanager
@@ -59,6 +66,19 @@ async def until_routable(router: RouterClient, count: int) -> None:
     async with asyncio.timeout(5.0):
         while sum(each.routable for each in (await router.list_replicas()).replicas) != count:
             await asyncio.sleep(0.02)
+
+
+async def test_an_image_that_is_not_stored_is_no_failure_of_the_replica(steady_bus: Bus) -> None:
+    """The client reports none to the router."""
+    async with (
+        SimulatedEngine(steady_bus, error=MissingImageError("store it again")).running(),
+        routed(steady_bus, breaker={"failures": 1}) as (client, router),
+    ):
+        await until_routable(router, 1)
+        with pytest.raises(MissingImageError, match="store it again"):
+            await client.generate(request(), timeout_s=10.0)
+        await until_idle(router)
+        assert [each.breaker for each in (await router.list_replicas()).replicas] == [CLOSED]
 
 
 async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -> None:

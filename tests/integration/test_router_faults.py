@@ -9,7 +9,7 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig, RunConfig
-from penstock.errors import NotReadyError, OverloadedError, UnavailableError
+from penstock.errors import MissingImageError, NotReadyError, OverloadedError, UnavailableError
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
@@ -103,6 +103,15 @@ async def test_a_replica_that_delivered_tokens_is_no_try(steady_bus: Bus) -> Non
         _,
     ):
         assert list((await caller.generate(num_tokens=5)).output_ids) == ids(5)
+
+
+async def test_an_image_that_is_not_stored_is_no_failure_of_the_replica(steady_bus: Bus) -> None:
+    """The caller hears it at once, and no breaker opens."""
+    engine = {"error": MissingImageError("store it again")}
+    async with pool(steady_bus, 1, engine=engine, breaker={"failures": 1}) as (caller, _):
+        error = await failure(caller.generate())
+        assert error.code() == grpc.StatusCode.NOT_FOUND
+        assert [each.breaker for each in (await caller.replicas()).replicas] == [CLOSED]
 
 
 async def test_a_call_gets_the_replica_that_can_be_reached_again(steady_bus: Bus) -> None:

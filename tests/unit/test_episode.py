@@ -458,6 +458,17 @@ async def test_an_image_lost_on_the_bus_is_stored_again_once(renderer: Renderer)
     assert await shelf.get(prompt.id.scope, hash_of(PICTURE)) == PICTURE
 
 
+async def test_an_image_that_is_lost_twice_ends_the_sample_with_the_turns_before(renderer: Renderer) -> None:
+    """Unjudged. A sample that has tokens does not fail its group."""
+    lost = [MissingImageError("gone"), MissingImageError("gone again")]
+    policy = ScriptedPolicy(renderer, [("one" + END, 4), *lost])
+    episode = await play(make_player(renderer, policy), make_prompt("TwoTurns"))
+    assert (episode.finish_reason, episode.error, episode.text) == ("error", "gone again", "one")
+    assert not episode.needs_verdict
+    with pytest.raises(MissingImageError, match="gone again"):
+        await play(make_player(renderer, ScriptedPolicy(renderer, lost)), make_prompt())
+
+
 async def test_a_group_stores_an_image_once_however_many_samples_show_it(renderer: Renderer) -> None:
     """Sixteen samples in two turns: the prompt's picture and the environment's, each stored once."""
     shelf, prompt = ImageShelf(), make_prompt("TwoTurns")

@@ -58,7 +58,8 @@ class Episode:
     finish_reason: Ending
     """As in `penstock.records.Sample`."""
     error: str = ""
-    """Why the sample cannot be judged: its environment failed, or it broke the replicas that played it."""
+    """Why the sample cannot be judged: its environment failed, an image was lost, or it broke the replicas that played
+    it."""
     started_at: float = 0.0
     """Seconds since 1970."""
     elapsed_s: float = 0.0
@@ -293,7 +294,8 @@ def _end_by(error: PenstockError, episode: _Episode) -> Ending:
     match error:
         case PromptTooLongError():
             return "length"
-        case PoisonError() | InvalidRequestError():  # the latter blames what the environment added
+        # The second blames what the environment added; of the third, storing the image again did not help.
+        case PoisonError() | InvalidRequestError() | MissingImageError():
             episode.error = str(error)
             return "error"
         case DeadlineError() | UnavailableError() | OverloadedError() | NotReadyError():
