@@ -49,6 +49,7 @@ class Supervisor:
         self._config = config
         self._report = report
         self._first_backoff_s = first_backoff_s
+        self.has_begun_to_stop = False
         self._has_failed = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -82,6 +83,7 @@ class Supervisor:
         The one that ends the run has no limit, unless another process has failed: it may be in the middle of a step,
         which then needs a push and a checkpoint. Until it has ended, the processes that it needs are kept going.
         """
+        self.has_begun_to_stop = True
         for stage in StopStage:
             ending = [child for child in self.children if child.spec.stage == stage and child.spec.name in self._tasks]
             for child in ending:
@@ -147,9 +149,9 @@ async def supervised(
     report: Callable[[str], None],
     first_backoff_s: float = _FIRST_BACKOFF_S,
 ) -> AsyncIterator[Supervisor]:
-    """A supervisor of `specs` during the context, at whose end all processes are stopped.
+    """A supervisor of `specs` during the context, at whose end all processes are stopped, unless they were already.
 
-    A cancellation while they are being stopped kills them at once.
+    A cancellation while they are being stopped, here or in the context, kills them at once.
     """
     reaper = await Reaper.start()
     children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper) for spec in specs]
@@ -158,7 +160,8 @@ async def supervised(
         try:
             yield supervisor
         finally:
-            await supervisor.stop()
+            if not supervisor.has_begun_to_stop:
+                await supervisor.stop()
     finally:
         await supervisor.kill()
         await reaper.end()

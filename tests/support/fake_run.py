@@ -40,9 +40,12 @@ def main() -> int:
 
     async def run(stop: asyncio.Event) -> None:
         async with supervised(processes, logs=folder, config=config, report=report, first_backoff_s=0.05) as supervisor:
-            for spec in processes:
-                supervisor.start(spec.name)
-            await supervisor.wait(stop)
+            try:
+                for spec in processes:
+                    supervisor.start(spec.name)
+                await supervisor.wait(stop)
+            finally:
+                await supervisor.stop()  # inside the context, as the launcher does, which shows what is waited for
 
     try:
         return process.run(run)
