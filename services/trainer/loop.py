@@ -182,6 +182,7 @@ class TrainingLoop:
 
     async def _save_checkpoint(self) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
+        await self.lock.confirm()  # the folder may be a successor's by now
         ledger = self.ledger.checkpoint()
         state = {
             "run_id": self.progress.run_id,

@@ -83,6 +83,13 @@ async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> Tr
     )
 
 
+def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Every path below `folder`, with its inode and its content."""
+    return {
+        path: (path.stat().st_ino, path.read_bytes() if path.is_file() else b"") for path in sorted(folder.rglob("*"))
+    }
+
+
 async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bus, tmp_path: Path) -> None:
     """A replica may have got the weights although nobody announced them: their number is taken."""
     loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes(dies=True))
@@ -103,8 +110,8 @@ async def test_two_trainers_never_publish_the_same_number(bus: Bus, tmp_path: Pa
     await first.claim(PublishedVersion(policy_version=9, trainer_epoch="a"))
 
 
-async def test_trainer_that_was_replaced_neither_publishes_nor_acknowledges(bus: Bus, tmp_path: Path) -> None:
-    """It was silent for longer than the lock lasts, and another took over: it ends, and the groups are that one's."""
+async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: Bus, tmp_path: Path) -> None:
+    """It was silent for too long: weights, groups and checkpoints are those of the one that took over."""
     pushes, receipt = Pushes(), Receipt()
     silent = await open_loop(bus, tmp_path, epoch="a", pushes=pushes)
     silent.ledger.admit(7)
@@ -112,12 +119,15 @@ async def test_trainer_that_was_replaced_neither_publishes_nor_acknowledges(bus:
     silent.ledger.keep_receipt(0, receipt)  # type: ignore[arg-type]
     successor = await open_loop(bus, tmp_path, epoch="b", pushes=pushes)
     await successor._publish(8)
+    await successor._save_checkpoint()
+    checkpoints = snapshot(tmp_path)
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
         await silent._publish(8)
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
         await silent._save_checkpoint()
     assert pushes.versions == [8], "only the successor's weights went out"
     assert not receipt.is_acked
+    assert snapshot(tmp_path) == checkpoints
 
 
 async def test_the_origin_of_a_version_is_kept_for_a_bounded_time(bus: Bus) -> None:
