@@ -42,4 +42,10 @@ class Recipe(Config):
                 f"rollout.push_deadline_s = {self.rollout.push_deadline_s:g} is less than the {push_s:g} s that a push "
                 "may take by trainer.weight_sync; raise it, or lower trainer.weight_sync.transfer_timeout_s"
             )
+        stage_s = self.trainer.weight_sync.stage_timeout_s
+        if stage_s > self.rollout.prepare_deadline_s:
+            raise ValueError(
+                f"rollout.prepare_deadline_s = {self.rollout.prepare_deadline_s:g} is less than the {stage_s:g} s of "
+                "trainer.weight_sync.stage_timeout_s, so engines would give up first; raise the one or lower the other"
+            )
         return self

@@ -35,3 +35,12 @@ def test_a_recipe_whose_engines_would_refuse_every_push_is_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"rollout\.push_deadline_s = 1800 .* 1890 s .*transfer_timeout_s"):
         load(Recipe, (), overrides)
     load(Recipe, (), [*overrides, "--rollout.push_deadline_s=2000"])
+
+
+def test_a_recipe_whose_engines_would_leave_a_forming_group_is_refused(tmp_path: Path) -> None:
+    """Engines wait at least as long for a process group as the trainer does."""
+    (tmp_path / "config.json").write_text("{}")
+    overrides = [f"--model.path={tmp_path}", "--trainer.weight_sync.stage_timeout_s=60"]
+    with pytest.raises(ConfigError, match=r"rollout\.prepare_deadline_s = 30 .* 60 s of trainer\.weight_sync\.stage"):
+        load(Recipe, (), overrides)
+    load(Recipe, (), [*overrides, "--rollout.prepare_deadline_s=60"])
