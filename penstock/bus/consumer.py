@@ -118,14 +118,10 @@ class Consumer:
         Raises:
             SetupError: the server no longer has the consumer.
         """
-        try:
-            messages, status = await self._pull.request(1, wait_s=_FETCH_WAIT_S)
-            room = _FETCH_BYTES - sum(len(message.data) for message in messages)
-            if messages and len(messages) < limit and room > 0:
-                messages += (await self._pull.request(limit - len(messages), max_bytes=room))[0]
-        except BUS_ERRORS as error:
-            log.warning("consumer.fetch_retried", stream=self._stream.name, error=describe(error))
-            messages, status = [], "503"
+        messages, status = await self._request(1, wait_s=_FETCH_WAIT_S)
+        room = _FETCH_BYTES - sum(len(message.data) for message in messages)
+        if messages and len(messages) < limit and room > 0:
+            messages += (await self._request(limit - len(messages), max_bytes=room))[0]
         if not messages:
             if status not in NO_MESSAGES:
                 await asyncio.sleep(0.5)
@@ -133,6 +129,14 @@ class Consumer:
                 self._looked_at = time.monotonic()
                 await self._presence.check()
         return [delivery for message in messages if (delivery := self._take(message)) is not None]
+
+    async def _request(self, batch: int, *, wait_s: float = 0.0, max_bytes: int | None = None) -> tuple[list[Msg], str]:
+        """As `PullRequests.request`; no messages and "503" if the server is out of reach."""
+        try:
+            return await self._pull.request(batch, wait_s=wait_s, max_bytes=max_bytes)
+        except BUS_ERRORS as error:
+            log.warning("consumer.fetch_retried", stream=self._stream.name, error=describe(error))
+            return [], "503"
 
     def _take(self, message: Msg) -> Delivery | None:
         """Wrap a message; None if an earlier delivery of it is in hand, which goes on with this one."""

@@ -10,6 +10,7 @@ import unittest.mock
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import nats.errors
 import nats.js.errors
 import pytest
 from nats.aio.msg import Msg
@@ -333,6 +334,27 @@ async def test_a_fetch_is_bounded_in_bytes(workers: OpenConsumer, bus: Bus) -> N
     consumer = await workers(bus, ack_wait_s=30.0)
     fetched = [await consumer.fetch(64) for _ in range(2)]
     assert [[delivery.message_id for delivery in deliveries] for deliveries in fetched] == [list("abc"), list("de")]
+
+
+async def test_a_message_in_hand_outlives_a_request_that_fails(
+    workers: OpenConsumer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch asks for one message, and then for the rest: if the server is away for that, it returns the one."""
+    for name in "ab":
+        await bus.publish(bus.prompts, name.encode(), message_id=name)
+    consumer = await workers(bus, ack_wait_s=30.0)
+    publish = bus.client.publish
+
+    async def fail_at_the_rest(subject: str, payload: bytes = b"", **options) -> None:
+        if b"max_bytes" in payload:
+            raise nats.errors.OutboundBufferLimitError
+        await publish(subject, payload, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bus.client, "publish", fail_at_the_rest)
+        fetched = await consumer.fetch(8)
+    assert [(each.payload, each.num_delivered) for each in fetched] == [(b"a", 1)]
+    assert [each.payload for each in await consumer.fetch(8)] == [b"b"]
 
 
 async def test_a_message_lost_on_its_way_is_missed_and_comes_again(workers: OpenConsumer, bus: Bus) -> None:
