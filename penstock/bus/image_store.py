@@ -18,7 +18,7 @@ import structlog
 from nats.js import api
 
 from penstock.bus.connection import Bus
-from penstock.bus.failures import BUS_ERRORS, describe, setting_up
+from penstock.bus.failures import BUS_ERRORS, Presence, describe, setting_up
 from penstock.errors import InvalidRequestError, MissingImageError, UnavailableError
 
 log = structlog.get_logger()
@@ -94,6 +94,11 @@ class ImageStore:
         if task is None:
             task = self._start(subject, lambda: self._fetch(subject, sha256))
         return await asyncio.shield(task)
+
+    def presence(self) -> Presence:
+        """A check that the server still has the stream; see `Presence`."""
+        stream = self._bus.images
+        return self._bus.presence(f"stream {stream.name}", lambda: self._bus.jetstream.stream_info(stream.name))
 
     async def remove(self, scope: str) -> None:
         """Remove all images of `scope`; a failure is logged, for age removes them too."""

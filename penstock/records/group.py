@@ -18,6 +18,8 @@ class Group(Envelope, frozen=True, kw_only=True):
     worker_id: str
     error: str = ""
     """Why the group could not be played; empty if it was."""
+    is_lost: bool = False
+    """Whether an image of its prompt is no longer stored, so that it was not played. The trainer admits it again."""
     num_deliveries: int = 1
     """How often its prompt was given to a worker: above 1, samples were drawn and lost before these."""
 
@@ -26,6 +28,8 @@ class Group(Envelope, frozen=True, kw_only=True):
             raise ValueError(f"a group of {self.num_samples} samples holds {len(self.samples)}")
         if self.error != "" and self.samples:
             raise ValueError("a failed group holds samples")
+        if self.is_lost and self.error == "":
+            raise ValueError("a lost group gives no reason")
 
     @property
     def oldest_version(self) -> int:

@@ -39,7 +39,7 @@ class GroupId(Record, frozen=True, kw_only=True):
     index: int
     """Place in the run's order of admission, from 0; with `run_id` the identity of the group."""
     attempt: int
-    """0, and one more each time the group was rejected as stale and admitted again."""
+    """0, and one more each time the group was stale or lost and admitted again."""
     trainer_epoch: str
     """The start of the trainer that admitted it. A restarted trainer puts outstanding groups back on the bus; under
     their old ids the bus would take them for repetitions of messages that it may no longer have."""

@@ -17,13 +17,14 @@ from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import claim
 from penstock.config import BusConfig
-from penstock.errors import DataError, SupersededError
+from penstock.errors import DataError, SetupError, SupersededError
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group, Sampling
 from penstock.records.codec import encode
 from penstock.runtime.process import end_task
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger, GroupStatus
+from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.config import DataConfig
 from services.trainer.data.dataset import open_dataset
@@ -72,10 +73,11 @@ async def open_flow(
     groups_per_step: int = 1,
     run_id: str = RUN,
     ack_wait_s: float = 60.0,
+    patcher: ImagePatcher | None = None,
 ) -> AsyncIterator[Flow]:
     """Open what a trainer has at its start; everything unacknowledged is delivered again."""
     tokens = ModelTokens(
-        vocab_size=256, image_id=image_token_id(model_path), forbidden_ids=frozenset(forbidden_token_ids(model_path))
+        vocab_size=512, image_id=image_token_id(model_path), forbidden_ids=frozenset(forbidden_token_ids(model_path))
     )
     ledger: GroupLedger[Finished, Delivery] = GroupLedger(
         Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
@@ -98,7 +100,7 @@ async def open_flow(
         collector = Collector(
             consumer=groups,
             ledger=ledger,
-            reader=GroupReader(tokens, None),
+            reader=GroupReader(tokens, patcher),
             lock=await claim(bus, "trainer", ttl_s=0.0),
             images=images,
             run_id=run_id,
@@ -316,20 +318,67 @@ async def test_group_that_contradicts_the_model_is_buried_and_the_run_goes_on(bu
     assert await num_stored(bus) == 0
 
 
-async def test_group_whose_images_are_gone_counts_as_failed(bus: Bus, tiny_model_path: Path) -> None:
-    """It cannot be trained; its message is kept as a dead letter that names the image."""
-    group = make_group(
-        tiny_model_path, index=0, version=1, images=[picture(0)], placeholders=[num_placeholders((96, 96))]
+def make_group_with_picture(model_path: Path, *, index: int = 0, attempt: int = 0) -> Group:
+    """A group of version 1 whose prompt shows one picture."""
+    return make_group(
+        model_path, index=index, attempt=attempt, images=[picture(index)], placeholders=[num_placeholders((96, 96))]
     )
+
+
+async def test_group_with_images_is_read_before_and_after_a_restart(bus: Bus, tiny_model_path: Path) -> None:
+    """It is held with the images that its samples show; a trainer that starts again fetches them again."""
+    group = make_group_with_picture(tiny_model_path)
     await publish(bus, group)
-    await ImageStore(bus).remove(group.id.scope)
-    await publish(bus, make_group(tiny_model_path, index=1, version=1))
+    patcher = ImagePatcher(tiny_model_path)
+    for _ in range(2):
+        async with running(bus, tiny_model_path, patcher=patcher) as flow:
+            (finished,) = await flow.next_batch(1)
+        assert finished.images == {sha256: IMAGES[sha256] for sha256 in group.images}
+        assert all(sequence.images for sequence in finished.ready.sequences)
+        assert (flow.ledger.counts.failed, flow.ledger.counts.lost) == (0, 0)
+
+
+async def test_group_whose_images_are_gone_is_lost_and_played_again(bus: Bus, tiny_model_path: Path) -> None:
+    """More of them in a row than may fail do not end the run; each message leaves the bus with a checkpoint."""
+    groups = [make_group_with_picture(tiny_model_path, index=index) for index in range(4)]
+    for group in groups:
+        await publish(bus, group)
+        await ImageStore(bus).remove(group.id.scope)
+    async with running(bus, tiny_model_path, groups_per_step=4, patcher=ImagePatcher(tiny_model_path)) as flow:
+        assert flow.collector.max_failures_in_a_row < len(groups)
+        waiting = asyncio.create_task(flow.next_batch(1))
+        await until(lambda: flow.ledger.counts.lost == len(groups))
+        await until(lambda: [each.attempt for each in flow.ledger.unplayed()] == [1] * len(groups))
+        assert await flow.settle() == len(groups)
+        for index in range(len(groups)):
+            await publish(bus, make_group_with_picture(tiny_model_path, index=index, attempt=1))
+        batch = await waiting
+    assert [(finished.ready.index, finished.ready.attempt) for finished in batch] == [(n, 1) for n in range(4)]
+    assert (flow.ledger.counts.failed, flow.ledger.counts.redrawn) == (0, len(groups))
+
+
+async def test_prompt_whose_images_are_gone_is_admitted_again(bus: Bus, tiny_model_path: Path) -> None:
+    """A worker could not begin the group: it is lost, not failed."""
+    group = make_group(tiny_model_path, index=0)
+    await publish(bus, msgspec.structs.replace(group, samples=(), error="image 0a is not stored", is_lost=True))
     async with running(bus, tiny_model_path) as flow:
-        (finished,) = await flow.next_batch(1)
-    assert finished.ready.index == 1
-    letter = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
-    assert letter.headers is not None
-    assert f"image {next(iter(group.images))} is not stored" in letter.headers["Penstock-Reason"]
+        waiting = asyncio.create_task(flow.next_batch(1))
+        await until(lambda: [each.attempt for each in flow.ledger.unplayed()] == [1])
+        await publish(bus, make_group(tiny_model_path, index=0, attempt=1))
+        (finished,) = await waiting
+    assert finished.ready.attempt == 1
+    assert (flow.ledger.counts.failed, flow.ledger.counts.lost) == (0, 1)
+
+
+async def test_stream_of_images_that_is_gone_ends_the_run(bus: Bus, tiny_model_path: Path) -> None:
+    """A group waits for its images while the server is away, but not for a stream that the server no longer has."""
+    async with open_flow(bus, tiny_model_path) as flow:
+        await publish(bus, make_group_with_picture(tiny_model_path))
+        flow.collector.images = ImageStore(bus)
+        await bus.jetstream.delete_stream(bus.images.name)
+        async with asyncio.timeout(20):
+            with pytest.raises(SetupError, match=rf"stream {bus.images.name} is gone from NATS"):
+                await flow.collector.run()
 
 
 async def test_lost_group_is_noticed_and_played_again(bus: Bus, tiny_model_path: Path) -> None:

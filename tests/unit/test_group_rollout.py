@@ -5,10 +5,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
-from penstock.records import GroupId, Message, Prompt, Sampling, TextPart
+from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
@@ -89,6 +90,16 @@ def make_player(verifier: ScriptedVerifier, episodes: ScriptedEpisodes | None = 
     """A player of scripted parts."""
     played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
     return GroupRollout(WorkerConfig(), episodes=played, images=ImageShelf(), verifier=verifier, worker_id="worker-a")
+
+
+async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:
+    """Its group holds no samples and says why: the trainer, which has the image, admits it again."""
+    prompt = msgspec.structs.replace(
+        PROMPT, images=("0a" * 32,), messages=(Message(role="user", parts=(ImagePart(index=0),)),)
+    )
+    group = await make_player(with_status(reward_pb2.VERDICT_STATUS_OK)).play(prompt, num_deliveries=2)
+    assert (group.is_lost, group.samples, group.num_deliveries) == (True, (), 2)
+    assert group.error == f"image {'0a' * 32} is not stored"
 
 
 async def test_every_sample_gets_its_own_verdict() -> None:

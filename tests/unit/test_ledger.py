@@ -160,6 +160,33 @@ def test_what_is_sampled_again_is_counted() -> None:
     assert (ledger.counts.redrawn, ledger.counts.lost) == (3, 1)
 
 
+def test_a_group_whose_images_are_gone_is_admitted_again() -> None:
+    """As the next attempt, whether its loss is known before its admission or after; its message is released."""
+    ledger = ledger_of(groups_per_step=2)
+    assert ledger.lose(1, 3), "a trainer that died had admitted it"
+    assert not ledger.lose(1, 3)
+    ledger.keep_receipt(1, "early")
+    assert ledger.checkpoint().receipts == frozenset(), "no state knows of it"
+    ledger.admit(1)
+    assert ledger.admit(1).attempt == 4
+    assert ledger.lose(0, 0)
+    ledger.keep_receipt(0, "late")
+    assert (ledger.status(0), ledger.num_untrained) == (GroupStatus.REJECTED, 1)
+    assert not ledger.wants(0, 0)
+    assert ledger.settle(ledger.checkpoint()) == ["early", "late"]
+    assert restored(ledger).admit(2).attempt == 1
+    assert ledger.counts.lost == 2
+
+
+def test_a_loss_does_not_replace_an_attempt_in_hand() -> None:
+    """What is held can still be trained."""
+    ledger = ledger_of()
+    ledger.admit(1)
+    ledger.hold(arrival(0))
+    assert not ledger.lose(0, 1)
+    assert ledger.status(0) is GroupStatus.HELD
+
+
 def test_a_smaller_bound_after_a_restart_admits_nothing_until_enough_is_trained() -> None:
     """The checkpoint's groups stay admitted."""
     ledger = ledger_of(max_staleness=1, groups_per_step=2)
@@ -191,6 +218,11 @@ class Message:
     attempt: int
     version: int
     is_sound: bool
+    has_images: bool
+
+
+KINDS = st.sampled_from([(True, True), (False, True), (True, False)])
+"""Of messages: sound with its images, or without one of the two."""
 
 
 class Histories(RuleBasedStateMachine):
@@ -208,6 +240,7 @@ class Histories(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.batch: list[Message] = []
         self.readmissions_due: dict[int, int] = {}
+        self.lost_early: dict[int, int] = {}  # index -> next attempt; not admitted yet
         self.saved = self._save()
         self.pending: LedgerCheckpoint | None = None
         self.next_message = 0
@@ -224,7 +257,7 @@ class Histories(RuleBasedStateMachine):
         while self.ledger.num_admissible(NUM_STEPS_LEFT):
             admission = self.ledger.admit(self.version)
             due = self.readmissions_due.pop(admission.index, None)
-            assert admission.attempt == (0 if due is None else due)
+            assert admission.attempt == (self.lost_early.pop(admission.index, 0) if due is None else due)
             status = self.ledger.status(admission.index)
             if status is GroupStatus.ADMITTED:
                 self._publish(admission.index, admission.attempt)
@@ -234,9 +267,9 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def play(self, data: st.DataObject) -> None:
-        """A worker finishes a prompt; it may be stored twice, and it may be unreadable."""
+        """A worker finishes a prompt; it may be stored twice, be unreadable, or lose its images."""
         index, attempt, admitted = self.prompts.pop(data.draw(st.integers(0, len(self.prompts) - 1)))
-        message = Message(index, attempt, data.draw(st.integers(admitted, self.version)), data.draw(st.booleans()))
+        message = Message(index, attempt, data.draw(st.integers(admitted, self.version)), *data.draw(KINDS))
         for _ in range(data.draw(st.integers(1, 2))):
             self.messages[self.next_message] = message
             self.undelivered.append(self.next_message)
@@ -252,7 +285,11 @@ class Histories(RuleBasedStateMachine):
         self.undelivered.remove(number)
         message = self.messages[number]
         wanted, before = self.ledger.wants(message.index, message.attempt), self.ledger.status(message.index)
-        if message.is_sound:
+        if not message.has_images:
+            if self.ledger.lose(message.index, message.attempt):
+                is_early = before is GroupStatus.UNADMITTED
+                (self.lost_early if is_early else self.readmissions_due)[message.index] = message.attempt + 1
+        elif message.is_sound:
             found = Arrival(
                 index=message.index,
                 attempt=message.attempt,
@@ -281,6 +318,7 @@ class Histories(RuleBasedStateMachine):
             for message in self.batch:
                 assert 0 <= self.version - message.version <= 1, "stale"
                 assert message.is_sound
+                assert message.has_images
 
     @precondition(lambda self: self.batch)
     @rule()
@@ -329,7 +367,7 @@ class Histories(RuleBasedStateMachine):
         self.ledger = GroupLedger.from_state(state, Gate(max_staleness=1, groups_per_step=2))
         assert self.ledger.checkpoint().state == checkpoint.state, "the state does not survive the round trip"
         self.trained, self.dropped, self.readmissions_due = set(trained), set(dropped), dict(readmissions_due)
-        self.batch, self.pending = [], None
+        self.batch, self.pending, self.lost_early = [], None, {}
         self.undelivered = sorted(self.messages)
         self.version += 2  # beyond the bound: what lost weights sampled is stale
         if has_caught_up:

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.errors import InvalidRequestError, MissingImageError
 from penstock.records import Prompt
 from penstock.v1 import common_pb2
 
@@ -41,13 +40,10 @@ class GroupImages:
         """Fetch the prompt's images.
 
         Raises:
-            InvalidRequestError: one is not stored; without it the group can never be played.
+            MissingImageError: one is not stored; only the trainer, which has the data, can store it again.
             UnavailableError: the bus does not answer.
         """
-        try:
-            files = await asyncio.gather(*(store.get(prompt.id.scope, sha256) for sha256 in prompt.images))
-        except MissingImageError as error:
-            raise InvalidRequestError(f"group {prompt.id.message}: {error}") from None
+        files = await asyncio.gather(*(store.get(prompt.id.scope, sha256) for sha256 in prompt.images))
         images = cls(store, prompt.id.scope, files)
         images._hashes.update(zip(files, prompt.images, strict=True))
         return images

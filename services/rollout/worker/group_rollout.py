@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from penstock.errors import InvalidRequestError, PenstockError, PoisonError
+from penstock.errors import InvalidRequestError, MissingImageError, PenstockError, PoisonError
 from penstock.records import UNJUDGED, Group, Prompt, Sample, Verdict
 from penstock.v1 import reward_pb2
 from services.rollout.worker.config import WorkerConfig
@@ -55,13 +55,28 @@ class GroupRollout:
     async def play(self, prompt: Prompt, *, num_deliveries: int = 1) -> Group:
         """Play every sample of `prompt`. If one cannot begin, the others are cancelled.
 
+        If an image of the prompt is no longer stored, the group is lost: no delivery of this prompt can be played.
+
         Raises:
             InvalidRequestError: the group can never be played or judged.
             PoisonError: it broke every replica that tried it.
             PenstockError: it failed this time; another delivery may succeed.
         """
         started = time.monotonic()
-        episodes = await self._play_all(prompt)
+        try:
+            images = await GroupImages.load(self._images, prompt)
+        except MissingImageError as error:
+            return Group(
+                id=prompt.id,
+                purpose=prompt.purpose,
+                num_samples=prompt.num_samples,
+                samples=(),
+                worker_id=self._worker_id,
+                error=str(error),
+                is_lost=True,
+                num_deliveries=num_deliveries,
+            )
+        episodes = await self._play_all(prompt, images)
         verdicts = await self._verify(prompt, episodes)
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
         log.info(
@@ -79,8 +94,7 @@ class GroupRollout:
             num_deliveries=num_deliveries,
         )
 
-    async def _play_all(self, prompt: Prompt) -> list[Episode]:
-        images = await GroupImages.load(self._images, prompt)
+    async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Episode]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [

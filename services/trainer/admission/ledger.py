@@ -4,8 +4,8 @@ The only owner of group state. The feeder, the collector and the training loop a
 changes the status of a group. It is pure: groups and receipts are opaque to it.
 
     unadmitted -> admitted -> held -> training -> trained -> settled
-                   ^  |        |
-                   |  |        +-> rejected (stale; waits to be admitted again)
+                   ^  |  |     |
+                   |  |  +-----+-> rejected (its images are gone, or it is stale; waits to be admitted again)
                    |  +-> failed, filtered -> settled              |
                    +-----------------------------------------------+
 
@@ -40,7 +40,7 @@ class GroupStatus(enum.StrEnum):
     TRAINING = "training"
     """In the batch of the current optimizer step."""
     REJECTED = "rejected"
-    """It was stale: its prompt waits to be admitted again."""
+    """It was stale, or its images are gone: its prompt waits to be admitted again."""
     TRAINED = "trained"
     """Trained, but not yet in a checkpoint."""
     FILTERED = "filtered"
@@ -107,7 +107,7 @@ class GroupCounts:
     failed: int = 0
     filtered: int = 0
     lost: int = 0
-    """Gone from the bus, and therefore admitted again."""
+    """Gone from the bus, or their images are, and therefore admitted again."""
     redrawn: int = 0
     """Sampled more than once: admitted again, or redelivered to another worker."""
     redrawn_tokens: int = 0
@@ -129,6 +129,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         # Arrivals of groups that are not admitted (yet) come from a trainer that died after its last checkpoint.
         self._arrivals: dict[int, Arrival[GroupT]] = {}
         self._dropped_early: dict[int, tuple[int, Dropped]] = {}  # index -> attempt and outcome
+        self._lost_early: dict[int, int] = {}  # index -> next attempt
         self._receipts: dict[int, tuple[int, ReceiptT]] = {}  # number -> index and receipt
         self._next_receipt = 0
 
@@ -157,6 +158,8 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         if index in self._arrivals and self._arrivals[index].attempt >= attempt:
             return False
         if index in self._dropped_early and self._dropped_early[index][0] >= attempt:
+            return False
+        if index in self._lost_early and self._lost_early[index] > attempt:
             return False
         if index in self._admissions:
             return attempt >= self._admissions[index].attempt
@@ -197,7 +200,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             index = min(self._rejected)
             attempt = self._rejected.pop(index)
         else:
-            index, attempt = self._next_index, 0
+            index, attempt = self._next_index, self._lost_early.pop(self._next_index, 0)
             self._next_index += 1
         admission = Admission(index=index, attempt=attempt, version=version)
         self._admissions[index] = admission
@@ -239,6 +242,22 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             self._drop(index, outcome)
         else:
             self._dropped_early[index] = (attempt, outcome)
+        return True
+
+    def lose(self, index: int, attempt: int) -> bool:
+        """Record that a group's images are gone; return False, and change nothing, if it is not wanted.
+
+        It waits to be admitted again, like a stale group. An earlier attempt that is in hand is kept.
+        """
+        if not self.wants(index, attempt) or index in self._arrivals:
+            return False
+        self._dropped_early.pop(index, None)
+        if index in self._admissions or index in self._rejected:
+            self._admissions.pop(index, None)
+            self._rejected[index] = attempt + 1
+        else:
+            self._lost_early[index] = attempt + 1
+        self.counts.lost += 1
         return True
 
     def keep_receipt(self, index: int, receipt: ReceiptT) -> None:
@@ -321,7 +340,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         """
         if self._training:
             raise ValueError(f"groups {self._training} are being trained")
-        only_here = self._arrivals.keys() | self._dropped_early.keys()
+        only_here = self._arrivals.keys() | self._dropped_early.keys() | self._lost_early.keys()
         return LedgerCheckpoint(
             state={
                 "next_index": self._next_index,

@@ -63,6 +63,7 @@ class Collector:
 
         Raises:
             DataError: too many groups in a row failed; the message holds the last reason.
+            SetupError: the server no longer has the groups or their images.
             SupersededError: another trainer has taken over.
         """
         while True:
@@ -104,16 +105,21 @@ class Collector:
             return
         if not self.ledger.wants(index, attempt):
             is_of_use = False
+        elif group.is_lost:
+            is_of_use = self._lose(index, attempt, group.error)
         elif group.error:
             is_of_use = self._fail(index, attempt, group.error)
         else:
             try:
                 images = await self._fetch_images(group)
                 ready = await asyncio.to_thread(self.reader.read, group, images)
-            except (InvalidRequestError, MissingImageError) as error:
+            except MissingImageError as error:
+                is_of_use = self._lose(index, attempt, str(error))
+            except InvalidRequestError as error:
                 await self._give_up(delivery, index, attempt, str(error))
                 return
-            is_of_use = self._hold(group, images, ready)
+            else:
+                is_of_use = self._hold(group, images, ready)
         if not is_of_use:
             self.num_duplicate += 1
             log.info("group.duplicate_ignored", group=group.id.message)
@@ -139,14 +145,17 @@ class Collector:
 
         Raises:
             MissingImageError: one is no longer stored.
+            SetupError: the server no longer has the stream of images.
         """
         images: dict[str, bytes] = {}
+        presence = self.images.presence()
         for sha256 in sorted(group.images):
             while sha256 not in images:
                 try:
                     images[sha256] = await self.images.get(group.id.scope, sha256)
                 except UnavailableError as error:
                     log.warning("image.fetch_retried", group=group.id.message, reason=str(error))
+                    await presence.check()
                     await asyncio.sleep(_RETRY_S)
         return images
 
@@ -166,6 +175,12 @@ class Collector:
         self._fail(index, attempt, reason)
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
+
+    def _lose(self, index: int, attempt: int, reason: str) -> bool:
+        if not self.ledger.lose(index, attempt):
+            return False
+        log.warning("group.images_lost", index=index, attempt=attempt, reason=reason)
+        return True
 
     def _fail(self, index: int, attempt: int, reason: str) -> bool:
         if not self.ledger.drop(index, attempt, GroupStatus.FAILED):
