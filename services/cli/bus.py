@@ -85,7 +85,10 @@ def show(number: Number, config: Config = None, url: Url = "", run: Run = "") ->
 
 @app.command()
 def requeue(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
-    """Put a dead letter back on its queue. A trainer ignores a group that it has counted as failed already."""
+    """Put a dead letter back on its queue.
+
+    A trainer ignores a group that it has counted already; once a checkpoint settled it, its letter is for looking only.
+    """
     from penstock.bus.dead_letters import requeue_letter
 
     letter = _on_bus(lambda bus: requeue_letter(bus, number), config, url, run)
