@@ -1,7 +1,8 @@
 """A lock in a bucket that at most one process of a run holds.
 
 The holder renews it with a compare-and-set. A claimant takes it over once it has watched it, by its own clock, go
-unrenewed for `ttl_s`: no other clock counts, and nothing expires on the server.
+unrenewed for `ttl_s`: no other clock counts, and nothing expires on the server. When the server was away, it watches
+anew: the holder could not renew.
 
 Invariant: once somebody has taken the lock over, every `confirm` of the earlier holder raises. A holder that was only
 silent, because it or the server was away, goes on if nobody took the lock meanwhile. So confirm the lock before
@@ -135,6 +136,7 @@ async def claim(
         else:
             await asyncio.sleep(poll_s)
         seen = register.revision
-        await register.read()
-        if register.revision != seen:
+        if not await register.read():  # the server was away for the holder too
+            started = unchanged_since = clock()
+        elif register.revision != seen:
             unchanged_since = clock()

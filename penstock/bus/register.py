@@ -31,13 +31,21 @@ class Register:
         """The revision of that value; 0 if the key has none."""
         return self._revision
 
-    async def read(self) -> None:
-        """Read the newest value, waiting out a server that is away.
+    async def read(self) -> bool:
+        """Read the newest value, waiting out a server that is away; return whether the first attempt was answered.
 
         Raises:
             SetupError: the server no longer has the bucket.
         """
-        self._value, self._revision = await self._bus.retried(f"read of {self._key}", self._newest, self._bucket)
+        num_attempts = 0
+
+        async def attempt() -> tuple[bytes, int]:
+            nonlocal num_attempts
+            num_attempts += 1
+            return await self._newest()
+
+        self._value, self._revision = await self._bus.retried(f"read of {self._key}", attempt, self._bucket)
+        return num_attempts == 1
 
     async def write(self, value: bytes) -> None:
         """Replace the value that this process knows, waiting out a server that is away.

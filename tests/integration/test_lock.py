@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
@@ -13,6 +14,7 @@ from penstock.bus.lock import claim, locked
 from penstock.bus.register import open_register
 from penstock.config import BusConfig
 from penstock.errors import SetupError, SupersededError
+from tests.support.waiting import until
 
 
 class Clock:
@@ -119,6 +121,34 @@ async def test_a_holder_waits_for_a_server_that_restarts(tmp_path: Path, run_nam
             await first.aclose()
             async with local_server(tmp_path, port=int(url.rsplit(":", 1)[1])):
                 await lock.confirm()
+
+
+async def test_an_outage_of_the_server_is_not_the_holders_silence(tmp_path: Path, run_name: str) -> None:
+    """A claimant that could not read counts from the moment when the server is back: the holder could not write."""
+    now_s, num_looks = 0.0, 0
+
+    def clock() -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return now_s
+
+    async with contextlib.AsyncExitStack() as first:
+        url = await first.enter_async_context(local_server(tmp_path))
+        async with connect(BusConfig(url=url), run=run_name) as bus, connect(BusConfig(url=url), run=run_name) as other:
+            holder = await claim(bus, "trainer", ttl_s=3.0)
+            claiming = asyncio.create_task(claim(other, "trainer", ttl_s=3.0, clock=clock, poll_s=0.0))
+            await until(lambda: num_looks > 10)
+            with capture_logs() as events:
+                await first.aclose()
+                await until(lambda: any(event["event"] == "bus.store_retried" for event in events))
+            now_s, looks_before = 100.0, num_looks
+            async with local_server(tmp_path, port=int(url.rsplit(":", 1)[1])):
+                await until(lambda: num_looks > looks_before + 10)
+                assert not claiming.done()
+                now_s = 103.0
+                await claiming
+                with pytest.raises(SupersededError):
+                    await holder.confirm()
 
 
 async def test_of_two_writers_that_read_the_same_value_one_is_refused(bus: Bus, other_bus: Bus) -> None:
