@@ -198,6 +198,7 @@ class TrainingLoop:
         for first in range(0, len(settled), _ACKS_AT_A_TIME):
             await asyncio.gather(*(self._settle(delivery) for delivery in settled[first : first + _ACKS_AT_A_TIME]))
         self.progress.checkpoint_step, self.saved_version = self.step, self.version
+        await self.lock.confirm()
         await self.versions.announce(self._describe_version(self.version))
         log.info(
             "checkpoint.saved",

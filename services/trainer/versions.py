@@ -1,19 +1,18 @@
 """Policy version numbers: claimed before a push begins, announced when it is over.
 
-Invariant: no number ever stands for two sets of weights, over restarts and whatever trainers do at the same time.
+Invariants, over restarts and whatever trainers do at the same time: no number ever stands for two sets of weights, and
+the announced number never goes back.
 """
 
 from pathlib import Path
 
-import nats.js.errors
 from nats.js.kv import KeyValue
 
 from penstock.bus.connection import Bus
-from penstock.bus.failures import setting_up
 from penstock.bus.register import Register, open_register
 from penstock.bus.replica_lease import read_replica
 from penstock.bus.watch import Watch
-from penstock.errors import CorruptMessageError, SetupError
+from penstock.errors import CorruptMessageError, SetupError, SupersededError
 from penstock.records.published_version import (
     CURRENT_KEY,
     POLICY_BUCKET,
@@ -31,15 +30,18 @@ class PolicyVersions:
     """The versions of a run, in the bucket `policy`.
 
     claimed        the newest version that a push was begun for; replaced only by compare-and-set
-    current        the version announced last
+    current        the version announced last; replaced only by compare-and-set, and never by an earlier one
     version.<n>    the same for each of the last 1000 versions; n counts modulo 1000
     """
 
-    def __init__(self, bus: Bus, bucket: KeyValue, claimed: Register, published: PublishedVersion | None) -> None:
+    def __init__(
+        self, bus: Bus, bucket: KeyValue, claimed: Register, current: Register, published: PublishedVersion | None
+    ) -> None:
         """Use `open_versions`."""
         self._bus = bus
         self._bucket = bucket
         self._claimed = claimed
+        self._current = current
         self.published = published
         """The version announced last; None if there is none."""
 
@@ -51,7 +53,7 @@ class PolicyVersions:
     @property
     def newest_claimed(self) -> int:
         """The newest version that this process knows to be claimed; 0 if there is none."""
-        return read_published_version(self._claimed.value).policy_version if self._claimed.value else 0
+        return _version_in(self._claimed)
 
     async def claim(self, version: PublishedVersion) -> None:
         """Claim a version number, before any replica holds its weights. `trainer_epoch` must be of this process.
@@ -63,14 +65,29 @@ class PolicyVersions:
         await self._claimed.write(write_published_version(version))
 
     async def announce(self, version: PublishedVersion) -> None:
-        """Announce a claimed version to all processes of the run.
+        """Announce a claimed version to all processes of the run. `trainer_epoch` must be of this process.
 
         Raises:
+            SupersededError: another trainer has announced this version or a later one since this one read the bucket.
+            CorruptMessageError: somebody has written something else there.
             SetupError: the server no longer has the bucket.
         """
         value = write_published_version(version)
-        for key in (f"version.{version.policy_version % _NUM_KEPT_VERSIONS}", CURRENT_KEY):
-            await self._bus.put(self._bucket, key, value)
+        is_anothers = False
+        while True:
+            newest = _version_in(self._current)
+            if newest > version.policy_version or (is_anothers and newest == version.policy_version):
+                raise SupersededError(
+                    f"another trainer has announced policy version {newest}, so this one does not announce "
+                    f"{version.policy_version}; see that the run has one trainer only"
+                )
+            try:
+                await self._current.write(value)
+                break
+            except SupersededError:
+                await self._current.read()
+                is_anothers = True
+        await self._bus.put(self._bucket, f"version.{version.policy_version % _NUM_KEPT_VERSIONS}", value)
         self.published = version
 
     def require_checkpoint(self, folder: Path) -> None:
@@ -93,19 +110,20 @@ async def open_versions(bus: Bus) -> PolicyVersions:
     """Read the bucket `policy`.
 
     Raises:
-        SetupError: the server does not answer, or the bucket holds something else.
+        SetupError: the server does not make the bucket, or it holds something else.
     """
     bucket = await bus.bucket(POLICY_BUCKET)
     claimed = await open_register(bus, bucket, _CLAIMED_KEY)
+    current = await open_register(bus, bucket, CURRENT_KEY)
     try:
-        with setting_up("bucket policy", bus.config.url, passing=nats.js.errors.KeyNotFoundError):
-            entry = await bucket.get(CURRENT_KEY)
-        published = read_published_version(entry.value or b"")
-    except nats.js.errors.KeyNotFoundError:
-        published = None
+        published = read_published_version(current.value) if current.value else None
     except CorruptMessageError as error:
         raise SetupError(f"bucket policy on NATS at {bus.config.url}: {error}; choose another run.name") from None
-    return PolicyVersions(bus, bucket, claimed, published)
+    return PolicyVersions(bus, bucket, claimed, current, published)
+
+
+def _version_in(register: Register) -> int:
+    return read_published_version(register.value).policy_version if register.value else 0
 
 
 def first_version(*, checkpoint: int | None, published: int, claimed: int, newest_held: int, max_staleness: int) -> int:

@@ -11,6 +11,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import claim
 from penstock.errors import SetupError, SupersededError
+from penstock.records.published_version import read_published_version
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger, GroupStatus
@@ -49,6 +50,7 @@ class Receipt:
 
     def __init__(self) -> None:
         """Not acknowledged yet."""
+        self.message_id = ""
         self.is_acked = False
 
     async def ack(self) -> None:
@@ -108,6 +110,36 @@ async def test_two_trainers_never_publish_the_same_number(bus: Bus, tmp_path: Pa
     with pytest.raises(SupersededError):
         await second.claim(PublishedVersion(policy_version=8, trainer_epoch="b"))
     await first.claim(PublishedVersion(policy_version=9, trainer_epoch="a"))
+
+
+async def test_the_announced_version_never_goes_back(bus: Bus) -> None:
+    """Nor does a late announcement of the same version replace that of the trainer that took over."""
+    late, too_late, successor = [await open_versions(bus) for _ in range(3)]
+    await late.announce(PublishedVersion(policy_version=7, trainer_epoch="a"))
+    await successor.announce(PublishedVersion(policy_version=9, trainer_epoch="b"))  # 7 was announced meanwhile
+    for versions, number in ((late, 8), (late, 8), (too_late, 9)):
+        with pytest.raises(SupersededError, match="policy version 9"):
+            await versions.announce(PublishedVersion(policy_version=number, trainer_epoch="a"))
+    assert (await open_versions(bus)).published == PublishedVersion(policy_version=9, trainer_epoch="b")
+    await successor.announce(PublishedVersion(policy_version=9, trainer_epoch="b", checkpoint_step=3))
+    origin = await (await bus.bucket("policy")).get("version.9")
+    assert read_published_version(origin.value or b"").checkpoint_step == 3
+
+
+async def test_trainer_that_is_replaced_while_it_acknowledges_does_not_announce(bus: Bus, tmp_path: Path) -> None:
+    """The checkpoint is on disk; what the run's processes read is the successor's business."""
+    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
+
+    class Replacing(Receipt):
+        async def ack(self) -> None:
+            await claim(bus, "trainer", ttl_s=0.0)
+
+    loop.ledger.admit(7)
+    loop.ledger.drop(0, 0, GroupStatus.FAILED)
+    loop.ledger.keep_receipt(0, Replacing())  # type: ignore[arg-type]
+    with pytest.raises(SupersededError, match="another process has taken over as trainer"):
+        await loop._save_checkpoint()
+    assert (await open_versions(bus)).published is None
 
 
 async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: Bus, tmp_path: Path) -> None:
