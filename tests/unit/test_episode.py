@@ -469,6 +469,28 @@ async def test_an_image_that_is_lost_twice_ends_the_sample_with_the_turns_before
         await play(make_player(renderer, ScriptedPolicy(renderer, lost)), make_prompt())
 
 
+@pytest.mark.parametrize(
+    ("failure", "ending"),
+    [(InvalidRequestError("an image is too large"), "error"), (UnavailableError("the bus is away"), "deadline")],
+)
+async def test_an_observation_whose_image_cannot_be_stored_ends_its_sample(
+    renderer: Renderer, failure: PenstockError, ending: str
+) -> None:
+    """Not its group: what an environment shows may depend on what the policy said."""
+
+    class FullShelf(ImageShelf):
+        async def put(self, scope: str, data: bytes) -> str:
+            if self.num_stored:
+                raise failure
+            return await super().put(scope, data)
+
+    shelf, prompt = FullShelf(), make_prompt("TwoTurns")
+    await shelf.put(prompt.id.scope, PICTURE)
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    episode = await make_player(renderer, policy).play(prompt, 0, await GroupImages.load(shelf, prompt))
+    assert (episode.finish_reason, episode.text) == (ending, "one")
+
+
 async def test_a_group_stores_an_image_once_however_many_samples_show_it(renderer: Renderer) -> None:
     """Sixteen samples in two turns: the prompt's picture and the environment's, each stored once."""
     shelf, prompt = ImageShelf(), make_prompt("TwoTurns")

@@ -244,7 +244,11 @@ class EpisodePlayer:
         limit = min(prompt.limits.max_tokens or math.inf, self._context_length or math.inf)
         if trajectory.num_context_tokens + num_tokens + _MIN_ROOM_TOKENS > limit:
             return "length"
-        trajectory.add_observation(ids, await episode.images.add(observation.images))
+        try:
+            hashes = await episode.images.add(observation.images)
+        except PenstockError as error:
+            return _end_by(error, episode)
+        trajectory.add_observation(ids, hashes)
         return None
 
 
