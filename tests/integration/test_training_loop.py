@@ -1,5 +1,6 @@
 """The training loop's promises to those who come after a crash, and to a trainer that has taken over."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,15 @@ import pytest
 import torch
 
 from penstock.bus.connection import Bus
-from penstock.bus.image_store import ImageStore
+from penstock.bus.consumer import Delivery, consuming
+from penstock.bus.image_store import ImageStore, hash_of
 from penstock.bus.lock import claim
-from penstock.errors import SetupError, SupersededError
+from penstock.errors import MissingImageError, SetupError, SupersededError
+from penstock.records import GroupId
 from penstock.records.published_version import read_published_version
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import GroupLedger, GroupStatus
+from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.loop import TrainingLoop
@@ -160,6 +163,38 @@ async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: B
     assert pushes.versions == [8], "only the successor's weights went out"
     assert not receipt.is_acked
     assert snapshot(tmp_path) == checkpoints
+
+
+async def test_a_checkpoint_settles_the_groups_that_it_accounts_for(bus: Bus, tmp_path: Path) -> None:
+    """Their messages leave the bus, and their images with them; a group that waits for its batch keeps both."""
+    await bus.ensure_streams()
+    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
+    loop.ledger = GroupLedger(Gate(max_staleness=0, groups_per_step=2))
+    await loop.images.ensure()
+    ids = [GroupId(run_id="run", index=index, attempt=0, trainer_epoch="a") for index in (0, 1)]
+    for each in ids:
+        loop.ledger.admit(7)
+        await loop.images.put(each.scope, b"image")
+        await bus.publish(bus.groups, b"group", message_id=each.message)
+    async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=10) as consumer:
+        deliveries: list[Delivery] = []
+        async with asyncio.timeout(30):
+            while len(deliveries) < 2:
+                deliveries += await consumer.fetch(2)
+        loop.ledger.drop(0, 0, GroupStatus.FAILED)
+        group: Any = None
+        loop.ledger.hold(Arrival(index=1, attempt=0, oldest_version=7, newest_version=7, num_tokens=1, group=group))
+        for index, delivery in enumerate(deliveries):
+            loop.ledger.keep_receipt(index, delivery)
+        await loop._save_checkpoint()
+        assert consumer.num_in_hand == 1
+    stored = await bus.jetstream.stream_info(bus.groups.name)
+    assert (stored.state.messages, stored.state.first_seq) == (1, 2), "only the message of group 1"
+    assert loop.ledger.status(0) is GroupStatus.SETTLED
+    images, sha256 = ImageStore(bus), hash_of(b"image")
+    assert await images.get(ids[1].scope, sha256) == b"image"
+    with pytest.raises(MissingImageError):
+        await ImageStore(bus).get(ids[0].scope, sha256)
 
 
 async def test_the_origin_of_a_version_is_kept_for_a_bounded_time(bus: Bus) -> None:
