@@ -82,6 +82,44 @@ async def test_losing_the_lock_ends_the_holder(bus: Bus, other_bus: Bus) -> None
     assert task.cancelling() == 0
 
 
+async def test_losing_the_lock_ends_a_holder_that_swallows_a_cancellation(bus: Bus, other_bus: Bus) -> None:
+    """As `asyncio.wait_for` of Python 3.11 can: it is cancelled again, and leaves no cancellation behind."""
+    num_swallowed = 0
+
+    async def hold_until_replaced() -> None:
+        nonlocal num_swallowed
+        async with locked(bus, "trainer", ttl_s=0.3):
+            await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                num_swallowed += 1
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(30):
+        with pytest.raises(SupersededError):
+            await hold_until_replaced()
+    task = asyncio.current_task()
+    assert task is not None
+    assert (num_swallowed, task.cancelling()) == (1, 0)
+
+
+async def test_losing_the_lock_is_an_error_of_a_holder_that_ends_in_order(bus: Bus, other_bus: Bus) -> None:
+    """Its body swallowed the cancellation at its very end."""
+
+    async def hold_until_replaced() -> None:
+        async with locked(bus, "trainer", ttl_s=0.3):
+            await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    with pytest.raises(SupersededError):
+        await hold_until_replaced()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
 async def test_an_error_of_the_body_comes_through_unchanged(bus: Bus) -> None:
     """So does a cancellation from outside, which is not taken for a loss."""
     with pytest.raises(ZeroDivisionError):
