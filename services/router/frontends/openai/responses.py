@@ -1,5 +1,6 @@
 """Answers in OpenAI's formats, whole and streamed, with what Penstock adds to them."""
 
+import abc
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ IGNORED_HEADER = "x-penstock-ignored"
 """Names parameters that were accepted though they have no effect."""
 
 
-class ResponseFormat:
+class ResponseFormat(abc.ABC):
     """One answer; subclasses format its choices."""
 
     whole_object: str
@@ -35,9 +36,9 @@ class ResponseFormat:
         choices = [self._entry(index, self._whole_choice(index)) for index in range(len(self._choices))]
         return {**self._frame(self.whole_object, choices), "usage": self._usage(), "penstock": self._extra()}
 
+    @abc.abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """The event before a choice's first delta, if there is one."""
-        raise NotImplementedError
 
     def delta(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
         """The event of a delta; None if there is nothing to send yet."""
@@ -64,14 +65,14 @@ class ResponseFormat:
             headers[IGNORED_HEADER] = ", ".join(self._request.ignored)
         return headers
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _whole_choice(self, index: int) -> dict[str, Any]: ...
 
-    def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]: ...
 
-    def _empty(self) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _empty(self) -> dict[str, Any]: ...
 
     @property
     def _version(self) -> int:
