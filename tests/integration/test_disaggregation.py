@@ -224,7 +224,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         with pytest.raises(grpc.aio.AioRpcError, match=f"this engine serves version {version + 1}") as caught:
             await waiting[0]
         require_code(caught.value, grpc.StatusCode.FAILED_PRECONDITION)
-        waiting[1].cancel()  # it has no other half
+        waiting[1].cancel()  # it has no peer
     results = await asyncio.gather(*playing, return_exceptions=True)
     interrupted = [each for each in turns if not each.is_finished]
     assert sum(each.num_tokens > 0 for each in interrupted) >= 2
@@ -270,7 +270,7 @@ async def test_half_a_pair_gives_up_in_seconds(pair: Pair) -> None:
     results = await asyncio.gather(*calls, return_exceptions=True)
     for error in results:
         require_code(error, grpc.StatusCode.UNAVAILABLE)
-        assert "the other half of the pair is late or gone" in str(error)
+        assert "its peer is late or gone" in str(error)
     require_logprobs({await pair.version(): pair.policy}, made, await pair.generate(made))
     await pair.push(pair.policy.perturbed(6))  # which needs both to be empty
 

@@ -22,8 +22,8 @@ async def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 async def test_lists_and_drains_replicas(steady_bus: Bus, tmp_path: Path) -> None:
-    """A table, the same as JSON, by address or recipe; a drained replica is listed as draining, and half a pair with
-    its role and why it has no partner."""
+    """A table, the same as JSON, by address or recipe; a drained replica is listed as draining, and a prefill
+    replica with its role and why it has no partner."""
     async with (
         SimulatedPrefill(steady_bus, replica_id="x-prefill", tensor_parallel=2).running(),
         SimulatedDecode(steady_bus, replica_id="y-decode").running(),

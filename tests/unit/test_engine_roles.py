@@ -67,7 +67,7 @@ def test_tensor_parallelism_is_for_gpus() -> None:
 
 
 def test_sglang_is_told_of_the_role() -> None:
-    """Half a pair waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
+    """A peer waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
     prefill = disaggregation.server_args(config(role="prefill", transfer_backend="nixl"), cuda=False)
     assert (prefill["disaggregation_mode"], prefill["disaggregation_transfer_backend"]) == ("prefill", "nixl")
     assert prefill["disaggregation_bootstrap_port"] > 0

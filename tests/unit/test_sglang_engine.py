@@ -13,10 +13,12 @@ import pytest
 
 from penstock.errors import InvalidRequestError, UnavailableError
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.prompt import Turn
+from services.rollout.engine.prompt import CheckedRequest
 from services.rollout.engine.sglang_engine import SglangEngine
 
-TURN = Turn(input_ids=[1], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=[])
+REQUEST = CheckedRequest(
+    input_ids=[1], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=[]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,10 +57,10 @@ def engine_of(manager: TokenizerManager, model_path: Path) -> SglangEngine:
 
 async def played(engine: SglangEngine, *, as_stream: bool) -> None:
     if as_stream:
-        async for _ in engine.stream(TURN, chunk_tokens=4):
+        async for _ in engine.stream(REQUEST, chunk_tokens=4):
             pass
     else:
-        await engine.generate(TURN)
+        await engine.generate(REQUEST)
 
 
 @pytest.mark.parametrize("as_stream", [False, True])

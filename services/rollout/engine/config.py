@@ -33,7 +33,7 @@ class RolloutConfig(Config):
     """Port on which a prefill engine tells decode engines where its KV cache is; 0 takes any that is free. With several
     prefill engines on one machine it must be 0."""
     pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
-    """The longest that one half of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
+    """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
     other's queue, so raise it where prompts take seconds to compute."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""

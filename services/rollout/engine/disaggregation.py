@@ -23,8 +23,8 @@ ROLES = {
     "decode": common_pb2.REPLICA_ROLE_DECODE,
 }
 
-_NO_PARTNER = "2.2.2.2"
-"""Instead of a prefill engine's host (SGLang's FAKE_BOOTSTRAP_HOST): play this half alone. The KV cache goes nowhere,
+_FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""Instead of a prefill engine's host: run without a peer (SGLang's constant of this name). The KV cache goes nowhere,
 or comes from nowhere, so the tokens mean nothing; that they come shows that the engine runs."""
 
 _DEBIAN_PACKAGES = {"libibverbs.so": "libibverbs1", "libnuma.so": "libnuma1", "libcurl.so": "libcurl4"}
@@ -39,7 +39,7 @@ _HEARTBEAT_S = 2
 
 
 def is_disaggregated(config: RolloutConfig) -> bool:
-    """Whether this engine is half of a pair."""
+    """Whether this engine has the prefill or the decode role of a PD pair."""
     return config.role != "unified"
 
 
@@ -98,7 +98,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         return {}
     deadline = str(math.ceil(config.pair_deadline_s))
     variables = {
-        # Half a pair would otherwise wait five minutes for the other half.
+        # An engine would otherwise wait five minutes for its peer.
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": deadline,
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": deadline,
         PAIR_DEADLINE_VARIABLE: deadline,
@@ -177,8 +177,8 @@ def require_registered(config: RolloutConfig, bootstrap_port: int) -> None:
 
 
 def alone(version: int) -> generate_pb2.Bootstrap:
-    """Of a request that the engine is to play without a partner, to see whether it runs."""
-    return generate_pb2.Bootstrap(host=_NO_PARTNER, policy_version=version)
+    """The bootstrap of a request that the engine plays without a peer, to see whether it runs."""
+    return generate_pb2.Bootstrap(host=_FAKE_BOOTSTRAP_HOST, policy_version=version)
 
 
 def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
 
 
 def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: bool) -> generate_pb2.Bootstrap | None:
-    """The pair that the request is half of.
+    """How the request's peers find each other; None: the engine is unified.
 
     Raises:
         InvalidRequestError: there is none and must be one, or the other way round, or it cannot be one.
@@ -201,8 +201,8 @@ def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: boo
     if not request.HasField("bootstrap"):
         if disaggregated:
             raise InvalidRequestError(
-                "bootstrap is missing: this engine plays half of a pair (rollout.role = prefill or decode); send the "
-                "request to a router, which pairs engines, or to a unified one"
+                "bootstrap is missing: this engine is a peer of a PD pair (rollout.role = prefill or decode); send the "
+                "request to a router, which pairs engines, or to a unified engine"
             )
         return None
     if not disaggregated:
@@ -210,7 +210,7 @@ def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: boo
             "bootstrap is set, but this engine is unified and plays requests by itself; leave it out"
         )
     bootstrap = request.bootstrap
-    if not bootstrap.host or bootstrap.host == _NO_PARTNER:
+    if not bootstrap.host or bootstrap.host == _FAKE_BOOTSTRAP_HOST:
         raise InvalidRequestError(f"bootstrap.host = {bootstrap.host!r} must be the host in the prefill engine's lease")
     if not 0 < bootstrap.port <= _MAX_PORT:
         raise InvalidRequestError(f"bootstrap.port = {bootstrap.port} must be the port in the prefill engine's lease")

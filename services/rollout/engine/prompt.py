@@ -20,7 +20,7 @@ from services.rollout.engine.disaggregation import check_bootstrap
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class CheckedRequest:
     """A request that was found to be sound."""
 
     input_ids: list[int]
@@ -33,15 +33,15 @@ class Turn:
     stop_token_ids: list[int]
     """The model's own and the request's."""
     bootstrap: generate_pb2.Bootstrap | None = None
-    """The pair that it is half of."""
+    """How the peers of its PD pair find each other; None: the engine is unified."""
 
 
 class PromptChecker:
     """Checks requests against one model."""
 
     def __init__(self, model_path: Path, *, max_tokens: int, disaggregated: bool = False) -> None:
-        """`max_tokens`: the most tokens of prompt, images expanded, and response together. `disaggregated`: requests
-        must be halves of pairs.
+        """`max_tokens`: the most tokens of prompt, images expanded, and response together. `disaggregated`: each
+        request must name a PD pair.
         """
         self.max_tokens = max_tokens
         self._disaggregated = disaggregated
@@ -53,7 +53,7 @@ class PromptChecker:
         self._vision_start_id = config.get("vision_start_token_id")
         self._grid = ImageGrid.of(model_path) if self._image_id is not None else None
 
-    def check(self, request: generate_pb2.GenerateRequest, files: Sequence[bytes]) -> Turn:
+    def check(self, request: generate_pb2.GenerateRequest, files: Sequence[bytes]) -> CheckedRequest:
         """Check everything, then decode the images. Takes as long as decoding does.
 
         Args:
@@ -77,7 +77,7 @@ class PromptChecker:
                 f"input_ids: the prompt has {num_tokens} tokens with its images expanded; prompt and response together "
                 f"may have {self.max_tokens}; shorten it, or raise rollout.context_length or rollout.max_total_tokens"
             )
-        return Turn(
+        return CheckedRequest(
             input_ids=input_ids,
             # Last: it takes memory and time, which only a request that is sound in all else gets.
             images=[decode_image(data, field=f"images[{index}]") for index, data in enumerate(files)],

@@ -25,8 +25,10 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb
 from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import EngineSettings, RolloutConfig
 from services.rollout.engine.drain import Drain
+from services.rollout.engine.generate_service import GenerateServicer
 from services.rollout.engine.image_source import ImageSource
-from services.rollout.engine.servicers import GenerateServicer, ReplicaView, RolloutServicer
+from services.rollout.engine.replica_view import ReplicaView
+from services.rollout.engine.rollout_service import RolloutServicer
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.weight_sync.sglang_weights import SglangWeights
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver

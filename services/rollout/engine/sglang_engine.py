@@ -27,7 +27,7 @@ from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.generation import Generation, read_generation, require_sound
 from services.rollout.engine.pd_barrier import PdBarrier
-from services.rollout.engine.prompt import PromptChecker, Turn
+from services.rollout.engine.prompt import CheckedRequest, PromptChecker
 from services.rollout.engine.token_stream import TokenStream
 
 log = structlog.get_logger()
@@ -63,14 +63,14 @@ class _Call:
     failure: str = ""
     is_aborted: bool = False
     version: int | None = None
-    """Half of a pair: the version under which it began, and under which it will end."""
+    """On a PD pair: the version under which it began, and under which it will end."""
 
     @property
     def hint(self) -> str:
         """What to do when SGLang ends it."""
         if self.bootstrap is None:
             return ""
-        return "; the other half of the pair is late or gone, play it with another pair"
+        return "; its peer is late or gone, play it with another pair"
 
     def stamped(self, part: Generation) -> Generation:
         """`part` with a span of our own, where SGLang's cannot be relied on."""
@@ -159,29 +159,29 @@ class SglangEngine:
         """Wait until no call is in flight."""
         await self._idle.wait()
 
-    async def generate(self, turn: Turn) -> Generation:
-        """Play one turn.
+    async def generate(self, checked: CheckedRequest) -> Generation:
+        """Play one checked.
 
         Raises:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; its tokens are lost.
-            NotReadyError: it is half of a pair that was chosen for another policy version.
+            NotReadyError: its PD pair was chosen for another policy version.
         """
-        call = _Call(self._request(turn), turn.bootstrap)
+        call = _Call(self._request(checked), checked.bootstrap)
         with self._in_flight(call, self._collect(call)) as task:
             return call.stamped(await task)
 
-    async def stream(self, turn: Turn, *, chunk_tokens: int) -> AsyncGenerator[Generation, None]:
+    async def stream(self, checked: CheckedRequest, *, chunk_tokens: int) -> AsyncGenerator[Generation, None]:
         """Play one turn and yield its tokens, each once, in parts of at least `chunk_tokens` (see `TokenStream`).
 
         Raises:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; all tokens that SGLang told of were yielded.
-            NotReadyError: it is half of a pair that was chosen for another policy version.
+            NotReadyError: its PD pair was chosen for another policy version.
         """
-        request = self._request(turn, stream_interval=max(1, min(MAX_STREAM_INTERVAL, chunk_tokens // 4)))
+        request = self._request(checked, stream_interval=max(1, min(MAX_STREAM_INTERVAL, chunk_tokens // 4)))
         tokens = TokenStream(min_tokens=chunk_tokens)
-        call = _Call(request, turn.bootstrap)
+        call = _Call(request, checked.bootstrap)
         with self._in_flight(call, self._pump(call, tokens)) as task:
             task.add_done_callback(lambda _: tokens.close())  # also of one that was cancelled before its first step
             while (part := await tokens.take()) is not None:
@@ -202,13 +202,13 @@ class SglangEngine:
         Raises:
             UnavailableError: it did not come within `timeout_s`.
         """
-        turn = Turn(
+        checked = CheckedRequest(
             input_ids=[0], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=[],
             bootstrap=disaggregation.alone(self.barrier.version) if self.is_disaggregated else None,
         )  # fmt: skip
         try:
             async with asyncio.timeout(timeout_s):
-                call = _Call(self._request(turn), turn.bootstrap)
+                call = _Call(self._request(checked), checked.bootstrap)
                 with self._in_flight(call, self._answer(call)) as task:
                     await task
         except TimeoutError:
@@ -257,26 +257,26 @@ class SglangEngine:
         self._tokenizer_manager.signal_handler_class = Signals
         self._tokenizer_manager.auto_create_handle_loop()
 
-    def _request(self, turn: Turn, *, stream_interval: int = 0) -> Any:
+    def _request(self, checked: CheckedRequest, *, stream_interval: int = 0) -> Any:
         """`stream_interval`: SGLang tells of every so many tokens; 0: only of all of them, at the end."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         return GenerateReqInput(
             rid=uuid.uuid4().hex,  # SGLang aborts by prefix of the id, so callers' own ids would not do
-            input_ids=turn.input_ids,
-            image_data=list(turn.images) or None,
+            input_ids=checked.input_ids,
+            image_data=list(checked.images) or None,
             sampling_params={
-                "temperature": turn.temperature,
-                "top_p": turn.top_p,
-                "top_k": turn.top_k or -1,
-                "max_new_tokens": turn.max_new_tokens,
-                "stop_token_ids": turn.stop_token_ids,
+                "temperature": checked.temperature,
+                "top_p": checked.top_p,
+                "top_k": checked.top_k or -1,
+                "max_new_tokens": checked.max_new_tokens,
+                "stop_token_ids": checked.stop_token_ids,
                 "logit_bias": self._logit_bias or None,
                 "stream_interval": stream_interval or None,
             },
             return_logprob=True,
             stream=stream_interval > 0,
-            **disaggregation.request_args(turn.bootstrap),
+            **disaggregation.request_args(checked.bootstrap),
         )
 
     @contextmanager

@@ -26,7 +26,7 @@ from penstock.telemetry import log
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from penstock.weights import shared_memory
 from penstock.weights.digest import tensor_digests
-from services.rollout.engine.servicers import RolloutServicer
+from services.rollout.engine.rollout_service import RolloutServicer
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from services.rollout.testing.memory_sink import Fault, Faults, MemorySink, Shapes
 
@@ -82,7 +82,7 @@ class _Options:
 
 
 class _View:
-    """Implements what the servicer needs of `servicers.ReplicaView`."""
+    """Implements what the servicer needs of `ReplicaView`."""
 
     def __init__(self, options: _Options, receiver: WeightReceiver) -> None:
         self.address = ""

@@ -80,7 +80,7 @@ class Pair:
                 continuation.add(chunk)
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             if _has_failed(prefilling):
-                await prefilling  # which is why the other half was cancelled
+                await prefilling  # which is why its peer was cancelled
             raise
         finally:
             prefilling.cancel()

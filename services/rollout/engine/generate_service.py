@@ -1,0 +1,146 @@
+"""The engine's gRPC service that plays turns."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc.aio
+
+from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, UnavailableError
+from penstock.rpc.server import deadline_s
+from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.generation import Generation
+from services.rollout.engine.image_source import ImageSource
+from services.rollout.engine.prompt import CheckedRequest
+from services.rollout.engine.replica_view import ReplicaView
+from services.rollout.engine.sglang_engine import SglangEngine
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_FINISH_REASONS = {
+    True: generate_pb2.FINISH_REASON_STOP,
+    False: generate_pb2.FINISH_REASON_LENGTH,
+    None: generate_pb2.FINISH_REASON_UNSPECIFIED,
+}
+
+
+class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
+    """Plays turns."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engine: SglangEngine,
+        receiver: WeightReceiver,
+        view: ReplicaView,
+        images: ImageSource,
+    ) -> None:
+        """Generate with `engine`, while `receiver` holds sound weights; `images` finds images named by hash."""
+        self._config = config
+        self._images = images
+        self._engine = engine
+        self._receiver = receiver
+        self._view = view
+        self._num_calls = 0
+
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:  # noqa: N802 - the contract's name
+        """Play one turn."""
+        with self._admitted(request):
+            async with asyncio.timeout(deadline_s(context, default=self._config.request_deadline_s)):
+                return self._respond(await self._engine.generate(await self._check(request)))
+
+    async def GenerateStream(  # noqa: N802 - the contract's name
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Play one turn and tell of its tokens as they come."""
+        if request.chunk_tokens < 0:
+            raise InvalidRequestError(f"chunk_tokens = {request.chunk_tokens} must be 0 (every token) or greater")
+        remaining_s = deadline_s(context, default=self._config.request_deadline_s)
+        deadline = asyncio.get_running_loop().time() + remaining_s
+        with self._admitted(request):
+            async with asyncio.timeout_at(deadline):
+                checked = await self._check(request)
+            async with aclosing(self._engine.stream(checked, chunk_tokens=request.chunk_tokens)) as parts:
+                while True:
+                    # Not around the loop: a deadline that passes while a chunk is written must not end the writer.
+                    async with asyncio.timeout_at(deadline):
+                        part = await anext(parts, None)
+                    if part is None:
+                        return
+                    yield self._chunk(part)
+
+    @contextmanager
+    def _admitted(self, request: generate_pb2.GenerateRequest) -> Iterator[None]:
+        self._admit(request)
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    def _admit(self, request: generate_pb2.GenerateRequest) -> None:
+        self._require_serving()
+        if request.min_policy_version > self._receiver.version:
+            raise NotReadyError(
+                f"min_policy_version = {request.min_policy_version}, but this engine serves version "
+                f"{self._receiver.version}; ask another replica, or wait for its next push"
+            )
+        limit = self._config.max_running + self._config.max_queued
+        if self._num_calls >= limit:
+            raise OverloadedError(
+                f"{limit} requests are in the engine already (rollout.max_running + rollout.max_queued); "
+                "try again later"
+            )
+
+    def _require_serving(self) -> None:
+        state = self._view.state
+        if state in (common_pb2.REPLICA_STATE_BROKEN, common_pb2.REPLICA_STATE_DRAINING):
+            raise UnavailableError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
+
+    async def _check(self, request: generate_pb2.GenerateRequest) -> CheckedRequest:
+        if not request.images:
+            return self._engine.checker.check(request, ())
+        files = await self._images.files(request.images)
+        # Decoding takes milliseconds that the event loop does not have.
+        checked = await asyncio.to_thread(self._engine.checker.check, request, files)
+        self._require_serving()  # again: the state may have changed
+        return checked
+
+    def _respond(self, generation: Generation) -> generate_pb2.GenerateResponse:
+        return generate_pb2.GenerateResponse(
+            output_ids=generation.output_ids,
+            logprobs=generation.logprobs,
+            version_spans=_spans(generation),
+            finish_reason=_FINISH_REASONS[generation.stopped],
+            usage=_usage(generation),
+            replica_id=self._view.replica_id,
+        )
+
+    def _chunk(self, part: Generation) -> generate_pb2.GenerateChunk:
+        is_first, is_last = part.num_tokens_so_far == len(part.output_ids), part.stopped is not None
+        return generate_pb2.GenerateChunk(
+            output_ids=part.output_ids,
+            logprobs=part.logprobs,
+            version_spans=_spans(part),
+            finish_reason=_FINISH_REASONS[part.stopped],
+            usage=_usage(part) if is_first or is_last else None,
+            replica_id=self._view.replica_id,
+        )
+
+
+def _spans(generation: Generation) -> list[common_pb2.VersionSpan]:
+    return [
+        common_pb2.VersionSpan(num_tokens=length, policy_version=version)
+        for length, version in generation.version_spans
+    ]
+
+
+def _usage(generation: Generation) -> generate_pb2.Usage:
+    return generate_pb2.Usage(
+        num_prompt_tokens=generation.num_prompt_tokens,
+        num_cached_tokens=generation.num_cached_tokens,
+        num_output_tokens=generation.num_tokens_so_far,
+    )

@@ -1,0 +1,110 @@
+"""The engine's gRPC service that controls it: pushes of weights, and the order to drain."""
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from penstock.errors import InvalidRequestError
+from penstock.v1 import rollout_pb2, rollout_pb2_grpc
+from penstock.weights.manifest import Manifest
+from services.rollout.engine.drain import Drain
+from services.rollout.engine.replica_view import ReplicaView
+from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Takes pushes, and the order to drain."""
+
+    def __init__(self, receiver: WeightReceiver, view: ReplicaView, drain: Drain) -> None:
+        """Hand pushes to `receiver`; `view` answers for the replica, `drain` ends its service."""
+        self._receiver = receiver
+        self._view = view
+        self._drain = drain
+
+    async def GetReplica(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.GetReplicaRequest, context: Context
+    ) -> rollout_pb2.GetReplicaResponse:
+        """Tell what the lease tells."""
+        await self._view.refresh()
+        return rollout_pb2.GetReplicaResponse(replica=self._view.describe())
+
+    async def PrepareWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.PrepareWeightsRequest, context: Context
+    ) -> rollout_pb2.PrepareWeightsResponse:
+        """Announce a push: join its process group, or check its source."""
+        field = request.WhichOneof("source")
+        if field is None:
+            raise InvalidRequestError("source is missing: give one of broadcast, disk, shared_memory and delta")
+        await self._receiver.prepare(
+            request.push_id,
+            request.policy_version,
+            getattr(request, field),
+            Manifest.from_proto(request.manifest),
+            deadline_s=request.deadline_s,
+            digest=request.digest,
+        )
+        return rollout_pb2.PrepareWeightsResponse()
+
+    async def SendWeights(  # noqa: N802 - the contract's name
+        self, request_iterator: AsyncIterator[rollout_pb2.SendWeightsRequest], context: Context
+    ) -> rollout_pb2.SendWeightsResponse:
+        """Store the blocks of a delta."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            raise InvalidRequestError("push_id is missing: the first part must name the push, and the call was empty")
+        return rollout_pb2.SendWeightsResponse(size_bytes=await self._receiver.upload(first.push_id, request_iterator))
+
+    async def PauseGeneration(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.PauseGenerationRequest, context: Context
+    ) -> rollout_pb2.PauseGenerationResponse:
+        """Stop generation."""
+        await self._receiver.pause(request.push_id, request.mode, request.drain_s)
+        return rollout_pb2.PauseGenerationResponse()
+
+    async def ReceiveWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """Take all buckets."""
+        manifest = await self._receiver.receive(request.push_id)
+        return rollout_pb2.ReceiveWeightsResponse(num_tensors=len(manifest.tensors), num_bytes=manifest.num_bytes)
+
+    async def VerifyWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.VerifyWeightsRequest, context: Context
+    ) -> rollout_pb2.VerifyWeightsResponse:
+        """Compute digests."""
+        return rollout_pb2.VerifyWeightsResponse(digests=await self._receiver.verify(request.push_id))
+
+    async def CommitWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.CommitWeightsRequest, context: Context
+    ) -> rollout_pb2.CommitWeightsResponse:
+        """Make the version current."""
+        await self._receiver.commit(request.push_id)
+        return rollout_pb2.CommitWeightsResponse()
+
+    async def ResumeGeneration(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.ResumeGenerationRequest, context: Context
+    ) -> rollout_pb2.ResumeGenerationResponse:
+        """Let generation go on."""
+        await self._receiver.resume(request.push_id)
+        return rollout_pb2.ResumeGenerationResponse()
+
+    async def AbortWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.AbortWeightsRequest, context: Context
+    ) -> rollout_pb2.AbortWeightsResponse:
+        """End a push that cannot be completed."""
+        return rollout_pb2.AbortWeightsResponse(state=await self._receiver.abort(request.push_id, request.reason))
+
+    async def DrainReplica(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.DrainReplicaRequest, context: Context
+    ) -> rollout_pb2.DrainReplicaResponse:
+        """Take nothing new, and return when nothing runs."""
+        if not (math.isfinite(request.grace_s) and request.grace_s >= 0):
+            raise InvalidRequestError(f"grace_s = {request.grace_s} must be 0 (hand over at once) or greater")
+        drained = await self._drain.run(request.grace_s)
+        return rollout_pb2.DrainReplicaResponse(
+            num_finished=drained.num_finished, num_handed_over=drained.num_handed_over
+        )
