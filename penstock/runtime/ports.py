@@ -1,7 +1,9 @@
-"""Finds and checks ports, before something slow or a foreign program tries to listen on them."""
+"""Finds, holds and checks ports before something slow or foreign listens on them."""
 
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from penstock.errors import SetupError
 
@@ -25,20 +27,41 @@ def require_free_port(host: str, port: int, *, key: str) -> None:
             raise SetupError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that nobody listens on at the moment.
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Distinct free ports, held during the context: a server that is told one can listen on it, nobody else gets it.
+
+    Each port is bound but not listened on, with SO_REUSEADDR set after the bind: a server that sets SO_REUSEADDR, as
+    gRPC, asyncio and nats-server do, may then bind and listen, and whoever probes without it, as this
+    function and SGLang do, finds the port taken.
 
     Raises:
         SetupError: there are too few.
     """
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if len(ports) == count:
-            return ports
-        with socket.socket() as probe:
+    with ExitStack() as held:
+        ports: list[int] = []
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                break
+            holder = socket.socket()
             try:
-                probe.bind(("127.0.0.1", port))
+                holder.bind(("127.0.0.1", port))
             except OSError:
+                holder.close()
                 continue
-        ports.append(port)
-    raise SetupError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}; give them in the recipe")
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.enter_context(holder)
+            ports.append(port)
+        if len(ports) < count:
+            raise SetupError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}; give them in the recipe")
+        yield ports
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nobody listens on at the moment; where a server takes one later, hold it (`held_ports`).
+
+    Raises:
+        SetupError: there are too few.
+    """
+    with held_ports(count) as ports:
+        return ports

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
-from penstock.runtime.ports import free_ports
+from penstock.runtime.ports import held_ports
 from services.launch.bounded_log import BoundedLog
 from services.launch.reaper import Reaper
 
@@ -89,12 +89,16 @@ class Child:
 
         Returns the exit code.
         """
+        with self._addressed_command() as command:
+            return await self._run(command)
+
+    async def _run(self, command: Sequence[str]) -> int:
         if self.spec.error_file is not None:
             self.spec.error_file.unlink(missing_ok=True)
         self.log.mark_start()
         with self.log.path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *self._command(),
+                *command,
                 env=dict(self.spec.environment),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -147,11 +151,16 @@ class Child:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _command(self) -> Sequence[str]:
+    @contextmanager
+    def _addressed_command(self) -> Iterator[Sequence[str]]:
+        """The command, with a port if the launcher chooses it; the port is held during the context.
+
+        Each start gets a new port: callers of the old process cannot reach the new one by mistake.
+        """
         host, _, port = self.spec.address.rpartition(":")
         if not self.spec.port_key or port != "0":
-            return self.spec.command
-        # A new port for each start: nobody who still calls the old process reaches the new one by mistake.
-        port = str(free_ports(1)[0])
-        self.address = f"{host}:{port}"
-        return [*self.spec.command, f"--{self.spec.port_key}={port}"]
+            yield self.spec.command
+            return
+        with held_ports(1) as (held,):
+            self.address = f"{host}:{held}"
+            yield [*self.spec.command, f"--{self.spec.port_key}={held}"]

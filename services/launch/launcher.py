@@ -8,13 +8,13 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
-from penstock.runtime.ports import free_ports
+from penstock.runtime.ports import held_ports
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopStage
@@ -49,11 +49,11 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         UserError: a process found something that a person must change.
         ProcessFailedError: a process died too often.
     """
-    live = with_addresses(recipe, folder)
-    folder.live_file.write_text(configuration.dump(live))
-    plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
-    sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
-    await run_processes(process_specs(plan, folder, security), folder, recipe.launch, stop, security)
+    with addressed(recipe, folder) as live:
+        folder.live_file.write_text(configuration.dump(live))
+        plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
+        sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
+        await run_processes(process_specs(plan, folder, security), folder, recipe.launch, stop, security)
 
 
 async def run_processes(
@@ -90,16 +90,21 @@ async def run_processes(
     _write_result(folder, metrics, interrupted=stop.is_set())
 
 
-def with_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """The recipe with what this launch settles: the run folder, the bus, a free port for each server without one."""
+@contextmanager
+def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
+    """The recipe with its run folder, its bus and a port for each server without one; the ports are held until the end.
+
+    Their processes start later, and again whenever they die: no other program is given their ports in between.
+    """
     tree = recipe.model_dump()
     tree["run"]["folder"] = folder.path
-    ports = iter(free_ports(4))
-    if not recipe.bus.url:
-        tree["bus"]["url"] = f"nats://{LOCAL}:{next(ports)}"
-    for section in ("reward", "router", "trainer"):
-        tree[section]["port"] = tree[section]["port"] or next(ports)
-    return Recipe.model_validate(tree)
+    with held_ports(4) as free:
+        ports = iter(free)
+        if not recipe.bus.url:
+            tree["bus"]["url"] = f"nats://{LOCAL}:{next(ports)}"
+        for section in ("reward", "router", "trainer"):
+            tree[section]["port"] = tree[section]["port"] or next(ports)
+        yield Recipe.model_validate(tree)
 
 
 def process_specs(plan: RunPlan, folder: RunFolder, security: Security) -> list[ProcessSpec]:

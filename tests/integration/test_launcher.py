@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -340,7 +341,7 @@ while True:
 
 
 async def test_a_grpc_server_is_ready_when_its_health_says_so(tmp_path: Path) -> None:
-    """A process counts as up when it answers grpc.health.v1, whatever it logs; each start has a port of its own."""
+    """A process counts as up when it answers grpc.health.v1, whatever it logs; each start has its own port."""
     program = """
 import asyncio, sys
 from penstock.rpc.server import RpcServer, service_name
@@ -372,6 +373,8 @@ asyncio.run(main())
             await asyncio.sleep(0.02)
         assert not await child.check_ready()
         assert child.state is State.STARTING
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):  # nobody takes the port meanwhile
+            other.bind(("127.0.0.1", int(child.address.rpartition(":")[2])))
         (tmp_path / "go").touch()
         while not await child.check_ready():
             await asyncio.sleep(0.02)

@@ -10,12 +10,11 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import SetupError
-from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import StopStage
-from services.launch.launcher import child_environment, process_specs, with_addresses
+from services.launch.launcher import addressed, child_environment, process_specs
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
 from services.launch.reaper_process import groups_left
 from services.launch.run_folder import RunFolder
@@ -80,26 +79,32 @@ def test_every_server_gets_an_address(recipe: Recipe) -> None:
     """Ports that are 0 become different free ones, given ones stay; engines choose their own and tell them by lease."""
     folder = RunFolder.create(recipe.run)
     given = recipe.model_copy(update={"router": recipe.router.model_copy(update={"port": 4321})})
-    live = with_addresses(given, folder)
-    assert live.router.port == 4321
-    ports = {live.reward.port, live.trainer.port, int(live.bus.url.rpartition(":")[2])}
-    assert len(ports) == 3
-    assert 0 not in ports
-    assert live.rollout.port == 0
-    assert live.run.folder == folder.path
-    assert with_addresses(live, folder) == live
+    with addressed(given, folder) as live, addressed(live, folder) as again:
+        assert live.router.port == 4321
+        ports = {live.reward.port, live.trainer.port, int(live.bus.url.rpartition(":")[2])}
+        assert len(ports) == 3
+        assert 0 not in ports
+        assert live.rollout.port == 0
+        assert live.run.folder == folder.path
+        assert again == live
 
 
-def test_port_in_use_is_not_free() -> None:
-    """A port on which somebody listens is not handed out."""
-    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as server:
-        for _ in range(3):
-            assert server.getsockname()[1] not in free_ports(50)
+def test_addresses_are_kept_until_the_run_ends(recipe: Recipe) -> None:
+    """No other program finds a server's port free before the server has started, or while it is down."""
+    with (
+        addressed(recipe, RunFolder.create(recipe.run)) as live,
+        socket.socket() as other,
+        pytest.raises(OSError, match="in use"),
+    ):
+        other.bind(("127.0.0.1", live.router.port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", live.router.port))
 
 
 def test_processes_of_a_run(recipe: Recipe) -> None:
     """Replicas have names of their own; only the trainer ends the run; what serves is stopped after what works."""
-    live = with_addresses(recipe, RunFolder.create(recipe.run))
+    with addressed(recipe, RunFolder.create(recipe.run)) as live:
+        pass
     processes = {process.name: process for process in make_plan(live, [], own_bus=True).processes}
     assert list(processes) == ["nats", "rollout-0", "rollout-1", "trainer", "reward", "router", "worker-0"]
     assert [name for name, process in processes.items() if process.ends_run] == ["trainer"]
@@ -122,7 +127,8 @@ def test_a_plan_says_what_runs_where(recipe: Recipe) -> None:
         "worker-0   127.0.0.1, any free port  -",
         "3 of 4 GPUs are used, each by one process",
     ]
-    live = with_addresses(recipe, RunFolder.create(recipe.run))
+    with addressed(recipe, RunFolder.create(recipe.run)) as live:
+        pass
     lines = make_plan(live, [], own_bus=True).describe()
     assert ["router", f"127.0.0.1:{live.router.port}", "-"] in [line.split() for line in lines]
     assert lines[-1] == "no GPU: everything is computed on the CPU"
@@ -131,7 +137,9 @@ def test_a_plan_says_what_runs_where(recipe: Recipe) -> None:
 def test_processes_see_their_own_gpus(recipe: Recipe) -> None:
     """CUDA_VISIBLE_DEVICES of each process is its part of the plan, in an environment without CPU settings."""
     folder = RunFolder.create(recipe.run)
-    plan = make_plan(with_addresses(recipe, folder), [str(index) for index in range(8)], own_bus=False)
+    with addressed(recipe, folder) as live:
+        pass
+    plan = make_plan(live, [str(index) for index in range(8)], own_bus=False)
     visible = {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in process_specs(plan, folder, Security())}
     assert visible == {
         "rollout-0": "0", "rollout-1": "1", "trainer": "2", "reward": "", "router": "", "worker-0": "",
