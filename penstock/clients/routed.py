@@ -77,11 +77,11 @@ class RoutedGenerateClient(Client):
         chunked = generate_pb2.GenerateRequest()
         chunked.CopyFrom(request)
         chunked.chunk_tokens = _CHUNK_TOKENS
-        turn = ResumableTurn(chunked)
+        turn, budget = ResumableTurn(chunked), RetryBudget()  # of all tries
 
         async def attempt(number: int, remaining_s: float) -> generate_pb2.GenerateResponse:
             if not turn.is_finished:
-                async with contextlib.aclosing(self._run(request, turn, remaining_s)) as chunks:
+                async with contextlib.aclosing(self._run(request, turn, budget, remaining_s)) as chunks:
                     async for _ in chunks:
                         pass
             return turn.response()
@@ -104,15 +104,15 @@ class RoutedGenerateClient(Client):
             OverloadedError: too many calls wait for a slot.
             DeadlineError: it exceeded its deadline.
         """
-        async with contextlib.aclosing(self._run(request, ResumableTurn(request), timeout_s)) as chunks:
+        async with contextlib.aclosing(self._run(request, ResumableTurn(request), RetryBudget(), timeout_s)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def _run(
-        self, request: generate_pb2.GenerateRequest, turn: ResumableTurn, timeout_s: float
+        self, request: generate_pb2.GenerateRequest, turn: ResumableTurn, budget: RetryBudget, timeout_s: float
     ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
         deadline = time.monotonic() + timeout_s
-        return run_turn(_RouteSource(self._slots, request, deadline), turn, budget=RetryBudget(), deadline=deadline)
+        return run_turn(_RouteSource(self._slots, request, deadline), turn, budget=budget, deadline=deadline)
 
 
 class _ReplicaPeer:

@@ -131,6 +131,11 @@ class RetryBudget:
         self._num_failed = 0
         self._num_in_a_row = 0
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the turn may be what breaks replicas: the last one failed it without a token."""
+        return self._num_in_a_row > 0
+
     def count(self, error: PenstockError, *, has_progressed: bool) -> None:
         """Count an attempt that failed with `error`; return if the turn should go on elsewhere.
 

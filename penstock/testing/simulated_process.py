@@ -36,16 +36,18 @@ async def simulated_process(
     delay_s: float = 0.0,
     token_s: float = 0.0,
     hang_after: int | None = None,
+    die_after: int | None = None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a simulated engine of `role` (unified, prefill, decode) during the context, unless it is killed before.
 
     The other settings are those of `SimulatedEngine`; a process that hangs does so until it is killed.
     """
-    hanging = () if hang_after is None else (f"--hang-after={hang_after}",)
+    ends = {"--hang-after": hang_after, "--die-after": die_after}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, f"--url={bus.config.url}", f"--run={run}", f"--replica-id={replica_id}"),
         *(f"--role={role}", f"--delay-s={delay_s}", f"--token-s={token_s}"),
-        *(f"--lease-ttl-s={bus.config.lease_ttl_s}", *hanging),
+        f"--lease-ttl-s={bus.config.lease_ttl_s}",
+        *(f"{option}={num_tokens}" for option, num_tokens in ends.items() if num_tokens is not None),
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=dying_with_parent(),
     )
@@ -68,6 +70,7 @@ async def _main() -> None:
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--hang-after", type=int, default=None)
+    parser.add_argument("--die-after", type=int, default=None)
     parser.add_argument("--lease-ttl-s", type=float, default=1.0)
     options = parser.parse_args()
     log.configure(LogConfig(), service="simulated-engine")  # to standard error: standard output is for the address
@@ -78,6 +81,7 @@ async def _main() -> None:
             delay_s=options.delay_s,
             token_s=options.token_s,
             hang_after=options.hang_after,
+            die_after=options.die_after,
         )
         async with engine.running():
             sys.stdout.write(f"{engine.replica.address}\n")

@@ -47,15 +47,16 @@ class RequestForwarder:
         query = stream.read_query(with_blocks=self._slots.balancer.reads_blocks)
         ticket = Ticket(query=query, deadline=time.monotonic() + timeout_s, size_bytes=stream.size_bytes)
         budget = RetryBudget(self._config.max_attempts)
-        return run_turn(_Slots(self._slots, ticket), stream, budget=budget, deadline=ticket.deadline)
+        return run_turn(_Slots(self._slots, ticket, budget), stream, budget=budget, deadline=ticket.deadline)
 
 
 class _Slots:
     """The slots of one call (`penstock.clients.turn.SlotSource`)."""
 
-    def __init__(self, slots: SlotPool, ticket: Ticket) -> None:
+    def __init__(self, slots: SlotPool, ticket: Ticket, budget: RetryBudget) -> None:
         self._slots = slots
         self._ticket = ticket
+        self._budget = budget
         self._num_prompt_tokens = ticket.query.num_tokens
 
     async def take(self, num_tokens: int) -> Slot:
@@ -74,6 +75,7 @@ class _Slots:
         replica_id = slot.culprit.replica_id
         log.warning("generate.retried", request=self._query.request_id, replica=replica_id, error=str(error))
         self._query.excluded |= {replica_id}
+        self._ticket.is_patient = self._budget.is_suspect
         if has_progressed:
             self._ticket.waited_s = 0.0
 

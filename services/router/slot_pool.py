@@ -9,6 +9,7 @@ that can use it, and wakes no other.
 import asyncio
 import bisect
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -107,7 +108,8 @@ class SlotPool:
         Raises:
             OverloadedError: the wait queue is full, or all replicas were full or rejected the call for as long as it
                 waited. A call that has had a slot may always wait: otherwise the tokens it already has would be lost.
-            UnavailableError: for `wait_for_replica_s` no replica could take the call.
+            UnavailableError: for `wait_for_replica_s` no replica could take the call, or up to the deadline of a
+                patient one.
             PromptTooLongError: no replica is large enough for it.
         """
         slot = self._take_now(ticket.query)
@@ -293,7 +295,7 @@ class SlotPool:
 
     def _patience_s(self, ticket: Ticket, *, is_starved: bool) -> float:
         """How long to wait before looking again; 0 or less: no longer."""
-        allowed_s = self._config.wait_for_replica_s - ticket.waited_s
+        allowed_s = math.inf if ticket.is_patient else self._config.wait_for_replica_s - ticket.waited_s
         if allowed_s > 0 and not is_starved:
             # Look again often, so that a pool that becomes unusable is noticed before most of the time is over.
             allowed_s = min(max(allowed_s, _RECHECK_SOON_S), _RECHECK_S)

@@ -8,11 +8,13 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus
+from penstock.clients.generate import GenerateClient
 from penstock.config import BusConfig, RunConfig
-from penstock.errors import MissingImageError, NotReadyError, OverloadedError, UnavailableError
+from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PoisonError, UnavailableError
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
+from services.rollout.worker.turn import TurnPlayer
 from services.router.config import RouterConfig, RouterSettings
 from services.router.server import serve
 from tests.support.router.routers import failure, ids, pool, router
@@ -168,6 +170,23 @@ async def test_a_stream_that_is_left_is_cancelled_in_the_engine(steady_bus: Bus)
         stream.cancel()
         await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 0)
+
+
+async def test_a_turn_that_kills_the_only_replica_is_given_up_though_each_restart_is_slow(
+    bus: Bus, run_name: str
+) -> None:
+    """The count of what it killed is not lost: it waits for the next replica when others no longer do."""
+    async with router(bus, wait_for_replica_s=0.2) as caller, GenerateClient(caller.address) as client:
+        request = generate_pb2.GenerateRequest(sampling=generate_pb2.SamplingParams(max_new_tokens=4), session_id="s")
+        killing = asyncio.create_task(TurnPlayer(client, wait_timeout_s=300.0).play(request, budget_s=300.0))
+        for _ in range(3):
+            async with simulated_process(bus, run_name, "victim", die_after=0) as victim:
+                await asyncio.wait_for(victim.wait(), 30.0)
+                await caller.until(lambda pool: not pool.replicas)
+                # It has been waiting since before this call, whose patience ends.
+                assert (await failure(caller.generate())).code() == grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(PoisonError, match="given up after 3 replicas failed"):
+            await asyncio.wait_for(killing, 30.0)
 
 
 async def test_progress_resets_the_count_of_tries_but_not_for_ever(steady_bus: Bus) -> None:

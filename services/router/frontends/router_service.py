@@ -91,7 +91,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
         ttl_s = min(request.ttl_s or self._tuning.route_ttl_s, self._tuning.route_ttl_s)
         deadline = time.monotonic() + deadline_s(context, default=self._config.max_call_s)
-        slot = await self._slots.take(Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize()))
+        is_patient = bool(query.excluded)  # the client counts what its turn has broken, and the call is all that it has
+        ticket = Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize(), is_patient=is_patient)
+        slot = await self._slots.take(ticket)
         max_tokens, prefill = slot.max_tokens, slot.split()
         return router_pb2.RouteResponse(
             route_id=self._routes.open(slot, ttl_s=ttl_s),
