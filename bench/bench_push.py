@@ -109,7 +109,9 @@ async def publishing(
     """A publisher that sees so many replicas."""
     ttl_s = bus.config.lease_ttl_s
     async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
-        publisher = WeightPublisher(config=config, replicas=watch, backend=backend, files=WeightFileStore(folder))
+        publisher = WeightPublisher(
+            config=config, host="127.0.0.1", replicas=watch, backend=backend, files=WeightFileStore(folder)
+        )
         async with asyncio.timeout(120):
             while publisher.num_live_replicas < num_replicas:
                 await watch.changed(0.2)

@@ -7,7 +7,16 @@ from typing import Self
 
 import pydantic
 
-from penstock.config import BusConfig, Config, LogConfig, ModelConfig, RunConfig, SamplingConfig, SecurityConfig
+from penstock.config import (
+    BusConfig,
+    Config,
+    LogConfig,
+    ModelConfig,
+    NetworkConfig,
+    RunConfig,
+    SamplingConfig,
+    SecurityConfig,
+)
 from services.launch.config import LaunchConfig
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
@@ -29,6 +38,7 @@ class Recipe(Config):
     worker: WorkerConfig = WorkerConfig()
     reward: RewardConfig = RewardConfig()
     router: RouterConfig = RouterConfig()
+    network: NetworkConfig = NetworkConfig()
     bus: BusConfig = BusConfig()
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()

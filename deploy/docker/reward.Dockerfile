@@ -36,4 +36,4 @@ USER 10001:10001
 EXPOSE 7002 7003
 HEALTHCHECK --interval=5s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7002 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "reward", "--reward.host=0.0.0.0", "--reward.port=7002", "--reward.http_port=7003"]
+ENTRYPOINT ["penstock", "serve", "reward", "--network.host=0.0.0.0", "--reward.port=7002", "--reward.http_port=7003"]

@@ -48,4 +48,4 @@ USER 10001:10001
 EXPOSE 7010
 HEALTHCHECK --interval=10s --timeout=10s --start-period=600s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7010 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "rollout", "--rollout.host=0.0.0.0", "--rollout.port=7010"]
+ENTRYPOINT ["penstock", "serve", "rollout", "--network.host=0.0.0.0", "--rollout.port=7010"]

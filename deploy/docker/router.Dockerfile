@@ -35,4 +35,4 @@ USER 10001:10001
 EXPOSE 7001 7080
 HEALTHCHECK --interval=5s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7001 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "router", "--router.host=0.0.0.0", "--router.port=7001"]
+ENTRYPOINT ["penstock", "serve", "router", "--network.host=0.0.0.0", "--router.port=7001"]

@@ -42,4 +42,4 @@ USER 10001:10001
 EXPOSE 7000
 HEALTHCHECK --interval=10s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7000 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "trainer", "--trainer.host=0.0.0.0", "--trainer.port=7000"]
+ENTRYPOINT ["penstock", "serve", "trainer", "--network.host=0.0.0.0", "--trainer.port=7000"]

@@ -1,5 +1,6 @@
 """The sections of a recipe that several services share."""
 
+import socket
 from pathlib import Path
 from typing import Literal, Self
 
@@ -20,6 +21,33 @@ class RunConfig(Config):
     """The run's own folder. Unset: `penstock train` makes <dir>/<name>-<start>; `penstock serve` uses <dir>/<name>."""
     seed: int = 0
     """Seed of all random choices outside the engines."""
+    grace_s: float = pydantic.Field(default=5.0, ge=0, allow_inf_nan=False)
+    """When a process stops, seconds that work in hand may still take: calls, turns, groups. What is left is handed to
+    others or put back. The trainer has no limit: it finishes its step, the push and the checkpoint."""
+
+
+class NetworkConfig(Config):
+    """Where the services of a process listen, and how others reach them. Each service's port is in its own section."""
+
+    host: str = "127.0.0.1"
+    """Address on which every service of the process listens; 0.0.0.0 for all."""
+    advertise_host: str = ""
+    """Name or address under which others reach this process: engines in their lease, the trainer for the process group
+    of a broadcast. Empty: `host`, or this machine's name where that is 0.0.0.0."""
+
+    @property
+    def advertised(self) -> str:
+        """The name or address to tell others."""
+        return self.advertise_host or (socket.gethostname() if self._listens_on_all else self.host)
+
+    @property
+    def local(self) -> str:
+        """The address at which this machine itself reaches the process."""
+        return "127.0.0.1" if self._listens_on_all else self.host
+
+    @property
+    def _listens_on_all(self) -> bool:
+        return self.host in ("", "0.0.0.0", "::", "[::]")
 
 
 class BusConfig(Config):

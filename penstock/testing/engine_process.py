@@ -41,13 +41,15 @@ async def engine_process(
     folder: Path,
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
+    grace_s: float = 5.0,
     **rollout: object,
 ) -> AsyncIterator[EngineProcess]:
-    """Run an engine during the context; `rollout` holds settings of its section."""
+    """Run an engine during the context; `grace_s` is that of its run, `rollout` holds settings of its section."""
     recipe, log = folder / "recipe.toml", folder / "engine.log"
     settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in rollout.items())
     recipe.write_text(
-        f'[run]\nname = "{folder.name}"\n[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
+        f'[run]\nname = "{folder.name}"\ngrace_s = {grace_s}\n'
+        f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
         f'[log]\nformat = "json"\nlevel = "debug"\n[rollout]\n{settings}'
     )
     # SGLang leaves the files of its sockets behind. Their paths must be short, so they cannot be in `folder`.

@@ -77,5 +77,4 @@ def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
             f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or with --config the live.toml "
             "in the folder of a run"
         )
-    host = "127.0.0.1" if router.host == "0.0.0.0" else router.host
-    return f"{host}:{router.port}", Security.load(recipe.security)
+    return f"{recipe.network.local}:{router.port}", Security.load(recipe.security)

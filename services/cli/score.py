@@ -182,7 +182,7 @@ async def private_service(config: RewardConfig, security: Security) -> AsyncIter
     """A client of a service for this process alone."""
     from services.reward.server import running
 
-    private = config.model_copy(update={"host": "127.0.0.1", "port": 0, "http_port": 0})
+    private = config.model_copy(update={"port": 0, "http_port": 0})
     async with (
         running(private, security=security) as service,
         RewardClient(service.rpc.address, security=security) as client,

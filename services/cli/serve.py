@@ -37,7 +37,7 @@ _MODULES = {
 }
 
 _SETTINGS: dict[Service, Callable[[Recipe], Any]] = {
-    Service.REWARD: lambda recipe: recipe.reward,
+    Service.REWARD: service_settings.for_reward,
     Service.ROUTER: service_settings.for_router,
     Service.ROLLOUT: service_settings.for_engine,
     Service.WORKER: service_settings.for_worker,

@@ -8,10 +8,16 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.model.folder import require_model
 from services.recipe import Recipe
+from services.reward.config import RewardSettings
 from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
+
+
+def for_reward(recipe: Recipe) -> RewardSettings:
+    """What `penstock serve reward` receives."""
+    return RewardSettings(reward=recipe.reward, run=recipe.run, network=recipe.network)
 
 
 def for_router(recipe: Recipe) -> RouterSettings:
@@ -23,7 +29,12 @@ def for_router(recipe: Recipe) -> RouterSettings:
     if recipe.router.http_port is not None and recipe.model is not None:
         require_model(recipe.model.path)
     return RouterSettings(
-        router=recipe.router, run=recipe.run, bus=recipe.bus, model=recipe.model, sampling=recipe.sampling
+        router=recipe.router,
+        run=recipe.run,
+        network=recipe.network,
+        bus=recipe.bus,
+        model=recipe.model,
+        sampling=recipe.sampling,
     )
 
 
@@ -33,7 +44,9 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     Raises:
         ConfigError: there is no model.
     """
-    return EngineSettings(rollout=recipe.rollout, run=recipe.run, bus=recipe.bus, model=_model(recipe))
+    return EngineSettings(
+        rollout=recipe.rollout, run=recipe.run, network=recipe.network, bus=recipe.bus, model=_model(recipe)
+    )
 
 
 def for_worker(recipe: Recipe) -> WorkerSettings:
@@ -46,12 +59,13 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
     return WorkerSettings(
         worker=worker,
         run=recipe.run,
+        network=recipe.network,
         bus=recipe.bus,
         model=_model(recipe),
         sampling=recipe.sampling,
         context_length=recipe.rollout.context_length,
-        router_address=_address(worker.router_address, recipe.router.port, "router"),
-        reward_address=_address(worker.reward_address, recipe.reward.port, "reward"),
+        router_address=_address(recipe, worker.router_address, recipe.router.port, "router"),
+        reward_address=_address(recipe, worker.reward_address, recipe.reward.port, "reward"),
     )
 
 
@@ -66,6 +80,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     return TrainerSettings(
         trainer=recipe.trainer,
         run=recipe.run,
+        network=recipe.network,
         bus=recipe.bus,
         model=_model(recipe),
         data=recipe.data,
@@ -93,10 +108,10 @@ def _model(recipe: Recipe) -> ModelConfig:
     return recipe.model
 
 
-def _address(given: str, port: int, service: str) -> str:
+def _address(recipe: Recipe, given: str, port: int, service: str) -> str:
     if not given and port == 0:
         raise ConfigError(
             f"worker.{service}_address is empty and {service}.port is 0; give --worker.{service}_address=host:port, "
             f"or --{service}.port=..."
         )
-    return given or f"127.0.0.1:{port}"
+    return given or f"{recipe.network.local}:{port}"

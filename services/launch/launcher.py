@@ -31,6 +31,9 @@ from services.recipe import Recipe
 
 _BUS_START_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
+KILL_MARGIN_S = 10.0
+"""A process that is asked to stop is killed `run.grace_s` and this later: after its grace an engine sends its last
+answers (2 s) and ends SGLang's processes, which on a busy machine takes seconds."""
 
 
 def plan_run(recipe: Recipe) -> RunPlan:
@@ -53,15 +56,23 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
-        await run_processes(process_specs(plan, folder, security), folder, recipe.launch, stop, security)
+        specs = process_specs(plan, folder, security)
+        await run_processes(specs, folder, recipe.launch, stop, security, grace_s=recipe.run.grace_s)
 
 
 async def run_processes(
-    specs: Sequence[ProcessSpec], folder: RunFolder, config: LaunchConfig, stop: asyncio.Event, security: Security
+    specs: Sequence[ProcessSpec],
+    folder: RunFolder,
+    config: LaunchConfig,
+    stop: asyncio.Event,
+    security: Security,
+    *,
+    grace_s: float,
 ) -> None:
     """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
 
-    `security` is what the trainer is shown when it is asked how far it has come.
+    `security` is what the trainer is shown when it is asked how far it has come. `grace_s` is what the processes give
+    to work in hand when they are asked to stop.
 
     Raises:
         UserError: a process found something that a person must change.
@@ -72,7 +83,13 @@ async def run_processes(
     display = open_display(str(folder.path))
     try:
         async with (
-            supervised(specs, logs=folder.logs, config=config, report=display.write) as supervisor,
+            supervised(
+                specs,
+                logs=folder.logs,
+                config=config,
+                report=display.write,
+                kill_after_s=grace_s + KILL_MARGIN_S,
+            ) as supervisor,
             _watched(supervisor, metrics, display, BoundedLog(folder.launcher_log)),
         ):
             try:

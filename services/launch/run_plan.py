@@ -88,7 +88,7 @@ def _processes(recipe: Recipe, *, own_bus: bool) -> Iterator[PlannedProcess]:
                 name=f"{'rollout' if role == 'unified' else role}-{index}",
                 service="rollout",
                 stage=StopStage.SERVE,
-                address=_reachable(recipe.rollout.host, recipe.rollout.port),
+                address=f"{recipe.network.local}:{recipe.rollout.port}",
                 port_key="rollout.port",
                 overrides=(f"--rollout.role={role}",),
             )
@@ -96,23 +96,17 @@ def _processes(recipe: Recipe, *, own_bus: bool) -> Iterator[PlannedProcess]:
         name=TRAINER,
         service="trainer",
         stage=StopStage.WORK,
-        address=_reachable(recipe.trainer.host, recipe.trainer.port),
+        address=f"{recipe.network.local}:{recipe.trainer.port}",
         ends_run=True,
     )
     for service in ("reward", "router"):
-        config = getattr(recipe, service)
-        address = _reachable(config.host, config.port)
+        address = f"{recipe.network.local}:{getattr(recipe, service).port}"
         yield PlannedProcess(name=service, service=service, stage=StopStage.SERVE, address=address)
     for index in range(recipe.worker.num):
         yield PlannedProcess(
             name=f"worker-{index}",
             service="worker",
             stage=StopStage.WORK,
-            address=_reachable(recipe.worker.host, recipe.worker.port),
+            address=f"{recipe.network.local}:{recipe.worker.port}",
             port_key="worker.port",
         )
-
-
-def _reachable(host: str, port: int) -> str:
-    """The address at which this machine reaches a server that listens on `host`."""
-    return f"{LOCAL if host in ('0.0.0.0', '::', '[::]', '') else host}:{port}"

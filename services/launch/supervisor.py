@@ -42,12 +42,14 @@ class Supervisor:
         config: LaunchConfig,
         report: Callable[[str], None],
         *,
+        kill_after_s: float,
         first_backoff_s: float = _FIRST_BACKOFF_S,
     ) -> None:
-        """`report` is given a line for everything that happens to a process."""
+        """`report` is given a line for all that happens to a process; `kill_after_s` is what each gets to stop."""
         self.children = children
         self._config = config
         self._report = report
+        self._kill_after_s = kill_after_s
         self._first_backoff_s = first_backoff_s
         self.has_begun_to_stop = False
         self._has_failed = False
@@ -111,7 +113,7 @@ class Supervisor:
 
     def _grace_s(self, child: Child) -> float | None:
         if not child.spec.ends_run:
-            return self._config.stop_grace_s
+            return self._kill_after_s
         return _FAILED_RUN_GRACE_S if self._has_failed else None
 
     async def _keep(self, child: Child) -> None:
@@ -147,6 +149,7 @@ async def supervised(
     logs: Path,
     config: LaunchConfig,
     report: Callable[[str], None],
+    kill_after_s: float,
     first_backoff_s: float = _FIRST_BACKOFF_S,
 ) -> AsyncIterator[Supervisor]:
     """A supervisor of `specs` during the context, at whose end all processes are stopped, unless they were already.
@@ -155,7 +158,7 @@ async def supervised(
     """
     reaper = await Reaper.start()
     children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper) for spec in specs]
-    supervisor = Supervisor(children, config, report, first_backoff_s=first_backoff_s)
+    supervisor = Supervisor(children, config, report, kill_after_s=kill_after_s, first_backoff_s=first_backoff_s)
     try:
         try:
             yield supervisor

@@ -1,12 +1,13 @@
 """Settings of the reward service."""
 
+import dataclasses
 import re
 from decimal import Decimal
 from typing import Any, Literal
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import Config, NetworkConfig, RunConfig
 
 _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
@@ -73,8 +74,6 @@ class RemoteConfig(Config):
 class RewardConfig(Config):
     """How the reward service listens, verifies and limits."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port to listen on for gRPC; 0 takes a free one."""
     http_port: int = pydantic.Field(default=0, ge=0, le=65535)
@@ -111,5 +110,12 @@ class RewardConfig(Config):
     """Custom verifiers, each a profile, by name: "path/to/file.py:function" or "package.module:function"."""
     remote: RemoteConfig = RemoteConfig()
     """The service that the profile `remote` asks."""
-    grace_s: float = pydantic.Field(default=5.0, ge=0, allow_inf_nan=False)
-    """When stopping, how long calls in progress may still take."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """All that a reward service receives."""
+
+    reward: RewardConfig
+    run: RunConfig
+    network: NetworkConfig

@@ -11,7 +11,7 @@ from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc
-from services.reward.config import RewardConfig
+from services.reward.config import RewardConfig, RewardSettings
 from services.reward.frontends.http.app import make_http_app
 from services.reward.frontends.rpc import RewardServicer
 from services.reward.isolation.pool import WorkerPool
@@ -37,12 +37,19 @@ class RunningService(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def running(
-    config: RewardConfig, *, security: Security | None = None, max_overtime: int = MAX_OVERTIME
+    config: RewardConfig,
+    *,
+    host: str = "127.0.0.1",
+    grace_s: float = 5.0,
+    security: Security | None = None,
+    max_overtime: int = MAX_OVERTIME,
 ) -> AsyncIterator[RunningService]:
     """Run the service for as long as the context lasts; on leaving it, calls in progress may finish within `grace_s`.
 
     Args:
         config: The settings.
+        host: Address to listen on.
+        grace_s: Seconds that calls in progress get at the end.
         security: What callers must show; None: what the environment says.
         max_overtime: Items that take long and leave their worker's turn to others, at once.
 
@@ -63,7 +70,7 @@ async def running(
     )
     verifier = Verifier(config, pool, verifiers, tls=security.tls)
     servicer = RewardServicer(verifier)
-    rpc = RpcServer(host=config.host, port=config.port, security=security)
+    rpc = RpcServer(host=host, port=config.port, security=security)
     name = service_name(reward_pb2.DESCRIPTOR, "RewardService")
     rpc.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, name)
     try:
@@ -72,7 +79,7 @@ async def running(
         raise ConfigError(f"reward.http_profile: {error}") from None
     http = HttpServer(
         app,
-        host=config.host,
+        host=host,
         port=config.http_port,
         max_body_bytes=config.http_max_body_mb * 2**20,
         security=security,
@@ -92,14 +99,14 @@ async def running(
             http.set_serving(False)
             await rpc.set_serving(False)
             servicer.end_streams()
-            await asyncio.gather(rpc.drain(config.grace_s), http.drain(config.grace_s))
+            await asyncio.gather(rpc.drain(grace_s), http.drain(grace_s))
     finally:
         trimming.cancel()
         await verifier.close()
         await pool.close()
 
 
-async def serve(config: RewardConfig, stop: asyncio.Event, *, security: Security | None = None) -> None:
+async def serve(settings: RewardSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Run the reward service until `stop` is set, then drain it."""
-    async with running(config, security=security):
+    async with running(settings.reward, host=settings.network.host, grace_s=settings.run.grace_s, security=security):
         await stop.wait()

@@ -5,7 +5,7 @@ import enum
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 
 
 class Balancing(enum.StrEnum):
@@ -41,8 +41,6 @@ class OpenAIConfig(Config):
 class RouterConfig(Config):
     """How the router listens, how it chooses a replica, and how long it tries."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port of gRPC; 0 takes a free one."""
     http_port: int | None = pydantic.Field(default=None, ge=0, le=65535)
@@ -67,8 +65,6 @@ class RouterConfig(Config):
     may be what breaks them."""
     max_call_s: float = pydantic.Field(default=3600.0, gt=0)
     """Deadline of calls whose callers set none or a longer one, in seconds."""
-    grace_s: float = pydantic.Field(default=5.0, ge=0)
-    """How long running calls may take to finish when the router stops, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +74,7 @@ class RouterSettings:
     router: RouterConfig
     run: RunConfig
     bus: BusConfig
+    network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     model: ModelConfig | None = None
     """Only the OpenAI-compatible frontend needs it."""
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)

@@ -27,6 +27,7 @@ from services.router.slot_pool import SlotPool
 from services.router.tuning import Tuning
 
 if TYPE_CHECKING:
+    from penstock.http.server import HttpServer
     from services.router.frontends.openai.server import ChatBackend
 
 
@@ -35,6 +36,8 @@ async def routing(
     config: RouterConfig,
     bus: Bus,
     *,
+    host: str = "127.0.0.1",
+    grace_s: float = 5.0,
     backend: "ChatBackend | None" = None,
     tuning: Tuning = constants.DEFAULT,
     security: Security | None = None,
@@ -44,6 +47,8 @@ async def routing(
     Args:
         config: Its settings.
         bus: The run.
+        host: Address to listen on, for gRPC and HTTP.
+        grace_s: Seconds that running calls get at the end.
         backend: What the OpenAI-compatible frontend serves; None: there is none.
         tuning: Constants.
         security: Who may call, and what calls to replicas carry; None: by the environment.
@@ -54,22 +59,24 @@ async def routing(
         contextlib.aclosing(SlotPool(config, pool, tuning=tuning, security=security)) as slots,
     ):
         routes, forwarder = Routes(), RequestForwarder(config, slots)
-        server = RpcServer(host=config.host, port=config.port, security=security)
+        server = RpcServer(host=host, port=config.port, security=security)
         server.add(GenerateServicer.register, GenerateServicer(config, forwarder, tuning), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
         servicer = RouterServicer(config, pool, slots, routes, tuning=tuning, security=security)
         server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, servicer, router_name)
         await server.start()
-        try:
-            async with AsyncExitStack() as frontends:
+        servers: list[RpcServer | HttpServer] = [server]
+        async with AsyncExitStack() as frontends:
+            try:
                 if backend is not None:
                     from services.router.frontends.openai.server import serving
 
-                    await frontends.enter_async_context(serving(config, bus, forwarder, backend, security))
+                    frontend = serving(config, bus, forwarder, backend, security, host=host)
+                    servers.append(await frontends.enter_async_context(frontend))
                 yield server
-        finally:
-            await server.drain(config.grace_s)
-            routes.close()
+            finally:
+                await asyncio.gather(*(each.drain(grace_s) for each in servers))
+                routes.close()
 
 
 async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
@@ -84,7 +91,14 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Secu
     backend = None if settings.router.http_port is None else await asyncio.to_thread(_load_backend, settings)
     async with (
         connect(settings.bus, run=settings.run.name, security=security) as bus,
-        routing(settings.router, bus, backend=backend, security=security),
+        routing(
+            settings.router,
+            bus,
+            host=settings.network.host,
+            grace_s=settings.run.grace_s,
+            backend=backend,
+            security=security,
+        ),
     ):
         with _rare_collections():
             await stop.wait()

@@ -109,7 +109,12 @@ async def assemble(
         max_staleness=config.max_staleness,
     )
     publisher = _publisher(
-        config.weight_sync, start.folder, replicas, security, has_gpu=backend.config.device == "cuda"
+        config.weight_sync,
+        start.folder,
+        replicas,
+        security,
+        host=settings.network.advertised,
+        has_gpu=backend.config.device == "cuda",
     )
     stack.push_async_callback(publisher.close)
     log.info("run.opened", run_id=start.run_id, step=start.step, version=version, resumed=start.version is not None)
@@ -152,12 +157,13 @@ def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, ru
 
 
 def _publisher(
-    config: WeightSyncConfig, folder: Path, replicas: Watch, security: Security | None, *, has_gpu: bool
+    config: WeightSyncConfig, folder: Path, replicas: Watch, security: Security | None, *, host: str, has_gpu: bool
 ) -> WeightPublisher:
     if has_gpu:
         os.environ.update(nccl.environment())  # read when the first process group forms
     return WeightPublisher(
         config=config,
+        host=host,
         replicas=replicas,
         security=security,
         backend="nccl" if has_gpu else "gloo",

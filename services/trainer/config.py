@@ -9,7 +9,7 @@ from typing import Literal
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
 
 
@@ -60,8 +60,6 @@ class LossConfig(Config):
 class WeightSyncConfig(Config):
     """How weights travel to the replicas, and how long each stage may take."""
 
-    host: str = "127.0.0.1"
-    """Address of the trainer that replicas can reach, for the process group of a broadcast."""
     mode: Literal["retract", "in_place", "drain"] = "retract"
     """What happens to running requests when weights change. retract: their KV is computed again with the new weights.
     in_place: they continue on the KV of the old weights. drain: they finish first, while new ones wait."""
@@ -109,8 +107,6 @@ class BackendConfig(Config):
 class TrainerConfig(BackendConfig):
     """The trainer: how much, how stale, and where it computes."""
 
-    host: str = "127.0.0.1"
-    """Address on which TrainerService listens."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port on which TrainerService listens; 0 takes any that is free."""
 
@@ -186,6 +182,7 @@ class TrainerSettings:
 
     trainer: TrainerConfig
     run: RunConfig
+    network: NetworkConfig
     bus: BusConfig
     model: ModelConfig
     data: DataConfig

@@ -93,6 +93,7 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
         publisher = WeightPublisher(
             config=WeightSyncConfig(transport="broadcast", bucket_bytes=1 << 16),
+            host="127.0.0.1",
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(None),

@@ -92,7 +92,7 @@ class FakeRun:
     """A launcher in a process of its own, with its processes' notes."""
 
     def __init__(self, folder: Path, specs: list[dict[str, Any]], **config: Any) -> None:
-        config = {"stop_grace_s": 20.0, **config}
+        config = {"kill_after_s": 20.0, **config}
         for spec in specs:
             spec["program"] = f"NAME = {spec['name']!r}\n{spec['program']}"
         self.folder = folder
@@ -253,7 +253,7 @@ def test_signal_stops_all_in_order(fake_run: Callable[..., FakeRun], number: sig
 def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:
     """Processes that ignore SIGTERM are killed after their grace; what is stopped after them still ends in order."""
     specs = [{"name": f"rollout-{index}", "program": STUBBORN} for index in range(4)]
-    run = fake_run([*specs, {"name": "nats", "program": SERVE, "stage": "BUS"}], stop_grace_s=0.5)
+    run = fake_run([*specs, {"name": "nats", "program": SERVE, "stage": "BUS"}], kill_after_s=0.5)
     run.wait_for("up", 5)
     run.process.send_signal(signal.SIGINT)
     _, out, _ = run.finish()
@@ -285,7 +285,7 @@ while True:
             {"name": "worker-0", "program": STUBBORN, "stage": "WORK"},
             {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
         ],
-        stop_grace_s=0.5,
+        kill_after_s=0.5,
     )
     run.wait_for("up", 3)
     engine = next(pid for pid in run.notes("up") if "rollout-0" in Path(f"/proc/{pid}/cmdline").read_text())
@@ -328,7 +328,9 @@ while True:
         name="trainer", command=command, environment=dict(os.environ), stage=StopStage.WORK, ends_run=True
     )
     stop = asyncio.Event()
-    running = asyncio.create_task(run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment()))
+    running = asyncio.create_task(
+        run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
+    )
     async with asyncio.timeout(30.0):
         while not folder.metrics_file.exists():
             await asyncio.sleep(0.02)

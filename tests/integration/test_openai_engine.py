@@ -62,7 +62,7 @@ async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
     looked = [{"role": "user", "content": [*parts, {"type": "text", "text": "Find x."}]}]
     plain = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "What is 2 + 3?"}]
     async with (
-        router_process(nats_url, run, tiny_model_path, "--router.grace_s=0") as router,
+        router_process(nats_url, run, tiny_model_path, "--run.grace_s=0") as router,
         AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
         connect(BusConfig(url=nats_url), run=run) as bus,
     ):

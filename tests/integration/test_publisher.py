@@ -193,5 +193,5 @@ def test_a_loop_that_is_cancelled_in_a_rendezvous_ends(nats_url: str, run_name: 
 async def test_an_address_that_is_not_this_machines_is_said_so(bus: Bus) -> None:
     """The error names the setting to change."""
     async with replicas_of(bus, 1), publishing(bus, host="192.0.2.1") as publisher:
-        with pytest.raises(SetupError, match=r"trainer\.weight_sync\.host"):
+        with pytest.raises(SetupError, match=r"network\.advertise_host"):
             await publisher.publish(snapshot(1))

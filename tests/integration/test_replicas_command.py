@@ -64,7 +64,7 @@ async def test_lists_and_drains_replicas(steady_bus: Bus, tmp_path: Path) -> Non
 
         host, _, port = server.address.rpartition(":")
         recipe = tmp_path / "recipe.toml"
-        recipe.write_text(f'[router]\nhost = "{host}"\nport = {port}\n')
+        recipe.write_text(f'[network]\nhost = "{host}"\n[router]\nport = {port}\n')
         drained = await penstock("replicas", "drain", "one", "--config", recipe, "--grace-s", "1")
         assert drained.returncode == 0, drained.stderr
         assert drained.stdout.startswith("replica one is empty: 0 requests finished, 0 handed over")

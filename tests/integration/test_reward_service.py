@@ -71,7 +71,7 @@ async def test_a_full_queue_refuses() -> None:
 
 async def test_calls_in_progress_finish_when_the_service_stops() -> None:
     """Draining waits for them; then no process is left."""
-    config = RewardConfig(workers=2, grace_s=5.0)
+    config = RewardConfig(workers=2)
     async with contextlib.AsyncExitStack() as stack:
         server, pool, _ = await stack.enter_async_context(running(config))
         pids = pool.worker_pids
@@ -87,7 +87,7 @@ async def test_calls_in_progress_finish_when_the_service_stops() -> None:
 async def test_what_outlasts_the_grace_period_is_stopped() -> None:
     """The service stops in time, whatever its workers do."""
     async with contextlib.AsyncExitStack() as stack:
-        server, pool, _ = await stack.enter_async_context(running(RewardConfig(workers=1, deadline_s=30, grace_s=0.3)))
+        server, pool, _ = await stack.enter_async_context(running(RewardConfig(workers=1, deadline_s=30), grace_s=0.3))
         pids = pool.worker_pids
         client = RewardClient(server.address)
         pending = asyncio.create_task(client.verify_batch([item_of(*HANGS)], timeout_s=60))

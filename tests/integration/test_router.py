@@ -315,7 +315,7 @@ async def test_two_routers_share_one_pool(bus: Bus, bus_config: BusConfig, run_n
 async def test_a_router_that_stops_lets_calls_finish(steady_bus: Bus) -> None:
     """Within the grace, a call that runs is answered."""
     async with SimulatedEngine(steady_bus, replica_id="r", delay_s=0.5).running(), contextlib.AsyncExitStack() as stack:
-        serving = routing(RouterConfig(grace_s=5.0), steady_bus)
+        serving = routing(RouterConfig(), steady_bus, grace_s=5.0)
         server = await serving.__aenter__()
         caller = Caller(await stack.enter_async_context(connect_channel(server.address)), server.address)
         await caller.until_routable(1)

@@ -21,7 +21,9 @@ def main() -> int:
     """The exit code of `penstock train`."""
     folder, specs = Path(sys.argv[1]), json.loads(sys.argv[2])
     os.chdir(folder)
-    config = LaunchConfig.model_validate(json.loads(sys.argv[3]))
+    options = json.loads(sys.argv[3])
+    kill_after_s = options.pop("kill_after_s")
+    config = LaunchConfig.model_validate(options)
     processes = [
         ProcessSpec(
             name=spec["name"],
@@ -39,7 +41,10 @@ def main() -> int:
         sys.stdout.flush()
 
     async def run(stop: asyncio.Event) -> None:
-        async with supervised(processes, logs=folder, config=config, report=report, first_backoff_s=0.05) as supervisor:
+        starting = supervised(
+            processes, logs=folder, config=config, report=report, kill_after_s=kill_after_s, first_backoff_s=0.05
+        )
+        async with starting as supervisor:
             try:
                 for spec in processes:
                     supervisor.start(spec.name)

@@ -22,6 +22,7 @@ import yaml
 
 from penstock import config as configuration
 from penstock.runtime.ports import free_ports
+from services.launch.launcher import KILL_MARGIN_S
 from services.recipe import Recipe
 from services.reward.server import OVERTIME_MEMORY_BYTES
 from services.router.config import OpenAIConfig
@@ -184,7 +185,7 @@ def test_a_service_has_time_for_its_grace_period() -> None:
         recipe = Recipe.model_validate(tomllib.loads(recipe_file.read_text()) | {"model": MODEL, "data": {}})
         for name in ("rollout", "worker", "router", "reward"):
             seconds = int(services[name]["stop_grace_period"].removesuffix("s"))
-            assert seconds >= getattr(recipe, name).grace_s + 10, (recipe_file.name, name)
+            assert seconds >= recipe.run.grace_s + KILL_MARGIN_S, (recipe_file.name, name)
     for path, checkpoint_gb in ((BASE, 0.02), (OVERRIDES[0], 24)):  # of 2 billion parameters, with Adam's moments
         seconds = int(read(path)["services"]["trainer"]["stop_grace_period"].removesuffix("s"))
         assert seconds >= checkpoint_gb * 1000 / SLOW_DISK_MB_PER_S + STEP_S, path.name

@@ -1,11 +1,12 @@
 """A recipe is read strictly; every message names the key, the value and the remedy."""
 
+import socket
 from pathlib import Path
 
 import pydantic
 import pytest
 
-from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig, load
+from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig, load
 from penstock.errors import ConfigError
 
 
@@ -187,6 +188,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(FileConfig, [binary])
 
 
+@pytest.mark.parametrize(
+    ("network", "advertised", "local"),
+    [
+        ({}, "127.0.0.1", "127.0.0.1"),
+        ({"host": "10.0.0.5"}, "10.0.0.5", "10.0.0.5"),
+        ({"host": "0.0.0.0"}, socket.gethostname(), "127.0.0.1"),
+        ({"host": "::"}, socket.gethostname(), "127.0.0.1"),
+        ({"host": "0.0.0.0", "advertise_host": "trainer"}, "trainer", "127.0.0.1"),
+    ],
+)
+def test_the_host_that_others_are_told(network: dict[str, str], advertised: str, local: str) -> None:
+    """What is configured, else where the process listens; its machine's name where it listens on all addresses."""
+    config = NetworkConfig(**network)
+    assert (config.advertised, config.local) == (advertised, local)
+
+
 def test_configuration_cannot_be_changed(recipe: Path) -> None:
     """What a process read is what it runs with."""
     config = load(FileConfig, [recipe])
@@ -194,7 +211,7 @@ def test_configuration_cannot_be_changed(recipe: Path) -> None:
         config.run.seed = 4  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("model", [RunConfig, BusConfig, SamplingConfig, ModelConfig])
+@pytest.mark.parametrize("model", [RunConfig, NetworkConfig, BusConfig, SamplingConfig, ModelConfig])
 def test_every_shared_setting_has_a_help_text(model: type[Config]) -> None:
     """Field docstrings are the help text."""
     assert [name for name, field in model.model_fields.items() if not field.description] == []

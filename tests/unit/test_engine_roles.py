@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import load
+from penstock.config import NetworkConfig, load
 from penstock.errors import ConfigError, InvalidRequestError, NotReadyError, SetupError
 from penstock.v1 import common_pb2, generate_pb2
 from services.launch.run_plan import make_plan
@@ -18,6 +18,8 @@ from services.recipe import Recipe
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.pd_barrier import PdBarrier
+
+LOCAL = NetworkConfig()
 
 
 def config(**rollout: Any) -> RolloutConfig:
@@ -61,27 +63,27 @@ def test_train_starts_each_role(tmp_path: Path) -> None:
 def test_tensor_parallelism_is_for_gpus() -> None:
     """On a CPU it is refused with the reason; on GPUs SGLang is told."""
     with pytest.raises(ConfigError, match=r"rollout.tensor_parallel = 2: an engine on a CPU"):
-        disaggregation.server_args(config(tensor_parallel=2), cuda=False)
-    assert disaggregation.server_args(config(tensor_parallel=2), cuda=True) == {"tp_size": 2}
-    assert disaggregation.server_args(config(), cuda=False) == {}
+        disaggregation.server_args(config(tensor_parallel=2), LOCAL, cuda=False)
+    assert disaggregation.server_args(config(tensor_parallel=2), LOCAL, cuda=True) == {"tp_size": 2}
+    assert disaggregation.server_args(config(), LOCAL, cuda=False) == {}
 
 
 def test_sglang_is_told_of_the_role() -> None:
     """A peer waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
-    prefill = disaggregation.server_args(config(role="prefill", transfer_backend="nixl"), cuda=False)
+    prefill = disaggregation.server_args(config(role="prefill", transfer_backend="nixl"), LOCAL, cuda=False)
     assert (prefill["disaggregation_mode"], prefill["disaggregation_transfer_backend"]) == ("prefill", "nixl")
     assert prefill["disaggregation_bootstrap_port"] > 0
-    given = disaggregation.server_args(config(role="prefill", bootstrap_port=7000), cuda=True)
+    given = disaggregation.server_args(config(role="prefill", bootstrap_port=7000), LOCAL, cuda=True)
     assert given["disaggregation_bootstrap_port"] == 7000
-    assert "disaggregation_bootstrap_port" not in disaggregation.server_args(config(role="decode"), cuda=True)
-    environment = disaggregation.environment(config(role="decode", pair_deadline_s=2.5), cuda=False)
+    assert "disaggregation_bootstrap_port" not in disaggregation.server_args(config(role="decode"), LOCAL, cuda=True)
+    environment = disaggregation.environment(config(role="decode", pair_deadline_s=2.5), LOCAL, cuda=False)
     assert environment["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] == "3"
     assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "3"
     assert environment["SGLANG_HOST_IP"] == "127.0.0.1"
     assert environment["MC_FORCE_TCP"] == "1"
-    open_to_others = disaggregation.environment(config(role="decode", host="0.0.0.0"), cuda=True)
+    open_to_others = disaggregation.environment(config(role="decode"), NetworkConfig(host="0.0.0.0"), cuda=True)
     assert not {"SGLANG_HOST_IP", "MC_FORCE_TCP"} & open_to_others.keys()
-    assert disaggregation.environment(config(), cuda=False) == {}
+    assert disaggregation.environment(config(), LOCAL, cuda=False) == {}
 
 
 def test_the_lease_says_where_the_kv_is() -> None:
@@ -180,9 +182,9 @@ def test_a_prefill_engine_that_cannot_be_found_does_not_start(bootstrap_server: 
     """SGLang itself would serve on, and every pair would fail."""
     port = bootstrap_server.server_address[1]
     with pytest.raises(SetupError, match=f"127.0.0.1:{port}.*503"):
-        disaggregation.require_registered(config(role="prefill"), port)
+        disaggregation.require_registered("127.0.0.1", port)
     bootstrap_server.RequestHandlerClass.status = 200  # type: ignore[attr-defined]
-    disaggregation.require_registered(config(role="prefill", host="0.0.0.0"), port)
+    disaggregation.require_registered("0.0.0.0", port)
 
 
 async def test_the_barrier_lets_through_who_fits_the_version_after_it() -> None:

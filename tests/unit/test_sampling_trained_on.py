@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ModelConfig, SamplingConfig
+from penstock.config import ModelConfig, NetworkConfig, SamplingConfig
 from penstock.errors import ConfigError
 from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
@@ -27,4 +27,4 @@ def test_a_cut_distribution_is_refused_before_training_starts(
 @pytest.mark.parametrize("cuda", [False, True])
 def test_engines_return_tempered_logprobs_whatever_they_inherit(cuda: bool) -> None:
     """SGLang reads this variable; set to 1 by somebody's shell, it would return untempered ones."""
-    assert settings.environment(RolloutConfig(), cuda=cuda)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert settings.environment(RolloutConfig(), NetworkConfig(), cuda=cuda)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"

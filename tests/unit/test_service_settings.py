@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ModelConfig, SamplingConfig
+from penstock.config import ModelConfig, NetworkConfig, SamplingConfig
 from penstock.errors import ConfigError
 from services.cli import service_settings
 from services.recipe import Recipe
@@ -76,6 +76,8 @@ def test_a_worker_finds_router_and_reward_service_on_its_machine(model: ModelCon
     settings = service_settings.for_worker(found)
     assert (settings.router_address, settings.reward_address) == ("127.0.0.1:7001", "127.0.0.1:7002")
     assert settings.context_length == 99
+    listening = found.model_copy(update={"network": NetworkConfig(host="10.0.0.5")})
+    assert service_settings.for_worker(listening).router_address == "10.0.0.5:7001"
     given = found.model_copy(update={"worker": found.worker.model_copy(update={"router_address": "elsewhere:1"})})
     assert service_settings.for_worker(given).router_address == "elsewhere:1"
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.config import NetworkConfig
 from services.rollout.engine import settings
 from services.rollout.engine.config import RolloutConfig
 
@@ -12,9 +13,9 @@ def test_an_engine_on_a_gpu_outlives_its_group_and_may_share_the_gpu(monkeypatch
     """Unless somebody has said otherwise; on a CPU neither is set."""
     monkeypatch.delenv(HANDLING, raising=False)
     monkeypatch.delenv(SHARING, raising=False)
-    environment = settings.environment(RolloutConfig(), cuda=True)
+    environment = settings.environment(RolloutConfig(), NetworkConfig(), cuda=True)
     assert (environment[HANDLING], environment[SHARING]) == ("2", "1")
     monkeypatch.setenv(HANDLING, "3")
-    environment = settings.environment(RolloutConfig(), cuda=True)
+    environment = settings.environment(RolloutConfig(), NetworkConfig(), cuda=True)
     assert (environment[HANDLING], environment[SHARING]) == ("3", "1")
-    assert not {HANDLING, SHARING} & settings.environment(RolloutConfig(), cuda=False).keys()
+    assert not {HANDLING, SHARING} & settings.environment(RolloutConfig(), NetworkConfig(), cuda=False).keys()

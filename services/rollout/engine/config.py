@@ -5,7 +5,7 @@ from typing import Literal
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, RunConfig
+from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig
 
 
 class RolloutConfig(Config):
@@ -19,12 +19,8 @@ class RolloutConfig(Config):
     """Decode engines that `penstock train` starts beside them. They go on where prefill engines end."""
     role: Literal["unified", "prefill", "decode"] = "unified"
     """The part that the engine plays which `penstock serve rollout` starts: unified, prefill or decode."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes any that is free. With several replicas on one machine it must be 0."""
-    advertise_host: str = ""
-    """Host name under which others reach this engine; empty: the address it listens on."""
 
     transfer_backend: Literal["auto", "mooncake", "nixl"] = "auto"
     """What carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines. auto: nixl
@@ -60,8 +56,6 @@ class RolloutConfig(Config):
     """Upper bound of a push's deadline, which the trainer derives from trainer.weight_sync.stage_timeout_s and
     transfer_timeout_s. A push with a longer one is refused. At its deadline a push is given up; if it had touched
     weights, the replica is BROKEN until the next push."""
-    grace_s: float = pydantic.Field(default=10.0, ge=0)
-    """At the end, how long running requests may take to finish; then other engines play the rest of them."""
 
     @pydantic.model_validator(mode="after")
     def _can_generate(self) -> "RolloutConfig":
@@ -86,5 +80,6 @@ class EngineSettings:
 
     rollout: RolloutConfig
     run: RunConfig
+    network: NetworkConfig
     bus: BusConfig
     model: ModelConfig

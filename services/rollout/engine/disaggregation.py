@@ -11,6 +11,7 @@ import math
 import urllib.request
 from typing import Any
 
+from penstock.config import NetworkConfig
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.runtime.ports import free_ports
 from penstock.v1 import common_pb2, generate_pb2
@@ -92,7 +93,7 @@ def _require_import(name: str, config: RolloutConfig, remedy: str) -> None:
         ) from None
 
 
-def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, str]:
     """Environment variables of SGLang's that a role needs, to be set before it is imported."""
     if not is_disaggregated(config):
         return {}
@@ -104,8 +105,8 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         PAIR_DEADLINE_VARIABLE: deadline,
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(_HEARTBEAT_S),
     }
-    if _is_loopback(config.host):
-        variables["SGLANG_HOST_IP"] = config.host  # else KV would leave by the network's address and come back
+    if _is_loopback(network.host):
+        variables["SGLANG_HOST_IP"] = network.host  # else KV would leave by the network's address and come back
     if not cuda:
         variables |= {
             HOST_TRANSFER_VARIABLE: config.transfer_backend,
@@ -116,7 +117,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
     return variables
 
 
-def server_args(config: RolloutConfig, *, cuda: bool) -> dict[str, Any]:
+def server_args(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for this role.
 
     Raises:
@@ -136,7 +137,7 @@ def server_args(config: RolloutConfig, *, cuda: bool) -> dict[str, Any]:
     args |= {
         "disaggregation_mode": config.role,
         "disaggregation_transfer_backend": config.transfer_backend,
-        "host": config.host,
+        "host": network.host,
     }
     if config.role == "prefill":
         args["disaggregation_bootstrap_port"] = config.bootstrap_port or free_ports(1)[0]
@@ -157,13 +158,13 @@ def describe(config: RolloutConfig, *, host: str, bootstrap_port: int) -> common
     return described
 
 
-def require_registered(config: RolloutConfig, bootstrap_port: int) -> None:
+def require_registered(listens_on: str, bootstrap_port: int) -> None:
     """See that decode engines can find this prefill engine: SGLang goes on without when its own registration fails.
 
     Raises:
         SetupError: they cannot.
     """
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(config.host, config.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(listens_on, listens_on)
     query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
     url = f"http://{f'[{host}]' if ':' in host else host}:{bootstrap_port}/route?{query}"
     try:

@@ -6,7 +6,6 @@ process drops its lease and ends with an error, so that whoever supervises it st
 
 import asyncio
 import dataclasses
-import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.bus.connection import connect
 from penstock.bus.image_store import ImageStore
 from penstock.bus.leases import Lease, held
 from penstock.bus.replica_lease import write_replica
+from penstock.config import NetworkConfig
 from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
@@ -65,12 +65,19 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         UnavailableError: one of SGLang's processes died.
     """
     # Noticed before a minute of loading.
-    require_free_port(settings.rollout.host, settings.rollout.port, key="rollout.port")
+    require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
     if settings.rollout.role == "prefill":
-        require_free_port(settings.rollout.host, settings.rollout.bootstrap_port, key="rollout.bootstrap_port")
+        require_free_port(settings.network.host, settings.rollout.bootstrap_port, key="rollout.bootstrap_port")
     async with connect(settings.bus, run=settings.run.name, security=security):
         log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
-    async with running(settings.rollout, settings.model.path, security=security) as server:
+    starting = running(
+        settings.rollout,
+        settings.model.path,
+        network=settings.network,
+        grace_s=settings.run.grace_s,
+        security=security,
+    )
+    async with starting as server:
         async with connect(settings.bus, run=settings.run.name, security=security) as bus:
             server.images.attach(ImageStore(bus))
             bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
@@ -80,7 +87,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
             async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
                 keeping = [tasks.create_task(_renew_on_change(server, lease)), tasks.create_task(_follow_load(server))]
                 await _until_any((stop, server.engine.died))
-                await server.end_service(settings.rollout.grace_s)  # of which the lease tells
+                await server.end_service(settings.run.grace_s)  # of which the lease tells
                 for task in keeping:
                     task.cancel()
         if server.engine.died.is_set():
@@ -89,7 +96,12 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
 
 @asynccontextmanager
 async def running(
-    config: RolloutConfig, model_path: Path, *, security: Security | None = None
+    config: RolloutConfig,
+    model_path: Path,
+    *,
+    network: NetworkConfig,
+    grace_s: float,
+    security: Security | None = None,
 ) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server for as long as the context lasts, without a lease.
 
@@ -97,7 +109,7 @@ async def running(
     SGLang's is ended.
     """
     config = disaggregation.with_transfer_backend(config, cuda=settings.has_cuda())
-    engine = await SglangEngine.start(config, model_path)
+    engine = await SglangEngine.start(config, model_path, network=network)
     changed = asyncio.Event()
     receiver = WeightReceiver(
         SglangWeights(engine),
@@ -108,7 +120,7 @@ async def running(
     # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.
     view = ReplicaView(config, engine, receiver)
     images = ImageSource()
-    server = RpcServer(host=config.host, port=config.port, security=security)
+    server = RpcServer(host=network.host, port=config.port, security=security)
 
     async def begin_drain() -> None:
         view.draining = True
@@ -129,13 +141,13 @@ async def running(
     try:
         await receiver.open()
         port = await server.start()
-        view.listens(_advertised(config), port)
+        view.listens(network.advertised, port)
         log.info("engine.serving", replica_id=view.replica_id, address=view.address)
         running_server = EngineServer(engine, receiver, view, drain, images, changed)
         try:
             yield running_server
         finally:
-            await running_server.end_service(config.grace_s)
+            await running_server.end_service(grace_s)
             await server.drain(_LAST_WORDS_S)
     finally:
         await receiver.close()
@@ -166,9 +178,3 @@ async def _until_any(events: Iterable[asyncio.Event]) -> None:
 
 def _lease(server: EngineServer) -> bytes:
     return write_replica(server.view.describe())
-
-
-def _advertised(config: RolloutConfig) -> str:
-    if config.advertise_host:
-        return config.advertise_host
-    return socket.gethostname() if config.host in ("0.0.0.0", "::", "[::]") else config.host

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model import tokens
 from penstock.model.folder import read_json
@@ -35,7 +36,7 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
+def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, str]:
     """Environment variables to set before torch or SGLang is imported."""
     shared = {
         # The image-embedding cache outlives weight updates: embeddings of an older policy would be served.
@@ -44,7 +45,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         GROUP_TIMEOUT_VARIABLE: str(config.prepare_deadline_s),
         "TOKENIZERS_PARALLELISM": "false",
-        **disaggregation.environment(config, cuda=cuda),
+        **disaggregation.environment(config, network, cuda=cuda),
     }
     if cuda:
         return {**shared, **nccl.environment(), START_METHOD_VARIABLE: "spawn"}
@@ -58,7 +59,7 @@ def environment(config: RolloutConfig, *, cuda: bool) -> dict[str, str]:
     }
 
 
-def server_args(config: RolloutConfig, model_path: Path, *, cuda: bool) -> dict[str, Any]:
+def server_args(config: RolloutConfig, network: NetworkConfig, model_path: Path, *, cuda: bool) -> dict[str, Any]:
     """Arguments of `sglang.Engine`."""
     args: dict[str, Any] = {
         "model_path": str(model_path),
@@ -68,7 +69,7 @@ def server_args(config: RolloutConfig, model_path: Path, *, cuda: bool) -> dict[
         "weight_version": "0",
         "log_level": "error",
         "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
-        **disaggregation.server_args(config, cuda=cuda),
+        **disaggregation.server_args(config, network, cuda=cuda),
     }
     if config.context_length:
         args["context_length"] = config.context_length

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import structlog
 from fastapi import HTTPException
 
+from penstock.config import NetworkConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 from penstock.model.tokens import forbidden_token_ids
 from penstock.v1 import generate_pb2
@@ -100,7 +101,7 @@ class SglangEngine:
         self.checker = PromptChecker(model_path, max_tokens=max_tokens, disaggregated=self.is_disaggregated)
 
     @classmethod
-    async def start(cls, config: RolloutConfig, model_path: Path) -> "SglangEngine":
+    async def start(cls, config: RolloutConfig, model_path: Path, *, network: NetworkConfig) -> "SglangEngine":
         """Load the model and answer a first request. Blocks the event loop for the 10 to 60 s that loading takes.
 
         Call it in the main thread and before gRPC is used: on a CPU it forks.
@@ -110,7 +111,7 @@ class SglangEngine:
         """
         started = time.monotonic()
         cuda = settings.has_cuda()
-        os.environ.update(settings.environment(config, cuda=cuda))
+        os.environ.update(settings.environment(config, network, cuda=cuda))
         disaggregation.require_transfer_backend(config, cuda=cuda)
         # A million objects that live for ever: looking through them takes seconds, while starting and again at the end.
         gc.disable()
@@ -121,7 +122,7 @@ class SglangEngine:
         gc.enable()
         imported = time.monotonic()
         try:
-            raw = Engine(**settings.server_args(config, model_path, cuda=cuda))
+            raw = Engine(**settings.server_args(config, network, model_path, cuda=cuda))
         except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise SetupError(
                 f"SGLang did not start with model {model_path}: {error}; its own log above says more"
@@ -129,7 +130,7 @@ class SglangEngine:
         engine = cls(raw, config, model_path)
         engine._watch()
         if config.role == "prefill":
-            await asyncio.to_thread(disaggregation.require_registered, config, engine.bootstrap_port)
+            await asyncio.to_thread(disaggregation.require_registered, network.host, engine.bootstrap_port)
         await engine.check_health(timeout_s=120.0)
         log.info(
             "engine.started",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 
 
 class WorkerConfig(Config):
@@ -14,8 +14,6 @@ class WorkerConfig(Config):
     """Worker processes that `penstock train` starts."""
     concurrency: int = pydantic.Field(default=16, ge=1)
     """Prompt groups that one worker process plays at once."""
-    host: str = "127.0.0.1"
-    """Address on which it answers health checks."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port on which it answers health checks; 0 takes any that is free. With several workers on one machine it must be
     0."""
@@ -38,8 +36,6 @@ class WorkerConfig(Config):
     wait_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds that a turn may wait while no replica works on it, and a group for its verdicts. A sample that has no
     token by then puts its group back for another delivery; one that has some ends with them."""
-    grace_s: float = pydantic.Field(default=5.0, ge=0)
-    """When stopping, how long groups in hand may still take; then they are put back."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +44,7 @@ class WorkerSettings:
 
     worker: WorkerConfig
     run: RunConfig
+    network: NetworkConfig
     bus: BusConfig
     model: ModelConfig
     sampling: SamplingConfig

@@ -72,7 +72,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Secu
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)
         )
-        health = RpcServer(host=config.host, port=config.port, security=security)
+        health = RpcServer(host=settings.network.host, port=config.port, security=security)
         await health.start()
         stack.push_async_callback(health.drain, 0.0)
         log.info("worker.started", worker=worker_id, router=settings.router_address, reward=settings.reward_address)
@@ -83,6 +83,6 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Secu
             concurrency=config.concurrency,
             max_deliveries=settings.bus.max_deliveries,
             give_up=handler.give_up,
-            grace_s=config.grace_s,
+            grace_s=settings.run.grace_s,
         )
         log.info("worker.stopped", worker=worker_id)

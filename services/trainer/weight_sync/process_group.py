@@ -73,8 +73,8 @@ class WeightProcessGroup:
             store = dist.TCPStore(host, server.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise SetupError(
-                f"trainer.weight_sync.host = {host!r}: cannot listen there for the process group of a push: "
-                f"{_first_line(error)}; set it to an address of this machine"
+                f"network.advertise_host = {host!r}: cannot listen there for the process group of a push: "
+                f"{_first_line(error)}; set it to a name or address of this machine"
             ) from None
         return cls(server, store, name=name, world_size=world_size, backend=backend)
 

@@ -77,6 +77,8 @@ class WeightPublisher:
     """Pushes snapshots to replicas. One push at a time."""
 
     config: WeightSyncConfig
+    host: str
+    """Name or address of this process, for the process group of a broadcast."""
     replicas: Watch
     """The `replicas` bucket."""
     backend: str
@@ -100,7 +102,7 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         """Nothing is opened yet."""
         self._deadlines = PushDeadlines.of(self.config)
-        self._selector = TransportSelector(self.config, self.files, backend=self.backend)
+        self._selector = TransportSelector(self.config, self.files, host=self.host, backend=self.backend)
 
     def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
         """Copy the trainer's parameters (checkpoint name, tensor) for `publish`. Blocking: it reads every byte.
@@ -123,7 +125,7 @@ class WeightPublisher:
         are no replicas. A running retry is interrupted; a running catch-up is completed first.
 
         Raises:
-            SetupError: trainer.weight_sync.host is not an address of this machine, or there is no room for a delta.
+            SetupError: network.advertise_host is not an address of this machine, or there is no room for a delta.
         """
         await self._end_retry()
         async with self._lock:
@@ -138,7 +140,7 @@ class WeightPublisher:
         """Until cancelled: push the published version to replicas that lack it, such as ones that have just joined.
 
         Raises:
-            SetupError: trainer.weight_sync.host is not an address of this machine.
+            SetupError: network.advertise_host is not an address of this machine.
         """
         while True:
             await self.replicas.changed(_CATCH_UP_EVERY_S)

@@ -27,8 +27,9 @@ log = structlog.get_logger()
 class TransportSelector:
     """Opens transports, and remembers which replica cannot use which."""
 
-    def __init__(self, config: WeightSyncConfig, files: WeightFileStore, *, backend: str) -> None:
-        """`backend` is torch.distributed's: nccl or gloo."""
+    def __init__(self, config: WeightSyncConfig, files: WeightFileStore, *, host: str, backend: str) -> None:
+        """`host` is where replicas reach this process; `backend` is torch.distributed's: nccl or gloo."""
+        self._host = host
         self._config = config
         self._files = files
         self._backend = backend
@@ -69,7 +70,7 @@ class TransportSelector:
             only_lagging: The members are late, and no others wait for them.
 
         Raises:
-            SetupError: trainer.weight_sync.host is not an address of this machine, or there is no room for a delta.
+            SetupError: network.advertise_host is not an address of this machine, or there is no room for a delta.
         """
         folder = self._files.folder_of(weights.version)
         wants_files = only_lagging or self._config.transport == "disk"
@@ -139,7 +140,7 @@ class TransportSelector:
         return await asyncio.to_thread(
             BroadcastTransport.open,
             members,
-            host=self._config.host,
+            host=self._host,
             backend=self._backend,
             chunk_bytes=self._config.bucket_bytes,
         )

@@ -258,9 +258,12 @@ async def test_engines_that_are_full_are_an_overload(stage: Stage) -> None:
 async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
     """504 after router.openai.timeout_s, and the request is aborted in the engine."""
     port = free_port()
-    config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=1.0, model="slow"))
+    config = RouterConfig(http_port=port, openai=OpenAIConfig(timeout_s=1.0, model="slow"))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
-    async with SimulatedEngine(bus, delay_s=60.0).running() as engine, routing(config, bus, backend=backend):
+    async with (
+        SimulatedEngine(bus, delay_s=60.0).running() as engine,
+        routing(config, bus, grace_s=0.0, backend=backend),
+    ):
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
             with pytest.raises(openai.InternalServerError) as caught:
                 await client.chat.completions.create(model="slow", messages=HI)
@@ -275,7 +278,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
     """After router.openai.timeout_s its slots are free. If it soon reads on it gets the error, else it is cut off."""
     monkeypatch.setattr(event_stream, "_REPORT_S", 60.0 if reads_on else 0.0)
     port, loop = free_port(), asyncio.get_running_loop()
-    config = RouterConfig(http_port=port, grace_s=0, openai=OpenAIConfig(timeout_s=2.0, model="slow"))
+    config = RouterConfig(http_port=port, openai=OpenAIConfig(timeout_s=2.0, model="slow"))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
     # The prompt's ids come back with each choice: together more than sockets hold for somebody who does not read.
     fields = {"model": "slow", "prompt": [2**31 - 1] * 100_000, "n": 8, "stream": True, "return_token_ids": True}
@@ -283,7 +286,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SimulatedEngine(bus, answer=Saying([5] * 1000)).running())
-        server = await stack.enter_async_context(routing(config, bus, backend=backend))
+        server = await stack.enter_async_context(routing(config, bus, grace_s=0.0, backend=backend))
         client = stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
         client.setblocking(False)

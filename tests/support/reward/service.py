@@ -42,11 +42,12 @@ def parent_of(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def reward_service(
-    *, max_overtime: int = MAX_OVERTIME, **settings: object
+    *, max_overtime: int = MAX_OVERTIME, grace_s: float = 5.0, **settings: object
 ) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
     """A service with two workers and the usual settings, and a client of it."""
     config = RewardConfig.model_validate({"workers": 2, **settings})
-    async with running(config, max_overtime=max_overtime) as (server, pool, _), RewardClient(server.address) as client:
+    service = running(config, grace_s=grace_s, max_overtime=max_overtime)
+    async with service as (server, pool, _), RewardClient(server.address) as client:
         yield client, pool
 
 

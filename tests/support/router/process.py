@@ -25,7 +25,7 @@ class RouterProcess:
 
 @contextlib.asynccontextmanager
 async def router_process(nats_url: str, run: str, model_path: Path, *settings: str) -> AsyncIterator[RouterProcess]:
-    """`penstock serve router` with `settings` such as --router.grace_s=0, until the context ends."""
+    """`penstock serve router` with `settings` such as --run.grace_s=0, until the context ends."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli", "serve", "router", "--log.format=json", "--router.http_port=0",
         f"--bus.url={nats_url}", f"--run.name={run}", f"--model.path={model_path}", *settings,

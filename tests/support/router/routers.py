@@ -73,14 +73,14 @@ def configured(*, limit: dict | None = None, breaker: dict | None = None, **sett
     names = {field.name for field in dataclasses.fields(Tuning)}
     constants = {name: settings.pop(name) for name in list(settings) if name in names}
     tuning = Tuning(limit=LimitTuning(**(limit or {})), breaker=BreakerTuning(**(breaker or {})), **constants)
-    return RouterConfig(**({"wait_for_replica_s": 1.0, "grace_s": 0.0} | settings)), tuning
+    return RouterConfig(**({"wait_for_replica_s": 1.0} | settings)), tuning
 
 
 @contextlib.asynccontextmanager
 async def router(bus: Bus, **settings) -> AsyncIterator[Caller]:
     """A router that waits a second at most, unless told otherwise; `settings` are those of its config and tuning."""
     config, tuning = configured(**settings)
-    async with routing(config, bus, tuning=tuning) as server, connect(server.address) as channel:
+    async with routing(config, bus, grace_s=0.0, tuning=tuning) as server, connect(server.address) as channel:
         yield Caller(channel, server.address)
 
 

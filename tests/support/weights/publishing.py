@@ -54,13 +54,14 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
 
 @asynccontextmanager
 async def publishing(
-    bus: Bus, *, files_dir: Path | None = None, retry_after_s: float = 0.5, **settings: Any
+    bus: Bus, *, host: str = "127.0.0.1", files_dir: Path | None = None, retry_after_s: float = 0.5, **settings: Any
 ) -> AsyncIterator[WeightPublisher]:
     """A publisher whose replicas' leases are as they are now."""
     async with watching(bus) as watch:
         config = CONFIG.model_copy(update=settings)
         publisher = WeightPublisher(
             config=config,
+            host=host,
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),

@@ -48,9 +48,15 @@ class ChatBackend:
 
 @asynccontextmanager
 async def serving(
-    config: RouterConfig, bus: Bus, forwarder: RequestForwarder, backend: ChatBackend, security: Security
+    config: RouterConfig,
+    bus: Bus,
+    forwarder: RequestForwarder,
+    backend: ChatBackend,
+    security: Security,
+    *,
+    host: str,
 ) -> AsyncIterator[HttpServer]:
-    """Serve HTTP during the context; drain it at the end.
+    """Serve HTTP during the context; the caller drains it before it leaves.
 
     Raises:
         SetupError: the port is in use, or NATS does not create the stream of recorded calls.
@@ -68,7 +74,7 @@ async def serving(
     )
     server = HttpServer(
         make_openai_app(api),
-        host=config.host,
+        host=host,
         port=config.http_port or 0,
         max_body_bytes=settings.max_body_mb * 2**20,
         make_error_body=error_body,
@@ -76,9 +82,6 @@ async def serving(
     )
     try:
         await server.start()
-        try:
-            yield server
-        finally:
-            await server.drain(config.grace_s)
+        yield server
     finally:
         api.close()
