@@ -178,7 +178,8 @@ async def test_a_turn_that_kills_the_only_replica_is_given_up_though_each_restar
     """The count of what it killed is not lost: it waits for the next replica when others no longer do."""
     async with router(bus, wait_for_replica_s=0.2) as caller, GenerateClient(caller.address) as client:
         request = generate_pb2.GenerateRequest(sampling=generate_pb2.SamplingParams(max_new_tokens=4), session_id="s")
-        killing = asyncio.create_task(TurnPlayer(client, wait_timeout_s=300.0).play(request, budget_s=300.0))
+        player = TurnPlayer(client, wait_timeout_s=300.0)
+        killing = asyncio.create_task(player.play(request, budget_s=300.0, restore_images=_restore_none))
         for _ in range(3):
             async with simulated_process(bus, run_name, "victim", die_after=0) as victim:
                 await asyncio.wait_for(victim.wait(), 30.0)
@@ -187,6 +188,10 @@ async def test_a_turn_that_kills_the_only_replica_is_given_up_though_each_restar
                 assert (await failure(caller.generate())).code() == grpc.StatusCode.UNAVAILABLE
         with pytest.raises(PoisonError, match="given up after 3 replicas failed"):
             await asyncio.wait_for(killing, 30.0)
+
+
+async def _restore_none() -> None:
+    raise AssertionError("the turn has no images")
 
 
 async def test_progress_resets_the_count_of_tries_but_not_for_ever(steady_bus: Bus) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import (
     DeadlineError,
+    MissingImageError,
     OverloadedError,
     PenstockError,
     PoisonError,
@@ -42,6 +43,7 @@ class ScriptedStreams:
     script: Sequence[Sequence[generate_pb2.GenerateChunk | PenstockError | asyncio.Event | str]]
     requests: list[generate_pb2.GenerateRequest] = dataclasses.field(default_factory=list)
     num_cancelled: int = 0
+    num_restored: int = 0
 
     async def stream(
         self, request: generate_pb2.GenerateRequest, *, timeout_s: float
@@ -64,7 +66,12 @@ class ScriptedStreams:
 
 async def play(streams: ScriptedStreams, *, budget_s: float = 60.0, wait_timeout_s: float = 60.0) -> Turn:
     """One turn."""
-    return await TurnPlayer(streams, wait_timeout_s=wait_timeout_s).play(REQUEST, budget_s=budget_s)
+
+    async def restore_images() -> None:
+        streams.num_restored += 1
+
+    player = TurnPlayer(streams, wait_timeout_s=wait_timeout_s)
+    return await player.play(REQUEST, budget_s=budget_s, restore_images=restore_images)
 
 
 async def test_a_turn_is_the_chunks_of_its_stream() -> None:
@@ -126,6 +133,27 @@ async def test_a_turn_that_breaks_replicas_is_never_tried_again() -> None:
     turn = await play(ScriptedStreams([[chunk(10), PoisonError("given up after 3 replicas failed")]]))
     assert list(turn.response.output_ids) == [10]
     assert "3 replicas" in turn.failure
+
+
+async def test_a_turn_that_loses_an_image_keeps_the_tokens_delivered() -> None:
+    """Its replica died, and the next one finds no image: once it is stored again, the turn goes on from its tokens."""
+    dead, lost = UnavailableError("replica gone"), MissingImageError("image 0a is not stored")
+    streams = ScriptedStreams([[chunk(10, 11), dead], [lost], [chunk(12), dead], [lost], [chunk(13, last=True)]])
+    turn = await play(streams)
+    assert (list(turn.response.output_ids), turn.failure) == ([10, 11, 12, 13], "")
+    assert [list(request.input_ids)[2:] for request in streams.requests] == [[], *[[10, 11]] * 2, *[[10, 11, 12]] * 2]
+    assert streams.num_restored == 2
+
+
+async def test_an_image_that_storing_again_does_not_bring_back_ends_the_turn() -> None:
+    """With tokens it ends with them and says why; without any it fails."""
+    lost = MissingImageError("image 0a is not stored")
+    streams = ScriptedStreams([[chunk(10), UnavailableError("replica gone")], [lost], [lost]])
+    turn = await play(streams)
+    assert (list(turn.response.output_ids), turn.failure) == ([10], "image 0a is not stored")
+    assert streams.num_restored == 1
+    with pytest.raises(MissingImageError, match="0a"):
+        await play(ScriptedStreams([[lost], [lost]]))
 
 
 async def test_a_turn_that_no_other_replica_has_room_for_ends_as_length() -> None:

@@ -186,22 +186,13 @@ class EpisodePlayer:
         )
         started = time.monotonic()
         try:
-            turn = await self._stream(request, episode.images, budget_s)
+            turn = await self._turns.play(request, budget_s=budget_s, restore_images=episode.images.store_again)
         except PenstockError as error:
             if not trajectory.turns:
                 raise
             return _end_by(error, episode)
         episode.clock.stop_for(time.monotonic() - started - turn.generated_s)
         return self._add_turn(episode, turn)
-
-    async def _stream(self, request: generate_pb2.GenerateRequest, images: GroupImages, budget_s: float) -> Turn:
-        """Play the turn, once more if an image was lost on the bus."""
-        try:
-            return await self._turns.play(request, budget_s=budget_s)
-        except MissingImageError as error:
-            log.warning("images.stored_again", request=request.request_id, reason=str(error))
-        await images.store_again()
-        return await self._turns.play(request, budget_s=budget_s)
 
     def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
         trajectory = episode.trajectory

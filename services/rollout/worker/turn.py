@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -22,6 +22,7 @@ import structlog
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import (
     DeadlineError,
+    MissingImageError,
     NotReadyError,
     OverloadedError,
     PenstockError,
@@ -63,7 +64,8 @@ class Turn:
     generated_s: float
     """Seconds from the first chunk to the last."""
     failure: str = ""
-    """Not empty if the turn broke every replica that continued it: its tokens are sound, but it has no end."""
+    """Not empty if the turn broke every replica that continued it, or lost an image for good: its tokens are sound, but
+    it has no end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +78,8 @@ class _Progress:
     waited_s: float = 0.0
     generated_s: float = 0.0
     failure: str = ""
+    restored_at: int | None = None
+    """How many tokens it had when its images were last stored again."""
 
 
 class TurnPlayer:
@@ -87,10 +91,20 @@ class TurnPlayer:
         self._wait_timeout_s = wait_timeout_s
         self._failing = False
 
-    async def play(self, request: generate_pb2.GenerateRequest, *, budget_s: float) -> Turn:
+    async def play(
+        self,
+        request: generate_pb2.GenerateRequest,
+        *,
+        budget_s: float,
+        restore_images: Callable[[], Awaitable[None]],
+    ) -> Turn:
         """Play `request`, for at most `budget_s` seconds from its first chunk on.
 
+        `restore_images` stores the request's images again. It is called when one is lost; a loss that it does not mend,
+        because no token came since, ends the turn.
+
         Raises:
+            MissingImageError: an image is lost for good.
             InvalidRequestError: the request can never succeed.
             PoisonError: it broke every replica that tried it.
             DeadlineError: no token came within the wait timeout; UnavailableError, OverloadedError and NotReadyError
@@ -103,10 +117,15 @@ class TurnPlayer:
             num_before = resumable.num_tokens
             try:
                 await self._attempt(progress, budget_s)
-            except (PoisonError, PromptTooLongError, DeadlineError) as error:
+            except (PoisonError, PromptTooLongError, DeadlineError, MissingImageError) as error:
+                if isinstance(error, MissingImageError) and progress.restored_at != resumable.num_tokens:
+                    log.warning("images.stored_again", request=request.request_id, reason=str(error))
+                    progress.restored_at = resumable.num_tokens
+                    await restore_images()
+                    continue
                 if resumable.num_tokens == 0:
                     raise
-                progress.failure = str(error) if isinstance(error, PoisonError) else ""
+                progress.failure = str(error) if isinstance(error, PoisonError | MissingImageError) else ""
                 is_full = isinstance(error, PromptTooLongError)
                 resumable.cut(generate_pb2.FINISH_REASON_LENGTH if is_full else generate_pb2.FINISH_REASON_DEADLINE)
             except (UnavailableError, OverloadedError, NotReadyError) as error:
