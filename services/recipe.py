@@ -22,6 +22,7 @@ from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import DataConfig, TrainerConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 
@@ -33,6 +34,7 @@ class Recipe(Config):
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
     worker: WorkerConfig = WorkerConfig()

@@ -21,6 +21,7 @@ A setting stands in its section of a recipe, or on the command line as `--sectio
 Several recipes lie over each other from left to right: `penstock train base.toml overlay.toml --trainer.num_steps=20`,
 `penstock serve router --config base.toml --config overlay.toml`.
 Tables add to each other; every other value is replaced.
+A table that names its `preset` replaces the earlier one, and one that names its `kind` drops the earlier one's values.
 
 `penstock config RECIPE...` prints the result with all defaults filled in.
 `penstock --install-completion` makes the shell complete commands and settings: `--trainer.opt<TAB>`.

@@ -18,9 +18,15 @@ from penstock.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
+_SELECTORS = ("preset", "kind")
+"""Keys whose value decides what the others of their table mean."""
+
 
 def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str] = ()) -> ConfigT:
     """Lay `recipes` over each other from left to right, apply `overrides` in order, and validate.
+
+    A table that names its `preset` replaces the earlier one instead of adding to it, and one that names its `kind`
+    drops the earlier one's plain values: settings of one kind mean nothing, or something else, in another.
 
     Args:
         model: The model of a whole recipe.
@@ -34,7 +40,7 @@ def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str]
     tree: dict[str, Any] = {}
     for path in recipes:
         _lay_over(tree, _read(path))
-    texts = dict(_apply_override(tree, override) for override in overrides)
+    texts = dict(_apply_override(tree, override) for override in sorted(overrides, key=_precedence))
     try:
         try:
             return model.model_validate(tree)
@@ -63,12 +69,28 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _lay_over(tree: dict[str, Any], upper: dict[str, Any]) -> None:
+    for selector in _SELECTORS:
+        if selector in upper:
+            _forget(tree, selector)
     for key, value in upper.items():
         lower = tree.get(key)
         if isinstance(value, dict) and isinstance(lower, dict):
             _lay_over(lower, value)
         else:
             tree[key] = value
+
+
+def _forget(tree: dict[str, Any], selector: str) -> None:
+    """Drop from a table what another value of `selector` gives a new meaning."""
+    kept = {} if selector == "preset" else {key: value for key, value in tree.items() if isinstance(value, dict)}
+    tree.clear()
+    tree.update(kept)
+
+
+def _precedence(override: str) -> int:
+    """Overrides of a `preset` come first, then those of a `kind`, so that they do not drop others beside them."""
+    leaf = _leaf(override.partition("=")[0])
+    return _SELECTORS.index(leaf) if leaf in _SELECTORS else len(_SELECTORS)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...], str]:
@@ -86,6 +108,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigError(f"argument {override!r}: {section} is a value, not a section")
+    if leaf in _SELECTORS:
+        _forget(node, leaf)
     node[leaf] = value
     return (*sections, leaf), text
 

@@ -79,6 +79,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     recipe.sampling.require_trainable()
     return TrainerSettings(
         trainer=recipe.trainer,
+        algorithm=recipe.algorithm,
         run=recipe.run,
         network=recipe.network,
         bus=recipe.bus,

@@ -30,7 +30,9 @@ def show_config(
     arguments, overrides = sort_arguments(recipe, context.args)
     if help_settings:
         if overrides:
-            raise ConfigError(f"--help-settings takes sections, for example trainer.loss; leave out {overrides[0]}")
+            raise ConfigError(
+                f"--help-settings takes sections, for example trainer.optimizer; leave out {overrides[0]}"
+            )
         sys.stdout.write(_explain([str(argument) for argument in arguments]))
     else:
         sys.stdout.write(configuration.dump(load_recipes(arguments, overrides)))

@@ -62,7 +62,11 @@ async def assemble(
     ledger = _open_ledger(config, start.checkpoint)
     dataset = await asyncio.to_thread(open_dataset, settings.data, seed=settings.run.seed)
     backend = InProcessBackend(
-        settings.model.path, config, seed=settings.run.seed, temperature=settings.sampling.temperature
+        settings.model.path,
+        config,
+        settings.algorithm,
+        seed=settings.run.seed,
+        temperature=settings.sampling.temperature,
     )
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
@@ -152,6 +156,7 @@ def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, ru
         seed=settings.run.seed,
         temperature=settings.sampling.temperature,
         trainer=settings.trainer,
+        algorithm=settings.algorithm,
     )
     return StepRecorder(folder, recorded, backend, run_id=run_id)
 

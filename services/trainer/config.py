@@ -11,6 +11,7 @@ import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
+from services.trainer.algorithm.config import AlgorithmConfig
 
 
 class OptimizerConfig(Config):
@@ -37,24 +38,6 @@ class OptimizerConfig(Config):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each must be at least 0 and below 1")
         return betas
-
-
-class LossConfig(Config):
-    """The policy-gradient loss (equations in services/trainer/algorithm/loss.py)."""
-
-    importance: Literal["tis", "ppo"] = "tis"
-    """Correction for stale tokens. tis: truncated weight against the engine's logprobs, and a ratio clipped against
-    the trainer's own. ppo: a clipped ratio against the engine's logprobs."""
-    tis_cap: float = pydantic.Field(default=2.0, gt=0)
-    """Largest importance weight of a token (tis)."""
-    clip_low: float = pydantic.Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: float = pydantic.Field(default=0.2, ge=0)
-    """The ratio is clipped at 1 + clip_high."""
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo divides by the group's standard deviation; dr_grpo only subtracts its mean."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all tokens of the optimizer batch, or mean over samples of each sample's mean."""
 
 
 class WeightSyncConfig(Config):
@@ -101,7 +84,6 @@ class BackendConfig(Config):
     """Precision of computation and of pushed weights. auto: bfloat16 on a GPU, float32 on a CPU. Master weights are
     always float32."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
 
 
 class TrainerConfig(BackendConfig):
@@ -181,6 +163,7 @@ class TrainerSettings:
     """All that a trainer process receives."""
 
     trainer: TrainerConfig
+    algorithm: AlgorithmConfig
     run: RunConfig
     network: NetworkConfig
     bus: BusConfig

@@ -158,7 +158,7 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     """The same samples through a loop without processes, queues or pushes give the same parameters, bit for bit."""
     recipe = load(Recipe, [run.folder / "config.toml"])
     sampling = {"seed": recipe.run.seed, "temperature": recipe.sampling.temperature}
-    plain = InProcessBackend(recipe.model.path, recipe.trainer, **sampling)
+    plain = InProcessBackend(recipe.model.path, recipe.trainer, recipe.algorithm, **sampling)
     plain.load(None)
     before = {name: tensor.clone() for name, tensor in plain.export()}
     reader = open_reader(recipe.model.path)
@@ -166,7 +166,7 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
         recording = read_recording(run.folder / "groups", step)
         groups = sorted(recording.groups, key=lambda group: group.id.index)
         plain.step([reader.read(group, recording.images) for group in groups], policy_version=step)
-    trained = InProcessBackend(recipe.model.path, recipe.trainer, **sampling)
+    trained = InProcessBackend(recipe.model.path, recipe.trainer, recipe.algorithm, **sampling)
     trained.load(run.folder / "checkpoints" / f"step-{NUM_STEPS:06d}")
     weights = dict(plain.export())
     assert any(not torch.equal(before[name], weights[name]) for name in weights), (

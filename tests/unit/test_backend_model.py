@@ -45,8 +45,8 @@ def sequences(tiny_model_path: Path) -> list[TrainSequence]:
 
 
 def batch_of(*sequences: TrainSequence) -> MicroBatch:
-    """One micro-batch without advantages."""
-    return pad(sequences, [0.0] * len(sequences), [1.0] * len(sequences))
+    """One micro-batch."""
+    return pad(sequences)
 
 
 @torch.no_grad()

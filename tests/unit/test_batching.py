@@ -99,7 +99,7 @@ def test_equal_images_of_a_group_are_cut_once(tiny_model_path: Path, reader: Gro
     group = make_group(tiny_model_path, images=[picture(0), picture(0)], placeholders=[9, 9])
     sequences = reader.read(group, IMAGES).sequences
     assert len({id(image) for sequence in sequences for image in sequence.images}) == 1
-    batch = pad(sequences, [0.0] * 4, [1.0] * 4)
+    batch = pad(sequences)
     assert batch.pixel_values_PD.shape[0] == 36
     assert batch.image_numbers_I.tolist() == [0] * 8
 
@@ -211,10 +211,10 @@ def test_plan_holds_every_sequence_once_within_the_budget(lengths: list[int], ma
 def test_padding_puts_each_own_token_at_its_place(tiny_model_path: Path, reader: GroupReader) -> None:
     """Rows, columns, and per-token values agree with the sequences."""
     sequences = reader.read(make_group(tiny_model_path, own_lengths=[2, 5, 1, 3]), IMAGES).sequences
-    batch = pad(sequences, [1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.3, 0.4])
+    batch = pad(sequences, [7, 5, 6, 4])
     assert batch.num_own_tokens == 11
     assert batch.rows_N.tolist() == [0] * 2 + [1] * 5 + [2] + [3] * 3
-    assert batch.advantages_N.tolist() == [1.0] * 2 + [2.0] * 5 + [3.0] + [4.0] * 3
+    assert batch.sample_N.tolist() == [7] * 2 + [5] * 5 + [6] + [4] * 3
     own_ids = np.concatenate([s.token_ids_X[s.loss_mask_X] for s in sequences])
     assert batch.input_ids_BT[batch.rows_N, batch.columns_N].tolist() == own_ids.tolist()
     assert batch.attention_mask_BT.sum(1).tolist() == [len(s) for s in sequences]

@@ -52,11 +52,11 @@ def test_version_is_the_package_s() -> None:
 
 def test_config_prints_a_recipe_that_means_the_same(recipe: Path, tmp_path: Path) -> None:
     """What `penstock config` prints is a whole recipe: printing that again changes nothing."""
-    first = penstock("config", recipe, "--trainer.loss.clip_high=0.28", "--run.name=other")
+    first = penstock("config", recipe, "--algorithm.trust_region.clip_high=0.28", "--run.name=other")
     assert first.returncode == 0, first.stderr
     resolved = tomllib.loads(first.stdout)
     assert resolved["trainer"]["num_steps"] == 7
-    assert resolved["trainer"]["loss"]["clip_high"] == 0.28
+    assert resolved["algorithm"]["trust_region"]["clip_high"] == 0.28
     assert resolved["run"]["name"] == "other"
     again = tmp_path / "again.toml"
     again.write_text(first.stdout)
@@ -192,7 +192,7 @@ def test_settings_explain_themselves() -> None:
     everything = penstock("config", "--help-settings").stdout
     assert everything.index("[run]") < everything.index("[trainer.optimizer]") < everything.index("[launch]")
     assert_mistake(penstock("config", "--help-settings", "trainer.optimiser"), "did you mean trainer.optimizer?")
-    assert_mistake(penstock("config", "--help-settings", "zzz"), "unknown section zzz", "known: bus, data")
+    assert_mistake(penstock("config", "--help-settings", "zzz"), "unknown section zzz", "known: algorithm, bus, data")
     assert_mistake(penstock("config", "--help-settings", "--run.seed=1"), "leave out --run.seed=1")
 
 
@@ -219,7 +219,10 @@ def test_a_dry_run_shows_the_plan_and_touches_nothing(recipe: Path) -> None:
     ("words", "completions"),
     [
         ("penstock tr", {"train"}),
-        ("penstock train --trainer.loss.clip", {"--trainer.loss.clip_low=", "--trainer.loss.clip_high="}),
+        (
+            "penstock train --algorithm.trust_region.clip",
+            {f"--algorithm.trust_region.clip_{end}=" for end in ("low", "high")},
+        ),
         ("penstock train --dry", {"--dry-run"}),
         ("penstock serve ro", {"router", "rollout"}),
         ("penstock serve rollout --rollout.tensor", {"--rollout.tensor_parallel="}),

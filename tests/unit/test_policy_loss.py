@@ -1,14 +1,17 @@
 """The GRPO loss: numbers and gradients by hand, limits, and independence of how a batch is cut."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.loss import policy_loss, token_weights
-from services.trainer.algorithm.token_stats import TokenStats
-from services.trainer.config import LossConfig
+from services.trainer.algorithm.aggregation import token_weights
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.loss import policy_loss
+from services.trainer.algorithm.token_stats import token_stats
+from services.trainer.algorithm.tokens import Samples, Tokens
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -16,12 +19,33 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def algorithm(preset: str, **sections: Any) -> AlgorithmConfig:
+    """A preset with other values in some sections."""
+    return AlgorithmConfig.model_validate({"preset": preset, **sections})
+
+
+def tokens_of(logprobs: torch.Tensor, engine: torch.Tensor, versions: torch.Tensor | None = None) -> Tokens:
+    """Samples of one token each."""
+    numbers = torch.arange(len(logprobs))
+    return Tokens(
+        logprobs_N=logprobs,
+        engine_logprobs_N=engine,
+        versions_N=torch.zeros_like(numbers) if versions is None else versions,
+        sample_N=numbers,
+    )
+
+
+def samples_of(advantages: torch.Tensor) -> Samples:
+    """Weight 1 on each token."""
+    return Samples(advantages_G=advantages, weights_G=torch.ones_like(advantages))
+
+
 def loss_and_gradient(
-    logprobs: torch.Tensor, engine: torch.Tensor, advantages: torch.Tensor, config: LossConfig
+    logprobs: torch.Tensor, engine: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[float, list[float]]:
     """Loss with weight 1 on each token, and its gradient by the logprobs."""
     logprobs = logprobs.clone().requires_grad_()
-    loss = policy_loss(logprobs, engine, advantages, torch.ones_like(advantages), config)
+    loss = policy_loss(tokens_of(logprobs, engine), samples_of(advantages), config).value
     loss.backward()
     return float(loss.detach()), logprobs.grad.tolist()
 
@@ -30,22 +54,24 @@ def test_tis_weighs_the_policy_gradient_by_the_truncated_ratio() -> None:
     """Ratios to the engine 1/2, 1, 3 with cap 2: the loss is -(1/2 * 1 - 1 * 1 + 2 * 2) and its gradient -w A."""
     logprobs = tensor(-1, -1, -1)
     engine = logprobs - tensor(0.5, 1, 3).log()
-    loss, gradient = loss_and_gradient(logprobs, engine, tensor(1, -1, 2), LossConfig(tis_cap=2.0))
+    loss, gradient = loss_and_gradient(logprobs, engine, tensor(1, -1, 2), algorithm("tis"))
     assert loss == pytest.approx(-3.5)
     assert gradient == pytest.approx([-0.5, 1, -4])
 
 
 def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
     """cap -> infinity leaves every weight alone."""
-    _, gradient = loss_and_gradient(tensor(-1), tensor(-1 - math.log(300)), tensor(1), LossConfig(tis_cap=1e9))
+    _, gradient = loss_and_gradient(
+        tensor(-1), tensor(-1 - math.log(300)), tensor(1), algorithm("tis", correction={"high": 1e9})
+    )
     assert gradient == pytest.approx([-300])
 
 
-@pytest.mark.parametrize("importance", ["tis", "ppo"])
-def test_on_policy_both_are_reinforce_with_group_advantages(importance: str) -> None:
+@pytest.mark.parametrize("preset", ["tis", "ppo"])
+def test_on_policy_both_are_reinforce_with_group_advantages(preset: str) -> None:
     """Where trainer and engine agree, the gradient is -A and the loss minus the mean of A."""
     logprobs = tensor(-0.3, -2.0)
-    loss, gradient = loss_and_gradient(logprobs, logprobs, tensor(1.5, -0.5), LossConfig(importance=importance))
+    loss, gradient = loss_and_gradient(logprobs, logprobs, tensor(1.5, -0.5), algorithm(preset))
     assert loss == pytest.approx(-1)
     assert gradient == pytest.approx([-1.5, 0.5])
 
@@ -62,7 +88,7 @@ def test_on_policy_both_are_reinforce_with_group_advantages(importance: str) -> 
 )
 def test_ppo_clips_the_ratio_to_the_engine(ratio: float, advantage: float, loss: float, gradient: float) -> None:
     """clip_low 0.2, clip_high 0.3: all branches of min(r A, clip(r) A)."""
-    config = LossConfig(importance="ppo", clip_low=0.2, clip_high=0.3)
+    config = algorithm("ppo", trust_region={"clip_low": 0.2, "clip_high": 0.3})
     found = loss_and_gradient(tensor(-1), tensor(-1 - math.log(ratio)), tensor(advantage), config)
     assert found[0] == pytest.approx(loss)
     assert found[1] == pytest.approx([gradient])
@@ -70,38 +96,41 @@ def test_ppo_clips_the_ratio_to_the_engine(ratio: float, advantage: float, loss:
 
 def test_huge_log_ratios_stay_finite() -> None:
     """A token that the engine found all but impossible must not make infinities."""
-    for importance in ("tis", "ppo"):
-        loss, gradient = loss_and_gradient(
-            tensor(-0.1, -900), tensor(-900, -0.1), tensor(-1, -1), LossConfig(importance=importance)
-        )
+    for preset in ("tis", "ppo"):
+        loss, gradient = loss_and_gradient(tensor(-0.1, -900), tensor(-900, -0.1), tensor(-1, -1), algorithm(preset))
         assert math.isfinite(loss)
         assert all(map(math.isfinite, gradient))
 
 
-def test_token_mean_weighs_tokens_equally_and_sequence_mean_samples() -> None:
+def test_token_weighs_tokens_equally_and_sequence_samples() -> None:
     """Samples of 1, 3 and 4 tokens."""
     counts = np.array([1, 3, 4])
-    assert token_weights(counts, "token_mean").tolist() == [1 / 8] * 3
-    np.testing.assert_allclose(token_weights(counts, "sequence_mean"), [1 / 3, 1 / 9, 1 / 12])
-    for aggregation in ("token_mean", "sequence_mean"):
-        assert (token_weights(counts, aggregation) * counts).sum() == pytest.approx(1)
+    assert token_weights(counts, kind="token").tolist() == [1 / 8] * 3
+    np.testing.assert_allclose(token_weights(counts, kind="sequence"), [1 / 3, 1 / 9, 1 / 12])
+    for aggregation in ("token", "sequence"):
+        assert (token_weights(counts, kind=aggregation) * counts).sum() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("importance", ["tis", "ppo"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_micro_batches_add_up_to_the_batch(importance: str, aggregation: str) -> None:
+@pytest.mark.parametrize("preset", ["tis", "ppo"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_micro_batches_add_up_to_the_batch(preset: str, aggregation: str) -> None:
     """Loss and gradient of any cut equal those of the whole."""
     rng = np.random.default_rng(0)
     counts = rng.integers(1, 9, 6)
     total = int(counts.sum())
-    logprobs, engine, advantages = (torch.from_numpy(rng.normal(size=total)) for _ in range(3))
-    weights = torch.from_numpy(np.repeat(token_weights(counts, aggregation), counts))
-    config = LossConfig(importance=importance)
+    numbers = torch.from_numpy(np.repeat(np.arange(6), counts))
+    logprobs, engine = (torch.from_numpy(rng.normal(size=total)) for _ in range(2))
+    samples = Samples(
+        advantages_G=torch.from_numpy(rng.normal(size=6)),
+        weights_G=torch.from_numpy(token_weights(counts, kind=aggregation)),
+    )
 
     def run(cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = logprobs.clone().requires_grad_()
-        parts = [tensor.split(cuts) for tensor in (leaf, engine, advantages, weights)]
-        loss = sum(policy_loss(*one, config) for one in zip(*parts, strict=True))
+        parts = zip(leaf.split(cuts), engine.split(cuts), numbers.split(cuts), numbers.split(cuts), strict=True)
+        names = ("logprobs_N", "engine_logprobs_N", "versions_N", "sample_N")
+        cut = [Tokens(**dict(zip(names, part, strict=True))) for part in parts]
+        loss = sum(policy_loss(tokens, samples, algorithm(preset)).value for tokens in cut)
         loss.backward()
         return loss.detach(), leaf.grad
 
@@ -112,26 +141,25 @@ def test_micro_batches_add_up_to_the_batch(importance: str, aggregation: str) ->
 
 def test_stats_by_hand() -> None:
     """d = log 2 on a current token, -log 2 on one two versions old: k1 = 0, k3 = (1 - log 2 + log 2 - 1/2) / 2."""
-    stats = TokenStats(LossConfig(tis_cap=1.5), version=7)
-    log2 = np.float32(math.log(2))
-    stats.add(np.array([-1 + log2]), np.array([-1.0]), np.array([1.0]), np.array([7]))
-    stats.add(np.array([-1 - log2]), np.array([-1.0]), np.array([1.0]), np.array([5]))
-    metrics = stats.metrics()
+    log2 = math.log(2)
+    tokens = tokens_of(tensor(-1 + log2, -1 - log2), tensor(-1, -1), torch.tensor([7, 5]))
+    config = algorithm("tis", correction={"high": 1.5})
+    metrics = token_stats(tokens, samples_of(tensor(1, 1)), config, version=7)
     assert metrics["kl_k1"] == pytest.approx(0)
     assert metrics["kl_k3"] == pytest.approx(0.25)
     assert metrics["tis_mean"] == pytest.approx((1.5 + 0.5) / 2)
     assert metrics["tis_capped_fraction"] == 0.5
     assert metrics["token_lag_mean"] == 1
     assert metrics["token_lag_max"] == 2
-    assert metrics["dlogp_mean"] == metrics["dlogp_max_current"] == metrics["dlogp_mean_lag_2"] == pytest.approx(log2)
+    for name in ("dlogp_mean", "dlogp_max_current", "dlogp_mean_lag_2"):
+        assert metrics[name] == pytest.approx(log2)
     assert metrics["num_tokens"] == 2
     assert metrics["num_tokens_lag_2"] == 1
 
 
 def test_stats_count_clipped_tokens_only_where_the_clip_bites() -> None:
     """Ratio 2 clips a good token, 1/2 a bad one; the other two keep their gradient."""
-    stats = TokenStats(LossConfig(importance="ppo"), version=1)
-    delta = np.log(np.array([2, 2, 0.5, 0.5]))
-    stats.add(delta, np.zeros(4), np.array([1.0, -1, 1, -1]), np.ones(4, int))
-    assert stats.metrics()["clip_fraction"] == 0.5
-    assert "tis_mean" not in stats.metrics()
+    tokens = tokens_of(tensor(2, 2, 0.5, 0.5).log(), tensor(0, 0, 0, 0))
+    metrics = token_stats(tokens, samples_of(tensor(1, -1, 1, -1)), algorithm("ppo"), version=0)
+    assert metrics["clip_fraction"] == 0.5
+    assert "tis_mean" not in metrics

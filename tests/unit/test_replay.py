@@ -86,12 +86,12 @@ def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
         return replay_step(start, recording, run.recording(2, overrides).settings)
 
     recorded = with_settings()
-    capped = with_settings("--trainer.loss.tis_cap=1.0")
+    capped = with_settings("--algorithm.correction.high=1.0")
     assert recorded.metrics["tis_capped_fraction"] == 0
     assert capped.metrics["tis_capped_fraction"] > 0
     assert capped.metrics["tis_mean"] < recorded.metrics["tis_mean"]
     assert capped.metrics["loss"] != recorded.metrics["loss"]
-    direct = with_settings("--trainer.loss.importance=ppo", "--trainer.loss.clip_high=0.0")
+    direct = with_settings("--algorithm.trust_region.clip_high=0.0", "--algorithm.preset=ppo")
     assert direct.metrics["clip_fraction"] > 0
     assert "tis_mean" not in direct.metrics
     clipped = with_settings("--trainer.optimizer.grad_clip=0.01")
@@ -214,14 +214,14 @@ def test_the_command_names_what_differs_between_the_environments(
 
 def test_refuses_settings_that_no_step_has(run: RecordedRun) -> None:
     """An override that cannot change the step is a mistake."""
-    with pytest.raises(ConfigError, match=r"unknown key trainer\.num_steps; known here: .*loss"):
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.num_steps; known here: .*optimizer"):
         run.recording(1, ["--trainer.num_steps=7"])
 
 
 def test_the_command_shows_both_sides_and_what_other_settings_give(tmp_path: Path) -> None:
     """Recorded and replayed side by side, one more column for the overrides, and one sentence."""
     command = [sys.executable, "-m", "services.cli", "replay", str(RECORDED), "--step", "2"]
-    override = "--trainer.loss.tis_cap=1.0"
+    override = "--algorithm.correction.high=1.0"
     done = subprocess.run(
         [*command, override, f"--model.path={MODEL}"],
         cwd=ROOT,

@@ -13,13 +13,14 @@ import torch
 from penstock.errors import ConfigError, UserError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.algorithm.advantage import group_advantages
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.config import LossConfig, OptimizerConfig, TrainerConfig
+from services.trainer.config import OptimizerConfig, TrainerConfig
 from tests.support.trainer.groups import IMAGES, make_group, picture
 
 
@@ -28,9 +29,12 @@ def config(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{"device": "cpu", "optimizer": OptimizerConfig(learning_rate=1e-3), **changes})
 
 
-def backend_of(path: Path, trainer_config: TrainerConfig, checkpoint: Path | None = None) -> InProcessBackend:
+def backend_of(
+    path: Path, trainer_config: TrainerConfig, checkpoint: Path | None = None, **algorithm: Any
+) -> InProcessBackend:
     """One that has loaded the model, or the checkpoint."""
-    backend = InProcessBackend(path, trainer_config, seed=0, temperature=1.0)
+    axes = AlgorithmConfig.model_validate(algorithm)
+    backend = InProcessBackend(path, trainer_config, axes, seed=0, temperature=1.0)
     backend.load(checkpoint)
     return backend
 
@@ -69,7 +73,7 @@ def largest_change(before: dict[str, torch.Tensor], after: dict[str, torch.Tenso
     return max(float((before[name] - after[name]).abs().max()) for name in before)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_the_step_is_the_same_however_the_batch_is_cut(
     tiny_model_path: Path, groups: list[TrainGroup], aggregation: str
 ) -> None:
@@ -80,9 +84,9 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
             tiny_model_path,
             config(
                 micro_batch_tokens=micro_batch_tokens,
-                loss=LossConfig(aggregation=aggregation),
                 optimizer=OptimizerConfig(learning_rate=1e-3, eps=1e-3),  # else a step is the sign of the gradient
             ),
+            aggregation={"kind": aggregation},
         )
         metrics = backend.step(groups, policy_version=2)
         results.append((metrics, weights(backend)))
@@ -100,7 +104,7 @@ def test_the_gradient_is_that_of_the_formula(tiny_model_path: Path, groups: list
     for group in groups:
         advantages = group_advantages(group.rewards, [0] * len(group.rewards))
         for sequence, advantage in zip(group.sequences, advantages, strict=True):
-            batch = pad([sequence], [0.0], [0.0])
+            batch = pad([sequence])
             logprobs = reference(batch)
             weight = (logprobs.detach() - batch.engine_logprobs_N).exp().clamp(max=2.0)
             (-(weight * logprobs).sum() * float(advantage) / num_tokens).backward()
@@ -129,7 +133,7 @@ def test_good_samples_become_likelier_and_bad_ones_less(tiny_model_path: Path, g
     def gap() -> float:
         group = groups[2]
         with torch.no_grad():
-            each = [float(backend.policy(pad([s], [0.0], [0.0])).mean()) for s in group.sequences]
+            each = [float(backend.policy(pad([s])).mean()) for s in group.sequences]
         return each[2] - (each[0] + each[1] + each[3]) / 3
 
     before = gap()
@@ -270,16 +274,15 @@ def test_a_resume_logs_every_setting_that_changed(
     checkpoint = CheckpointStore(tmp_path, keep=1).save(1, {}, first.save)
     recipe = config(
         optimizer=OptimizerConfig(learning_rate=3e-5, betas=(0.9, 0.99), warmup_steps=3),
-        loss=LossConfig(tis_cap=1.5),
         micro_batch_tokens=100,
     )
     with structlog.testing.capture_logs() as logs:
-        resumed = backend_of(tiny_model_path, recipe, checkpoint.path)
+        resumed = backend_of(tiny_model_path, recipe, checkpoint.path, correction={"high": 1.5})
     changed = {entry["setting"]: (entry["checkpoint"], entry["recipe"]) for entry in logs}
     assert changed == {
         "trainer.optimizer.learning_rate": (1e-4, 3e-5),
         "trainer.optimizer.betas": ([0.9, 0.999], [0.9, 0.99]),
-        "trainer.loss.tis_cap": (2.0, 1.5),
+        "algorithm.correction.high": (2.0, 1.5),
         "trainer.micro_batch_tokens": (8192, 100),
     }
     assert {entry["event"] for entry in logs} == {"setting.changed"}

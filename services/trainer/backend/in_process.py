@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
 from services.trainer.backend.environment import Environment, current_environment
@@ -34,12 +35,15 @@ class InProcessBackend:
     policy: PolicyModel
     """The model; there after `load`."""
 
-    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int, temperature: float) -> None:
+    def __init__(
+        self, model_path: Path, config: BackendConfig, algorithm: AlgorithmConfig, *, seed: int, temperature: float
+    ) -> None:
         """Choose device and precision; `load` makes the rest.
 
         Args:
             model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
             config: How steps are computed.
+            algorithm: What they compute.
             seed: Of torch's generator, in a run that starts from `model_path`.
             temperature: Of the sampling that is trained.
 
@@ -55,6 +59,7 @@ class InProcessBackend:
         dtype = resolve_dtype(config.dtype, device)
         own = {name: getattr(config, name) for name in BackendConfig.model_fields}
         self._config = BackendConfig(**{**own, "device": device, "dtype": dtype})
+        self._algorithm = algorithm
         self._model_path = model_path
         self._seed = seed
         self._temperature = temperature
@@ -79,7 +84,11 @@ class InProcessBackend:
         model, adamw = self._accelerator.prepare(self.policy, make_adamw(parameters, self._config.optimizer))
         self._optimizer = Optimizer(adamw, parameters, self._config.optimizer)
         self._step = TrainStep(
-            model=model, optimizer=self._optimizer, device=self._accelerator.device, config=self._config
+            model=model,
+            optimizer=self._optimizer,
+            device=self._accelerator.device,
+            config=self._config,
+            algorithm=self._algorithm,
         )
         if checkpoint is not None:
             state = torch.load(checkpoint / _STATE_FILE, map_location=self._accelerator.device, weights_only=True)
@@ -117,7 +126,11 @@ class InProcessBackend:
 
     def _settings(self) -> dict[str, Any]:
         """Every setting of a step by its name in a recipe, as plain data."""
-        return {"sampling.temperature": self._temperature, **_flat("trainer", self._config.model_dump(mode="json"))}
+        return {
+            "sampling.temperature": self._temperature,
+            **_flat("trainer", self._config.model_dump(mode="json")),
+            **_flat("algorithm", self._algorithm.model_dump(mode="json")),
+        }
 
     def _log_changes(self, saved: dict[str, Any]) -> None:
         """The recipe's settings hold after a resume; say which the checkpoint was trained with."""

@@ -51,7 +51,7 @@ class Optimizer:
                 raise UserError(
                     f"{self._num_skipped_in_a_row} steps in a row had loss {loss} and gradient norm {grad_norm}; the "
                     "weights are as they were before them. Lower trainer.optimizer.learning_rate or "
-                    "trainer.loss.tis_cap and resume from the last checkpoint"
+                    "algorithm.correction.high and resume from the last checkpoint"
                 )
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(not is_finite)}
 

@@ -29,8 +29,8 @@ class MicroBatch:
     """Row and column of each of the policy's own tokens."""
     engine_logprobs_N: torch.Tensor
     versions_N: torch.Tensor
-    advantages_N: torch.Tensor
-    weights_N: torch.Tensor
+    sample_N: torch.Tensor
+    """Number of the token's sample in the optimizer batch."""
     pixel_values_PD: torch.Tensor | None
     """None if no row has an image."""
     grid_thw_U3: torch.Tensor | None
@@ -65,13 +65,12 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
     return plan
 
 
-def pad(sequences: Sequence[TrainSequence], advantages: Sequence[float], token_weights: Sequence[float]) -> MicroBatch:
+def pad(sequences: Sequence[TrainSequence], samples: Sequence[int] | None = None) -> MicroBatch:
     """Pad sequences into one micro-batch. Each row is padded with its own first id, which is never a placeholder.
 
     Args:
         sequences: The rows.
-        advantages: One per row.
-        token_weights: Weight of each of a row's own tokens, from `loss.token_weights`.
+        samples: Number of each row's sample in the optimizer batch; None counts from 0.
     """
     shape = (len(sequences), max(len(sequence) for sequence in sequences))
     input_ids_BT = np.empty(shape, dtype=np.int64)
@@ -98,8 +97,7 @@ def pad(sequences: Sequence[TrainSequence], advantages: Sequence[float], token_w
         columns_N=torch.from_numpy(columns_N),
         engine_logprobs_N=torch.from_numpy(np.concatenate([s.engine_logprobs_X[s.loss_mask_X] for s in sequences])),
         versions_N=torch.from_numpy(np.concatenate([s.versions_X[s.loss_mask_X] for s in sequences])),
-        advantages_N=torch.from_numpy(np.asarray(advantages, dtype=np.float32)[rows_N]),
-        weights_N=torch.from_numpy(np.asarray(token_weights, dtype=np.float32)[rows_N]),
+        sample_N=torch.from_numpy(rows_N if samples is None else np.asarray(samples, dtype=np.int64)[rows_N]),
         pixel_values_PD=torch.cat([image.pixel_values_PD for image in different]) if different else None,
         grid_thw_U3=torch.tensor([image.grid_thw for image in different]) if different else None,
         image_numbers_I=torch.tensor(image_numbers) if different else None,

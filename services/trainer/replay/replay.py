@@ -108,7 +108,11 @@ class _Trainer:
         # accelerate fixes the precision for a process; here one step may follow another in other precision.
         AcceleratorState._reset_state(reset_partial_state=True)
         self.backend = InProcessBackend(
-            self._base_path, config, seed=settings.run.seed, temperature=settings.sampling.temperature
+            self._base_path,
+            config,
+            settings.algorithm,
+            seed=settings.run.seed,
+            temperature=settings.sampling.temperature,
         )
         self.backend.load(None if start is None else start.path)
         self._reader = open_reader(self._base_path)

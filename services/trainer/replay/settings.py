@@ -5,6 +5,7 @@ from pathlib import Path
 import pydantic
 
 from penstock.config import Config
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import BackendConfig, TrainerConfig
 
 
@@ -43,13 +44,17 @@ class StepSettings(Config):
     run: StepRun
     sampling: StepSampling
     trainer: StepTrainer
+    algorithm: AlgorithmConfig
 
     @classmethod
-    def of(cls, *, model_path: Path, seed: int, temperature: float, trainer: TrainerConfig) -> "StepSettings":
+    def of(
+        cls, *, model_path: Path, seed: int, temperature: float, trainer: TrainerConfig, algorithm: AlgorithmConfig
+    ) -> "StepSettings":
         """Take the settings of a step from those of a run."""
         return cls(
             model=StepModel(path=model_path),
             run=StepRun(seed=seed),
             sampling=StepSampling(temperature=temperature),
             trainer=StepTrainer(**{name: getattr(trainer, name) for name in StepTrainer.model_fields}),
+            algorithm=algorithm,
         )
