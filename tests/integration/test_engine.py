@@ -113,7 +113,7 @@ BAD = {
     "no image": (request([1, START_ID, IMAGE_ID, 2]), "1 image placeholders .* for 0 images"),
     "no placeholder": (request([1, 2], [picture(96, 96)]), "0 image placeholders .* for 1 images"),
     "expanded": (request([1, START_ID, *[IMAGE_ID] * 9, 2], [picture(96, 96)]), "exactly one per image"),
-    "video": (request([1, VIDEO_ID, 2]), "videos are not taken"),
+    "video": (request([1, VIDEO_ID, 2]), "videos are not supported"),
     "first": (request([IMAGE_ID, 2], [picture(96, 96)]), r"input_ids\[0\] .* does not follow a vision start"),
     "adjacent": (request([START_ID, IMAGE_ID, IMAGE_ID], [picture(96, 96)] * 2), r"input_ids\[2\] .* does not follow"),
     "no file": (request([START_ID, IMAGE_ID], [b"not an image"]), r"images\[0\] \(12 bytes\) cannot be decoded"),

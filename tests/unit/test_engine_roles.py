@@ -70,10 +70,12 @@ def test_tensor_parallelism_is_for_gpus() -> None:
 
 def test_sglang_is_told_of_the_role() -> None:
     """A peer waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
-    prefill = disaggregation.server_args(config(role="prefill", transfer_backend="nixl"), LOCAL, cuda=False)
+    chosen = disaggregation.with_bootstrap_port(config(role="prefill", transfer_backend="nixl"), 23_456)
+    prefill = disaggregation.server_args(chosen, LOCAL, cuda=False)
     assert (prefill["disaggregation_mode"], prefill["disaggregation_transfer_backend"]) == ("prefill", "nixl")
-    assert prefill["disaggregation_bootstrap_port"] > 0
-    given = disaggregation.server_args(config(role="prefill", bootstrap_port=7000), LOCAL, cuda=True)
+    assert prefill["disaggregation_bootstrap_port"] == 23_456
+    mine = disaggregation.with_bootstrap_port(config(role="prefill", bootstrap_port=7000), 23_456)
+    given = disaggregation.server_args(mine, LOCAL, cuda=True)
     assert given["disaggregation_bootstrap_port"] == 7000
     assert "disaggregation_bootstrap_port" not in disaggregation.server_args(config(role="decode"), LOCAL, cuda=True)
     environment = disaggregation.environment(config(role="decode", pair_deadline_s=2.5), LOCAL, cuda=False)

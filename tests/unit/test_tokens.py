@@ -62,7 +62,7 @@ def test_what_the_engine_must_know_of_a_model(tmp_path: Path) -> None:
         context_length(RolloutConfig(), folder)
     for content in (b"", b"\xff" * 8, b"\x10" + bytes(7) + b'{"a": '):
         (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file, or part of one"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors is truncated or not a safetensors file"):
             num_parameters(folder)
 
 

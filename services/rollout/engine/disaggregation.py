@@ -1,7 +1,7 @@
-"""One engine's part in prefill/decode disaggregation: what it needs, how SGLang is told, and what its lease says.
+"""One engine's part in prefill/decode disaggregation: its requirements, SGLang's arguments, and its lease.
 
-A prefill engine computes the KV cache of a prompt and its first token, and hands both to a decode engine, which does
-the rest. Who is paired with whom is the router's affair; `pd_barrier.py` keeps pushes and pairs apart.
+A prefill engine computes the KV cache of a prompt and its first token, and hands both to a decode engine, which
+generates the rest. The router pairs engines; `pd_barrier.py` keeps pushes and pairs apart.
 """
 
 import importlib
@@ -13,7 +13,6 @@ from typing import Any
 
 from penstock.config import NetworkConfig
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
-from penstock.runtime.ports import free_ports
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
@@ -25,18 +24,18 @@ ROLES = {
 }
 
 _FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""Instead of a prefill engine's host: run without a peer (SGLang's constant of this name). The KV cache goes nowhere,
-or comes from nowhere, so the tokens mean nothing; that they come shows that the engine runs."""
+"""In place of a prefill engine's host: run without a peer (SGLang's constant of this name). No KV cache is transferred,
+so the tokens are meaningless; they only show that the engine runs."""
 
 _DEBIAN_PACKAGES = {"libibverbs.so": "libibverbs1", "libnuma.so": "libnuma1", "libcurl.so": "libcurl4"}
-"""What the wheels leave to the system, and who brings it."""
+"""Libraries that the wheels expect from the system, and the packages that have them."""
 
 _MAX_PORT = 65_535
 _NUM_ROOMS = 1 << 62
 
 _REGISTRATION_TIMEOUT_S = 10.0
 _HEARTBEAT_S = 2
-"""So often a decode engine looks whether its prefill engines live; SGLang allows no less."""
+"""Seconds between a decode engine's health checks of its prefill engines; SGLang allows no fewer."""
 
 
 def is_disaggregated(config: RolloutConfig) -> bool:
@@ -45,14 +44,21 @@ def is_disaggregated(config: RolloutConfig) -> bool:
 
 
 def with_transfer_backend(config: RolloutConfig, *, cuda: bool) -> RolloutConfig:
-    """The configuration with the transfer back end that auto stands for on this machine."""
+    """The configuration with `auto` replaced by this machine's transfer backend."""
     if config.transfer_backend != "auto":
         return config
     return config.model_copy(update={"transfer_backend": "mooncake" if cuda else "nixl"})
 
 
+def with_bootstrap_port(config: RolloutConfig, port: int) -> RolloutConfig:
+    """The configuration of a prefill engine with a bootstrap port: its own, or else `port`."""
+    if config.role != "prefill" or config.bootstrap_port:
+        return config
+    return config.model_copy(update={"bootstrap_port": port})
+
+
 def require_transfer_backend(config: RolloutConfig, *, cuda: bool) -> None:
-    """See that what carries the KV cache is installed and can be loaded. It is noticed before a minute of loading.
+    """Check, before a minute of loading, that the package that carries the KV cache is installed and loads.
 
     Raises:
         SetupError: naming what is missing and how to install it.
@@ -86,7 +92,7 @@ def _require_import(name: str, config: RolloutConfig, remedy: str) -> None:
         importlib.import_module(name)
     except (ImportError, OSError) as error:
         library = next((library for library in _DEBIAN_PACKAGES if library in str(error)), "")
-        package = f"apt-get install {_DEBIAN_PACKAGES[library]}" if library else f"install it anew ({remedy})"
+        package = f"apt-get install {_DEBIAN_PACKAGES[library]}" if library else f"install it again ({remedy})"
         raise SetupError(
             f"rollout.transfer_backend = {config.transfer_backend!r}: {name} is installed but does not load: {error}; "
             f"{package}"
@@ -94,19 +100,19 @@ def _require_import(name: str, config: RolloutConfig, remedy: str) -> None:
 
 
 def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, str]:
-    """Environment variables of SGLang's that a role needs, to be set before it is imported."""
+    """SGLang's environment variables for this role; set them before SGLang is imported."""
     if not is_disaggregated(config):
         return {}
     deadline = str(math.ceil(config.pair_deadline_s))
     variables = {
-        # An engine would otherwise wait five minutes for its peer.
+        # By default an engine waits five minutes for its peer.
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": deadline,
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": deadline,
         PAIR_DEADLINE_VARIABLE: deadline,
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(_HEARTBEAT_S),
     }
     if _is_loopback(network.host):
-        variables["SGLANG_HOST_IP"] = network.host  # else KV would leave by the network's address and come back
+        variables["SGLANG_HOST_IP"] = network.host  # by default KV goes through the network interface's address
     if not cuda:
         variables |= {
             HOST_TRANSFER_VARIABLE: config.transfer_backend,
@@ -121,15 +127,14 @@ def server_args(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
     """Arguments of `sglang.Engine` for this role.
 
     Raises:
-        ConfigError: the tensor parallelism is not to be had here.
-        SetupError: there is no free port for the bootstrap server.
+        ConfigError: tensor parallelism on a CPU.
     """
     args: dict[str, Any] = {}
     if config.tensor_parallel > 1:
         if not cuda:
             raise ConfigError(
                 f"rollout.tensor_parallel = {config.tensor_parallel}: an engine on a CPU is one process that computes "
-                "in one thread, and has nothing to spread layers over; set it to 1 and start more engines instead"
+                "in one thread, so there is nothing to split layers over; set it to 1 and start more engines instead"
             )
         args["tp_size"] = config.tensor_parallel
     if not is_disaggregated(config):
@@ -140,14 +145,14 @@ def server_args(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
         "host": network.host,
     }
     if config.role == "prefill":
-        args["disaggregation_bootstrap_port"] = config.bootstrap_port or free_ports(1)[0]
+        args["disaggregation_bootstrap_port"] = config.bootstrap_port
     elif not cuda:
         args["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     return args
 
 
 def describe(config: RolloutConfig, *, host: str, bootstrap_port: int) -> common_pb2.Disaggregation | None:
-    """What the lease says of it; None for a unified engine. `host` is where others reach this machine."""
+    """The role's part of the lease; None for a unified engine. `host` is where others reach this machine."""
     if not is_disaggregated(config):
         return None
     described = common_pb2.Disaggregation(
@@ -159,10 +164,10 @@ def describe(config: RolloutConfig, *, host: str, bootstrap_port: int) -> common
 
 
 def require_registered(listens_on: str, bootstrap_port: int) -> None:
-    """See that decode engines can find this prefill engine: SGLang goes on without when its own registration fails.
+    """Check that decode engines can find this prefill engine: SGLang ignores a failed registration.
 
     Raises:
-        SetupError: they cannot.
+        SetupError: the bootstrap server does not answer.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(listens_on, listens_on)
     query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
@@ -172,18 +177,18 @@ def require_registered(listens_on: str, bootstrap_port: int) -> None:
             response.read()
     except OSError as error:
         raise SetupError(
-            f"rollout.bootstrap_port: the prefill engine's bootstrap server does not answer as it should at "
-            f"{host}:{bootstrap_port} ({error}); is the port taken? SGLang's own log above says more"
+            f"rollout.bootstrap_port: the prefill engine's bootstrap server does not answer correctly at "
+            f"{host}:{bootstrap_port} ({error}); is the port in use? SGLang's log above says more"
         ) from None
 
 
 def alone(version: int) -> generate_pb2.Bootstrap:
-    """The bootstrap of a request that the engine plays without a peer, to see whether it runs."""
+    """The bootstrap of a health check, which the engine plays without a peer."""
     return generate_pb2.Bootstrap(host=_FAKE_BOOTSTRAP_HOST, policy_version=version)
 
 
 def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
-    """What SGLang's request says of the pair."""
+    """The pair's part of SGLang's request."""
     if bootstrap is None:
         return {}
     return {
@@ -194,10 +199,10 @@ def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
 
 
 def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: bool) -> generate_pb2.Bootstrap | None:
-    """How the request's peers find each other; None: the engine is unified.
+    """The bootstrap through which the request's peers find each other; None for a unified engine.
 
     Raises:
-        InvalidRequestError: there is none and must be one, or the other way round, or it cannot be one.
+        InvalidRequestError: bootstrap is missing, not allowed, or out of range.
     """
     if not request.HasField("bootstrap"):
         if disaggregated:
@@ -207,9 +212,7 @@ def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: boo
             )
         return None
     if not disaggregated:
-        raise InvalidRequestError(
-            "bootstrap is set, but this engine is unified and plays requests by itself; leave it out"
-        )
+        raise InvalidRequestError("bootstrap is set, but this engine is unified and plays requests alone; leave it out")
     bootstrap = request.bootstrap
     if not bootstrap.host or bootstrap.host == _FAKE_BOOTSTRAP_HOST:
         raise InvalidRequestError(f"bootstrap.host = {bootstrap.host!r} must be the host in the prefill engine's lease")

@@ -1,4 +1,4 @@
-"""The end of a replica's life: nothing new, what runs may finish for a while, the rest is handed over."""
+"""Drains a replica: it takes no new call, running calls may finish within a grace period, the rest are handed over."""
 
 import asyncio
 import dataclasses
@@ -12,11 +12,11 @@ import structlog
 log = structlog.get_logger()
 
 _HAND_OVER_S = 5.0
-"""So long callers have to take the tokens that they are handed."""
+"""Callers have this long to take the tokens of calls that are handed over."""
 
 
 class Calls(Protocol):
-    """What runs (`sglang_engine.SglangEngine`)."""
+    """The running calls (`sglang_engine.SglangEngine`)."""
 
     @property
     def num_in_flight(self) -> int: ...
@@ -26,17 +26,17 @@ class Calls(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What became of the calls that ran."""
+    """What became of the running calls."""
 
     num_finished: int
     num_handed_over: int
 
 
 class Drain:
-    """Drains once, and for good."""
+    """Drains once, for good."""
 
     def __init__(self, calls: Calls, begin: Callable[[], Awaitable[None]]) -> None:
-        """`begin` has to see to it that no new call comes."""
+        """`begin` must stop new calls."""
         self._calls = calls
         self._begin = begin
         self._deadline = math.inf
@@ -44,7 +44,7 @@ class Drain:
         self._task: asyncio.Task[Drained] | None = None
 
     async def run(self, grace_s: float) -> Drained:
-        """Drain, or join the drain that runs; the shortest grace counts. It goes on when its callers are gone."""
+        """Drain, or join the drain in progress; the shortest grace counts. Cancelling a caller does not stop it."""
         deadline = asyncio.get_running_loop().time() + grace_s
         if deadline < self._deadline:
             self._deadline = deadline

@@ -1,4 +1,4 @@
-"""What SGLang says of a request, in our words, and only if its parts agree."""
+"""Reads SGLang's responses into `Generation`, after checking that they are consistent."""
 
 import dataclasses
 from typing import Any
@@ -7,32 +7,32 @@ from penstock.errors import InvalidRequestError, UnavailableError
 
 _BAD_REQUEST = 400
 _FINISHED_BY = {"stop": True, "length": False}
-"""The ends that are ends of a turn, and whether a stop token made them."""
+"""Finish reasons of a complete turn, and whether a stop token caused them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Tokens of one turn: all of it, or a part that a stream delivers."""
+    """Tokens of one turn: all of them, or one part of a stream."""
 
     output_ids: list[int]
     logprobs: list[float]
-    """Of the tempered distribution without the forbidden ids, before top-k and top-p."""
+    """ln of the probability of each id: tempered, without the forbidden ids, before top-k and top-p."""
     version_spans: list[tuple[int, int]]
     """(number of tokens, policy version); they add up to the output."""
     stopped: bool | None
-    """True: the last id is a stop token. False: the length ran out. None: more will come."""
+    """True: the last id is a stop token. False: the length limit was reached. None: more tokens will come."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens_so_far: int
-    """Tokens of the turn, those of earlier parts included."""
+    """Output tokens of the turn so far, earlier parts included."""
 
 
 def require_sound(response: dict[str, Any]) -> None:
-    """Refuse the answer of a request that SGLang gave up.
+    """Raise if SGLang refused or gave up the request.
 
     Raises:
         InvalidRequestError: SGLang refuses the request itself.
-        UnavailableError: it ended it for a reason of its own.
+        UnavailableError: SGLang gave it up.
     """
     reason = response["meta_info"]["finish_reason"]
     if reason is None or reason["type"] in _FINISHED_BY:
@@ -44,15 +44,15 @@ def require_sound(response: dict[str, Any]) -> None:
 
 
 def num_tokens_of(response: dict[str, Any]) -> int:
-    """Tokens that the response accounts for. Its lists may have grown since: SGLang's streams share them."""
+    """Output tokens that the response reports. Its lists may have grown since: SGLang's streams share them."""
     return int(response["meta_info"]["completion_tokens"])
 
 
 def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
-    """The tokens of a sound response, which is cumulative, from number `first` on.
+    """The tokens of a sound response, which is cumulative, from index `first` on.
 
     Raises:
-        RuntimeError: the response contradicts itself.
+        RuntimeError: ids, logprobs and version spans do not match.
     """
     meta, end = response["meta_info"], num_tokens_of(response)
     output_ids = list(response["output_ids"][first:end])
@@ -65,7 +65,7 @@ def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
     scored_ids = [entry[1] for entry in scored]
     if scored_ids != output_ids or sum(length for length, _ in spans) != len(output_ids):
         raise RuntimeError(
-            f"SGLang's answer contradicts itself: {len(output_ids)} ids, {len(scored)} logprobs, spans {spans}"
+            f"SGLang's response is inconsistent: {len(output_ids)} ids, {len(scored)} logprobs, spans {spans}"
         )
     return Generation(
         output_ids=output_ids,

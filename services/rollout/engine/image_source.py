@@ -1,4 +1,4 @@
-"""Where the images of a request come from: the request itself, or the run's bus."""
+"""Gets a request's images from the request itself or, by content hash, from the run's bus."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from penstock.v1 import common_pb2
 
 
 class ImageSource:
-    """Gives the encoded files of a request's images."""
+    """Finds the encoded files of a request's images."""
 
     def __init__(self) -> None:
-        """Give only those that requests bring, until a store is attached."""
+        """Start without a store: only images inside requests are found."""
         self._store: ImageStore | None = None
 
     def attach(self, store: ImageStore) -> None:
-        """Fetch stored images from `store` from here on."""
+        """Fetch stored images from `store`."""
         self._store = store
 
     async def files(self, images: Sequence[common_pb2.Image]) -> list[bytes]:
-        """The images' files, in their order.
+        """The encoded files of `images`, in their order.
 
         Raises:
-            InvalidRequestError: an image has neither bytes nor a sound hash, or this engine has no bus.
+            InvalidRequestError: an image has neither bytes nor a valid hash, or this engine has no bus.
             MissingImageError: an image is not stored.
             NotReadyError: the bus does not answer.
         """
@@ -36,7 +36,7 @@ class ImageSource:
             case "stored" if self._store is not None:
                 try:
                     return await self._store.get(image.stored.scope, image.stored.sha256)
-                except UnavailableError as error:  # raised as it is, it would count as a failure of this replica
+                except UnavailableError as error:  # an UnavailableError would count as a failure of this replica
                     raise NotReadyError(f"images[{index}]: {error}") from None
             case "stored":
                 raise InvalidRequestError(

@@ -1,6 +1,6 @@
-"""Is this request one that SGLang survives? What would kill or hang it is refused here, before it is submitted.
+"""Checks requests before SGLang sees them, and refuses those that would kill or hang it.
 
-An id outside the vocabulary kills SGLang's processes, an image run that is already expanded hangs it for ever.
+An id outside the vocabulary kills SGLang's processes; image placeholders that are already expanded hang it.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class PromptChecker:
         self._grid = ImageGrid.of(model_path) if self._image_id is not None else None
 
     def check(self, request: generate_pb2.GenerateRequest, files: Sequence[bytes]) -> CheckedRequest:
-        """Check everything, then decode the images. Takes as long as decoding does.
+        """Check all fields, then decode the images, which takes most of the time.
 
         Args:
             request: The request.
@@ -79,7 +79,7 @@ class PromptChecker:
             )
         return CheckedRequest(
             input_ids=input_ids,
-            # Last: it takes memory and time, which only a request that is sound in all else gets.
+            # Last: decoding takes memory and time, so every other check comes first.
             images=[decode_image(data, field=f"images[{index}]") for index, data in enumerate(files)],
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -93,7 +93,7 @@ class PromptChecker:
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
             raise InvalidRequestError(f"sampling.temperature = {sampling.temperature} must be 0 (greedy) or greater")
         if not 0 < sampling.top_p <= 1:
-            raise InvalidRequestError(f"sampling.top_p = {sampling.top_p} must be in (0, 1]; 1 switches it off")
+            raise InvalidRequestError(f"sampling.top_p = {sampling.top_p} must be in (0, 1]; 1 turns it off")
         if sampling.top_k < 0:
             raise InvalidRequestError(f"sampling.top_k = {sampling.top_k} must be 0 (off) or greater")
         if sampling.max_new_tokens < 1:
@@ -105,7 +105,7 @@ class PromptChecker:
             index = next(index for index, value in enumerate(ids) if not 0 <= value < self._vocab_size)
             raise InvalidRequestError(
                 f"{field}[{index}] = {ids[index]} is outside the vocabulary of {self._vocab_size}; "
-                "was it made with another model's tokenizer?"
+                "was it encoded with another model's tokenizer?"
             )
 
     def _check_ids(self, input_ids: list[int], *, num_images: int) -> None:
@@ -113,14 +113,14 @@ class PromptChecker:
             raise InvalidRequestError("input_ids is empty; give at least one token")
         self._check_range(input_ids, "input_ids")
         if num_images and self._image_id is None:
-            raise InvalidRequestError(f"images: {num_images} were sent, but the model takes none")
+            raise InvalidRequestError(f"images: {num_images} images were sent, but the model takes none")
         if self._image_id is not None and input_ids.count(self._image_id) != num_images:
             raise InvalidRequestError(
                 f"input_ids holds {input_ids.count(self._image_id)} image placeholders (id {self._image_id}) for "
                 f"{num_images} images; send exactly one per image, the engine expands it"
             )
         for index, token in enumerate(input_ids):
-            # SGLang finds images, and their rotary positions, by what stands before them.
+            # SGLang finds images and their rotary positions by the token before the placeholder.
             if num_images and token == self._image_id and input_ids[max(0, index - 1)] != self._vision_start_id:
                 raise InvalidRequestError(
                     f"input_ids[{index}] is an image placeholder (id {self._image_id}) that does not follow a vision "
@@ -128,5 +128,5 @@ class PromptChecker:
                 )
         if self._video_id in input_ids:
             raise InvalidRequestError(
-                f"input_ids holds the video placeholder (id {self._video_id}); videos are not taken"
+                f"input_ids holds the video placeholder (id {self._video_id}); videos are not supported"
             )

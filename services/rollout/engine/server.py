@@ -1,7 +1,7 @@
 """The life of a rollout engine: start SGLang, serve, hold a lease, drain.
 
-SGLang starts first, because it forks and nothing with threads may be there yet. If one of its processes dies, this
-process drops its lease and ends with an error, so that whoever supervises it starts another.
+SGLang starts first: it forks, so no other thread may run yet. If one of its processes dies, this process drops its
+lease and ends with an error, so that its supervisor starts another.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 1.0
 _LAST_WORDS_S = 2.0
-"""So long answers that are ready have to be sent."""
+"""Answers that are ready may take this long to be sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class EngineServer:
     drain: Drain
     images: ImageSource
     changed: asyncio.Event
-    """Set at each change that others should see at once."""
+    """Set by every change that the lease must announce at once."""
 
     async def end_service(self, grace_s: float) -> None:
-        """Drain; an engine that died has nothing to wait for."""
+        """Drain, without grace if the engine died."""
         await self.drain.run(0.0 if self.engine.died.is_set() else grace_s)
 
 
@@ -61,15 +61,15 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
     """Run an engine until `stop` is set, then drain it.
 
     Raises:
-        SetupError: NATS is out of reach, the port is taken, or SGLang does not start.
+        SetupError: NATS is out of reach, a port is in use, or SGLang does not start.
         UnavailableError: one of SGLang's processes died.
     """
-    # Noticed before a minute of loading.
+    # Checked before a minute of loading, as is the bus.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
     if settings.rollout.role == "prefill":
         require_free_port(settings.network.host, settings.rollout.bootstrap_port, key="rollout.bootstrap_port")
     async with connect(settings.bus, run=settings.run.name, security=security):
-        log.debug("bus.reached")  # that it is out of reach is better said now than after a minute of loading
+        log.debug("bus.reached")
     starting = running(
         settings.rollout,
         settings.model.path,
@@ -87,7 +87,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
             async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
                 keeping = [tasks.create_task(_renew_on_change(server, lease)), tasks.create_task(_follow_load(server))]
                 await _until_any((stop, server.engine.died))
-                await server.end_service(settings.run.grace_s)  # of which the lease tells
+                await server.end_service(settings.run.grace_s)  # while the lease announces it
                 for task in keeping:
                     task.cancel()
         if server.engine.died.is_set():
@@ -103,10 +103,9 @@ async def running(
     grace_s: float,
     security: Security | None = None,
 ) -> AsyncIterator[EngineServer]:
-    """Run an engine and its gRPC server for as long as the context lasts, without a lease.
+    """Run an engine and its gRPC server during the context, without a lease.
 
-    On leaving it, calls in progress may finish within `grace_s`, are handed over after that, and every process of
-    SGLang's is ended.
+    At the end, running calls may finish within `grace_s` seconds, the rest are handed over, and SGLang's processes end.
     """
     config = disaggregation.with_transfer_backend(config, cuda=settings.has_cuda())
     engine = await SglangEngine.start(config, model_path, network=network)
@@ -117,7 +116,7 @@ async def running(
         max_deadline_s=config.push_deadline_s,
         on_change=changed.set,
     )
-    # Only now: a gRPC server starts threads, which the fork of SGLang's processes would not survive.
+    # After SGLang's fork: a gRPC server starts threads.
     view = ReplicaView(config, engine, receiver)
     images = ImageSource()
     server = RpcServer(host=network.host, port=config.port, security=security)

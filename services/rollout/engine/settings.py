@@ -1,6 +1,6 @@
-"""The settings under which SGLang runs: on a GPU as it comes, on a CPU as plain PyTorch in one thread.
+"""SGLang's settings: its defaults on a GPU, plain PyTorch in one thread on a CPU.
 
-`environment` must be in place before torch is imported, so nothing here imports it.
+`environment` must be set before torch is imported, so nothing here imports torch.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
 MAX_CPU_TOKENS = 65_536
-"""KV cache of an engine on a CPU, in tokens, unless the recipe says otherwise."""
+"""The most tokens that an engine on a CPU gives its KV cache by default."""
 
 MAX_FLOAT32_PARAMETERS = 50_000_000
-"""Up to here an engine on a CPU computes in float32, which agrees with the trainer to 1e-6."""
+"""Up to this size an engine on a CPU computes in float32, which agrees with the trainer to 1e-6."""
 
 
 def has_cuda() -> bool:
-    """Whether there is a GPU that this process may use. Asks the driver, so that torch need not be imported yet."""
+    """Whether this process may use a GPU. It asks the driver, so that torch need not be imported yet."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -39,9 +39,9 @@ def has_cuda() -> bool:
 def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, str]:
     """Environment variables to set before torch or SGLang is imported."""
     shared = {
-        # The image-embedding cache outlives weight updates: embeddings of an older policy would be served.
+        # SGLang keeps its cache of image embeddings over a weight update, and would serve those of the old weights.
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
-        # Inherited as 1, it would return logprobs of the distribution before the temperature.
+        # If this process inherited 1, SGLang would return logprobs of the distribution before the temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         GROUP_TIMEOUT_VARIABLE: str(config.prepare_deadline_s),
         "TOKENIZERS_PARALLELISM": "false",
@@ -90,7 +90,7 @@ def server_args(config: RolloutConfig, network: NetworkConfig, model_path: Path,
         "grammar_backend": "none",
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
-        "sleep_on_idle": True,  # an idle scheduler would otherwise spin on a core that the trainer needs
+        "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
     }
 
 
@@ -98,7 +98,7 @@ def context_length(config: RolloutConfig, model_path: Path) -> int:
     """The most tokens of prompt and response together.
 
     Raises:
-        ConfigError: neither the recipe nor the model says.
+        ConfigError: neither the recipe nor the model sets it.
     """
     length = config.context_length or tokens.context_length(model_path)
     if length is None:
@@ -110,10 +110,10 @@ def context_length(config: RolloutConfig, model_path: Path) -> int:
 
 
 def num_parameters(model_path: Path) -> int:
-    """Numbers in the checkpoint's safetensors files, counted from their headers.
+    """The number of parameters in the checkpoint, from the headers of its safetensors files.
 
     Raises:
-        ConfigError: a file is cut short or something else.
+        ConfigError: a file is truncated, or not a safetensors file.
     """
     total = 0
     for path in model_path.glob("*.safetensors"):
@@ -122,6 +122,6 @@ def num_parameters(model_path: Path) -> int:
                 (size,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(size))
         except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
-            raise ConfigError(f"model.path: {path} is no safetensors file, or part of one ({error})") from None
+            raise ConfigError(f"model.path: {path} is truncated or not a safetensors file ({error})") from None
         total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return total

@@ -1,7 +1,7 @@
 """One SGLang engine inside this process, on this process's event loop.
 
-What is submitted was checked before (`prompt.py`). A call that is cancelled is aborted inside SGLang. If one of
-SGLang's own processes dies, `died` is set: the engine is of no use any more, and the process should end.
+It takes only requests that `prompt.py` has checked. Cancelling a call aborts its request inside SGLang. If one of
+SGLang's own processes dies, `died` is set: the engine is unusable, and this process should end.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from fastapi import HTTPException
 from penstock.config import NetworkConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 from penstock.model.tokens import forbidden_token_ids
+from penstock.runtime.ports import held_ports
 from penstock.v1 import generate_pb2
 from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import RolloutConfig
@@ -39,8 +40,8 @@ FORBIDDEN_BIAS = -1e4
 """Added to the logits of ids that may never be sampled: their probability is exactly 0 in float32."""
 
 MAX_STREAM_INTERVAL = 4
-"""To tell of a token costs the event loop a tenth of a millisecond. SGLang keeps fewer than so many to itself where a
-caller wants many at a time anyway; they are lost with it."""
+"""The most tokens that SGLang collects before it reports them, for callers who want many at a time anyway. Each report
+costs the event loop 0.1 ms; tokens that were not reported are lost if SGLang dies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,30 +59,30 @@ class _Call:
     """A call of `generate` or `stream` that has not ended."""
 
     request: Any
-    """What SGLang is asked."""
+    """SGLang's request."""
     bootstrap: generate_pb2.Bootstrap | None
     task: asyncio.Task[Any] | None = None
     failure: str = ""
     is_aborted: bool = False
     version: int | None = None
-    """On a PD pair: the version under which it began, and under which it will end."""
+    """On a PD pair: the policy version under which it starts and ends."""
 
     @property
     def hint(self) -> str:
-        """What to do when SGLang ends it."""
+        """The remedy, for the error when SGLang ends the call."""
         if self.bootstrap is None:
             return ""
-        return "; its peer is late or gone, play it with another pair"
+        return "; its peer is late or gone: send it to another pair"
 
     def stamped(self, part: Generation) -> Generation:
-        """`part` with a span of our own, where SGLang's cannot be relied on."""
+        """`part` with a version span of our own on a PD pair, where SGLang's spans are unreliable."""
         if self.version is None:
             return part
         return dataclasses.replace(part, version_spans=[(len(part.output_ids), self.version)])
 
 
 class SglangEngine:
-    """Generates tokens. Use `start`; afterwards only from the same event loop."""
+    """Generates tokens. Create it with `start` and use it only from that event loop."""
 
     def __init__(self, engine: Any, config: RolloutConfig, model_path: Path) -> None:
         """Wrap a running `sglang.Engine`."""
@@ -102,27 +103,29 @@ class SglangEngine:
 
     @classmethod
     async def start(cls, config: RolloutConfig, model_path: Path, *, network: NetworkConfig) -> "SglangEngine":
-        """Load the model and answer a first request. Blocks the event loop for the 10 to 60 s that loading takes.
+        """Load the model and answer a first request. Blocks the event loop while it loads, 10 to 60 s.
 
-        Call it in the main thread and before gRPC is used: on a CPU it forks.
+        Call it in the main thread, before gRPC is used: on a CPU it forks.
 
         Raises:
-            SetupError: SGLang did not come up.
+            SetupError: SGLang did not start.
         """
         started = time.monotonic()
         cuda = settings.has_cuda()
         os.environ.update(settings.environment(config, network, cuda=cuda))
         disaggregation.require_transfer_backend(config, cuda=cuda)
-        # A million objects that live for ever: looking through them takes seconds, while starting and again at the end.
+        # The import makes a million objects that live for ever; collecting garbage among them would take seconds.
         gc.disable()
-        with warnings.catch_warnings(action="ignore"):  # which kernels a machine without a GPU lacks
+        with warnings.catch_warnings(action="ignore"):  # of kernels that a machine without a GPU lacks
             from sglang.srt.entrypoints.engine import Engine
 
         gc.freeze()
         gc.enable()
         imported = time.monotonic()
         try:
-            raw = Engine(**settings.server_args(config, network, model_path, cuda=cuda))
+            with held_ports(2) as (nccl_port, bootstrap_port):  # until SGLang listens on them
+                config = disaggregation.with_bootstrap_port(config, bootstrap_port)
+                raw = Engine(**settings.server_args(config, network, model_path, cuda=cuda), nccl_port=nccl_port)
         except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise SetupError(
                 f"SGLang did not start with model {model_path}: {error}; its own log above says more"
@@ -148,12 +151,12 @@ class SglangEngine:
 
     @property
     def bootstrap_port(self) -> int:
-        """Where a prefill engine tells decode engines of its KV cache."""
+        """The port of a prefill engine's bootstrap server, where decode engines ask for its KV cache."""
         return int(self._engine.server_args.disaggregation_bootstrap_port)
 
     @property
     def num_in_flight(self) -> int:
-        """Calls of `generate` and `stream` that have not ended."""
+        """How many calls of `generate` and `stream` have not ended."""
         return len(self._running)
 
     async def idle(self) -> None:
@@ -161,7 +164,7 @@ class SglangEngine:
         await self._idle.wait()
 
     async def generate(self, checked: CheckedRequest) -> Generation:
-        """Play one checked.
+        """Play one turn.
 
         Raises:
             InvalidRequestError: SGLang refuses the request.
@@ -177,31 +180,31 @@ class SglangEngine:
 
         Raises:
             InvalidRequestError: SGLang refuses the request.
-            UnavailableError: the engine became unusable while it ran; all tokens that SGLang told of were yielded.
+            UnavailableError: the engine became unusable while it ran; all tokens that SGLang reported were yielded.
             NotReadyError: its PD pair was chosen for another policy version.
         """
         request = self._request(checked, stream_interval=max(1, min(MAX_STREAM_INTERVAL, chunk_tokens // 4)))
         tokens = TokenStream(min_tokens=chunk_tokens)
         call = _Call(request, checked.bootstrap)
         with self._in_flight(call, self._pump(call, tokens)) as task:
-            task.add_done_callback(lambda _: tokens.close())  # also of one that was cancelled before its first step
+            task.add_done_callback(lambda _: tokens.close())  # also if it is cancelled before its first step
             while (part := await tokens.take()) is not None:
                 yield call.stamped(part)
             await task
 
     def fail_running(self, reason: str) -> None:
-        """End all running calls with an UnavailableError that says `reason`; SGLang ends its part at once."""
+        """End all running calls with an UnavailableError of text `reason`, and abort their requests in SGLang."""
         for call in self._running.values():
             call.failure = reason
             if call.task is not None:
                 call.task.cancel()
-            self._abort(call)  # at once: callers may be slow to take what there is
+            self._abort(call)  # now: callers may be slow to take the tokens that are ready
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Generate one token.
 
         Raises:
-            UnavailableError: it did not come within `timeout_s`.
+            UnavailableError: none came within `timeout_s` seconds.
         """
         checked = CheckedRequest(
             input_ids=[0], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=[],
@@ -216,7 +219,7 @@ class SglangEngine:
             raise UnavailableError(f"the engine produced no token within {timeout_s} s") from None
 
     async def load(self) -> Load:
-        """How busy SGLang is, as it said last."""
+        """SGLang's load by its last report."""
         snapshots = await self._tokenizer_manager.get_loads()
         return Load(
             num_running=sum(snapshot.num_running_reqs for snapshot in snapshots),
@@ -225,7 +228,7 @@ class SglangEngine:
         )
 
     async def shutdown(self) -> None:
-        """End SGLang's processes and wait until they are gone."""
+        """End SGLang's processes and wait for their exit."""
         self.fail_running("the engine shuts down")
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGQUIT)
@@ -236,7 +239,7 @@ class SglangEngine:
         await asyncio.to_thread(self._engine.shutdown)
 
     def _watch(self) -> None:
-        """Have SGLang's signal handlers do what this process needs, not what SGLang's own server does."""
+        """Replace SGLang's signal handlers, which are made for its own server."""
 
         engine = self
 
@@ -245,7 +248,7 @@ class SglangEngine:
                 pass
 
             def sigterm_handler(self) -> None:
-                # SGLang takes SIGTERM away from the process; SIGINT means the same here and is still its own.
+                # SGLang takes SIGTERM over; SIGINT, which stays with this process, means the same here.
                 signal.raise_signal(signal.SIGINT)
 
             def running_phase_sigquit_handler(self) -> None:
@@ -259,11 +262,11 @@ class SglangEngine:
         self._tokenizer_manager.auto_create_handle_loop()
 
     def _request(self, checked: CheckedRequest, *, stream_interval: int = 0) -> Any:
-        """`stream_interval`: SGLang tells of every so many tokens; 0: only of all of them, at the end."""
+        """`stream_interval`: SGLang reports each time it has this many new tokens; 0: once, at the end."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         return GenerateReqInput(
-            rid=uuid.uuid4().hex,  # SGLang aborts by prefix of the id, so callers' own ids would not do
+            rid=uuid.uuid4().hex,  # SGLang aborts every id with a given prefix, so callers' ids are unsafe
             input_ids=checked.input_ids,
             image_data=list(checked.images) or None,
             sampling_params={
@@ -282,7 +285,7 @@ class SglangEngine:
 
     @contextmanager
     def _in_flight(self, call: _Call, work: Coroutine[Any, Any, ResultT]) -> "Iterator[asyncio.Task[ResultT]]":
-        """Run `work` as a task that `fail_running` ends; on leaving, whatever is left of the request is aborted."""
+        """Run `work` as a task that `fail_running` ends; at the end of the context, abort the request in SGLang."""
         task = asyncio.create_task(work)
         task.add_done_callback(_retrieve)
         call.task = task
@@ -297,7 +300,7 @@ class SglangEngine:
             raise
         except ValueError as error:
             raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
-        except HTTPException as error:  # so SGLang says of a unary request that the fault is its own
+        except HTTPException as error:  # SGLang's own failure of a request that is not a stream
             raise UnavailableError(f"SGLang ended the request: {error.detail}{call.hint}") from None
         except UnavailableError as error:
             raise UnavailableError(f"{error}{call.hint}") from None
@@ -309,7 +312,7 @@ class SglangEngine:
             self._abort(call)
 
     def _abort(self, call: _Call) -> None:
-        """Have SGLang forget the request, once."""
+        """Abort the request in SGLang, once."""
         if not call.is_aborted:
             call.is_aborted = True
             self._tokenizer_manager.abort_request(rid=call.request.rid)
@@ -338,6 +341,6 @@ class SglangEngine:
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:
-    """Look at the task's error, which nobody may be waiting for any more."""
+    """Retrieve the task's error, in case nobody waits for it; asyncio warns of errors that nobody saw."""
     if not task.cancelled():
         task.exception()

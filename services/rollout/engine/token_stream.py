@@ -1,6 +1,6 @@
-"""From SGLang's stream, which repeats all tokens with each new one, to parts that hold each token once.
+"""Turns SGLang's cumulative stream, which repeats all tokens in each response, into parts that hold each token once.
 
-Invariant: whatever was put in before `close` comes out, in order and once, however the stream ends.
+Invariant: every token that was put before `close` is taken exactly once, in order, however the stream ends.
 """
 
 import asyncio
@@ -9,14 +9,14 @@ from typing import Any
 from services.rollout.engine.generation import Generation, num_tokens_of, read_generation, require_sound
 
 MAX_WAIT_S = 0.25
-"""So long a token may wait for others to be delivered with."""
+"""The longest that a token waits for others to be delivered with."""
 
 
 class TokenStream:
     """One producer `put`s SGLang's responses, one consumer `take`s parts."""
 
     def __init__(self, *, min_tokens: int) -> None:
-        """A part has `min_tokens`, or fewer when its first token has waited `MAX_WAIT_S` or it is the last."""
+        """A part has at least `min_tokens`; fewer if its first token has waited `MAX_WAIT_S`, or in the last part."""
         self._min_tokens = max(1, min_tokens)
         self._last: dict[str, Any] | None = None
         self._num_put = 0
@@ -26,11 +26,11 @@ class TokenStream:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, response: dict[str, Any]) -> None:
-        """Take note of all tokens so far.
+        """Store a response, which holds all tokens so far.
 
         Raises:
             InvalidRequestError: SGLang refuses the request.
-            UnavailableError: it ended it for a reason of its own.
+            UnavailableError: SGLang gave the request up.
         """
         require_sound(response)
         self._last, self._num_put = response, num_tokens_of(response)
@@ -40,12 +40,12 @@ class TokenStream:
             self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._due.set)
 
     def close(self) -> None:
-        """No more will come."""
+        """End the stream."""
         self._closed = True
         self._due.set()
 
     async def take(self) -> Generation | None:
-        """The next part when it is due; None when all was taken and no more will come."""
+        """Wait for the next part and return it; None once the stream is closed and all tokens were taken."""
         await self._due.wait()
         if not self._closed:
             self._due.clear()
