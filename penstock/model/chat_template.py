@@ -1,8 +1,8 @@
-"""Messages to token ids, with the model's own chat template.
+"""Renders messages to token ids with the model's own chat template.
 
-Invariants: exactly one placeholder id per image; text never becomes a special token, whatever it says; what a policy
-said is never tokenised again: a later turn's ids are appended to the ids before it. Needs transformers' tokenizers,
-not torch.
+Invariants: each image has exactly one placeholder id; text never becomes a special token, even if it spells one; the
+policy's output is never tokenised again: a later turn's ids are appended to the earlier ids. Needs transformers'
+tokenizers, not torch.
 """
 
 import functools
@@ -16,30 +16,29 @@ from penstock.model.detokenize import TokenTexts
 from penstock.model.tokens import image_token_id
 from penstock.records import Message, Record, TextPart
 
-# Text that spells a special token is taken out before the template is filled in, and spelt out in ordinary tokens
-# afterwards. Private-use characters mark its place; where a text holds these themselves they are taken out likewise.
+# Text that spells a special token is replaced before the template is filled in, and encoded as ordinary tokens
+# afterwards. Private-use characters mark its place; if a text holds these characters, they are replaced as well.
 _OPEN, _CLOSE, _ASSISTANT = "\ue000", "\ue001", "\ue002"
 _TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-
 
 _PROBE = "penstock_probe"
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
-    """A function that an assistant called, by its name and the arguments that it gave."""
+    """An assistant's call of a function."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class CallingMessage(Message, frozen=True):
-    """An assistant's message that calls tools, its text before the calls."""
+    """An assistant's message with tool calls, which follow its text."""
 
     tool_calls: tuple[ToolCall, ...]
 
 
 class Renderer:
-    """One model's chat template and tokenizer. Not for use by several threads at once."""
+    """One model's chat template and tokenizer. Not thread-safe."""
 
     def __init__(self, tokenizer: Any, *, image_token_id: int | None) -> None:
         """Wrap a transformers tokenizer; `image_token_id` is None for a model that takes no images.
@@ -61,10 +60,10 @@ class Renderer:
 
     @classmethod
     def load(cls, model_path: Path) -> Self:
-        """Read tokenizer, template and special ids from a checkpoint's folder; never from the network.
+        """Read tokenizer, template and special ids from a checkpoint folder, never from the network.
 
         Raises:
-            ConfigError: the folder has no tokenizer that loads, or no chat template.
+            ConfigError: the folder has no chat template, or its tokenizer does not load.
         """
         from transformers import AutoTokenizer
 
@@ -84,16 +83,16 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
-        """The ids of a conversation, up to where the assistant begins to speak.
+        """The ids of a conversation, with the template's generation prompt at the end.
 
         Args:
             messages: The conversation.
-            num_images: Images that it shows.
-            tools: What the assistant may call, each as a JSON schema in the form of OpenAI; see `takes_tools`.
-            template_kwargs: Further variables of the template, `enable_thinking` for example.
+            num_images: The number of images in it.
+            tools: Tools that the assistant may call, in OpenAI's JSON form; see `takes_tools`.
+            template_kwargs: Further variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: the placeholders are not as many as the images, or the template refuses.
+            InvalidRequestError: placeholders and images differ in number, or the template refuses the messages.
         """
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
@@ -104,13 +103,13 @@ class Renderer:
         return self._tokenize(rendered, taken_out, num_images=num_images)
 
     def render_text(self, text: str) -> list[int]:
-        """The ids of a bare text, without template; what spells a special token is spelt out in ordinary ones."""
+        """The ids of plain text, without the template; special tokens that it spells become ordinary tokens."""
         taken_out: list[str] = []
         return self._tokenize(self._take_out(taken_out, text), taken_out, num_images=0)
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the template tells the assistant of tools."""
+        """Whether the template shows tools to the assistant."""
         tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
         try:
             return _PROBE in self._fill_template([self._content("user", "?")], tools=[tool])
@@ -118,15 +117,15 @@ class Renderer:
             return False
 
     def token_texts(self) -> TokenTexts:
-        """What each id says, special ones nothing.
+        """The text of each id; special ids have none.
 
         Raises:
-            ConfigError: the tokenizer is no byte-level BPE.
+            ConfigError: the tokenizer is not a byte-level BPE.
         """
         decoder = repr(self._tokenizer.backend_tokenizer.decoder)
         if "ByteLevel" not in decoder:
             raise ConfigError(
-                f"model.path: the tokenizer's decoder is {decoder[:80]}; text can be streamed of byte-level BPE only"
+                f"model.path: the tokenizer's decoder is {decoder[:80]}; only text of byte-level BPE can be streamed"
             )
         added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
         return TokenTexts(self._tokenizer.get_vocab(), added=added, special_ids=self._special_ids)
@@ -139,16 +138,16 @@ class Renderer:
         num_images: int,
         template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
-        """The ids that follow an assistant's turn: its end, `messages`, and where the assistant speaks again.
+        """The ids that follow an assistant's turn: its end, `messages`, and the next generation prompt.
 
         Args:
-            last_id: Last id of the assistant's turn. If the policy closed its turn itself, the end is not repeated.
-            messages: What the assistant is told next.
-            num_images: Images that these messages show.
+            last_id: Last id of the assistant's turn. If it already ends the turn, the end is not repeated.
+            messages: The messages that follow.
+            num_images: The number of images in these messages.
             template_kwargs: Further variables of the template, as for the prompt.
 
         Raises:
-            InvalidRequestError: as in `render_prompt`, or the template cannot be continued.
+            InvalidRequestError: as in `render_prompt`, or the template changes an assistant's text.
         """
         taken_out: list[str] = []
         before = [self._content("user", "?"), self._content("assistant", _ASSISTANT)]
@@ -157,19 +156,19 @@ class Renderer:
         _, mark, tail = rendered.partition(_ASSISTANT)
         if not mark or _ASSISTANT in tail:
             raise InvalidRequestError(
-                "the model's chat template does not give an assistant's text as it is; play single turns"
+                "the model's chat template changes an assistant's text, so turns cannot be appended; play single turns"
             )
         ids = self._tokenize(tail, taken_out, num_images=num_images)
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """The text of `ids` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
-        """The message as chat templates know it, with text that spells special tokens taken out."""
+        """The message in the form of chat templates, with text that spells special tokens replaced by marks."""
         take_out = functools.partial(self._take_out, taken_out)
-        # Neighbouring texts are joined first: together they may spell what neither does alone.
+        # Adjacent texts are joined first: together they may spell a special token.
         content: list[dict[str, str]] = []
         for part in message.parts:
             if not isinstance(part, TextPart):
@@ -194,7 +193,7 @@ class Renderer:
         return {**chat, "content": "".join(piece["text"] for piece in content)}
 
     def _take_out(self, taken_out: list[str], text: str) -> str:
-        """The text with marks for what spells special tokens, which is appended to `taken_out`."""
+        """The text with a mark in place of each spelt special token, which is appended to `taken_out`."""
 
         def mark(match: re.Match[str]) -> str:
             taken_out.append(match[0])
@@ -214,7 +213,7 @@ class Renderer:
         if tools:
             ours["tools"] = list(tools)
         if taken := sorted({*ours, "conversation", "tools"} & set(template_kwargs)):
-            raise InvalidRequestError(f"chat_template_kwargs names {taken}, which are set here; remove them")
+            raise InvalidRequestError(f"chat_template_kwargs sets {taken}, which are reserved; remove them")
         try:
             return str(self._tokenizer.apply_chat_template(chat, **template_kwargs, **ours))
         except TemplateError as error:
@@ -232,7 +231,7 @@ class Renderer:
         if num_placeholders != num_images:
             raise InvalidRequestError(
                 f"the chat template made {num_placeholders} image placeholders (id {self._image_token_id}) "
-                f"for {num_images} images; they must be as many"
+                f"for {num_images} images; the numbers must be equal"
             )
         return ids
 
@@ -240,13 +239,13 @@ class Renderer:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         if not self._special_ids.isdisjoint(ids):
             raise InvalidRequestError(
-                f"the text holds {text!r}, which the tokenizer cannot spell in ordinary tokens; remove it from the data"
+                f"the text holds {text!r}, which the tokenizer cannot encode as ordinary tokens; remove it"
             )
         return ids
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The JSON value with every text in it changed, keys too."""
+    """The JSON value with `change` applied to every string in it, keys included."""
     match value:
         case str():
             return change(value)

@@ -1,7 +1,7 @@
-"""Ids to text while they come, for tokenizers that are byte-level BPE (Qwen, Llama 3, GPT). Pure.
+"""Decodes token ids to text one at a time, for byte-level BPE tokenizers (Qwen, Llama 3, GPT). Pure.
 
-A character may be spread over several tokens. Invariant: what was told is never taken back, and U+FFFD stands only for
-bytes that are no UTF-8, so that the pieces together are the text of all ids.
+A character may span several tokens. Invariant: text is never taken back, and U+FFFD stands only for bytes that are not
+UTF-8, so the pieces together are the text of all ids.
 """
 
 import codecs
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 
 class TokenTexts:
-    """What each id of a vocabulary says."""
+    """The text of each id of a vocabulary."""
 
     def __init__(self, vocab: Mapping[str, int], *, added: Mapping[int, str], special_ids: Collection[int]) -> None:
         """Read a vocabulary.
@@ -17,7 +17,7 @@ class TokenTexts:
         Args:
             vocab: Each token, in the alphabet of byte-level BPE, and its id.
             added: Tokens that stand for themselves, by id; also in `vocab`.
-            special_ids: Those of them that only mark something: they say nothing.
+            special_ids: Those of them that are special tokens, which have no text.
         """
         byte_of = _byte_of()
         self._bytes = {
@@ -33,11 +33,11 @@ class TokenTexts:
         return max(map(len, self._bytes.values()), default=1)
 
     def bytes_of(self, number: int) -> bytes:
-        """What the id says, in UTF-8 of which it may hold parts; nothing where it is unknown or special."""
+        """The id's bytes of UTF-8 text, perhaps part of a character; empty for a special or unknown id."""
         return self._bytes.get(number, b"")
 
     def name_of(self, number: int) -> str:
-        """What people call the id: its text, or the spelling of a special one."""
+        """The id's text, or the spelling of a special token, to show to people."""
         return self._special.get(number) or self.bytes_of(number).decode(errors="replace")
 
 
@@ -45,16 +45,16 @@ class TextStream:
     """The text of one answer."""
 
     def __init__(self, texts: TokenTexts) -> None:
-        """Nothing was said yet."""
+        """Start with no text."""
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, number: int) -> str:
-        """The characters that are complete with this id."""
+        """Add an id and return the characters that it completes."""
         return self._decoder.decode(self._texts.bytes_of(number))
 
     def finish(self) -> str:
-        """What an answer that ends within a character leaves: U+FFFD, or nothing."""
+        """The rest of the text: U+FFFD if the answer ends inside a character, else empty."""
         return self._decoder.decode(b"", final=True)
 
 
