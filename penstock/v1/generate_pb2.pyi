@@ -29,11 +29,11 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not set: never valid."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop token was produced; it is the last output id."""
+    """The last output id is a stop token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens or the context length was reached."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 3
-    """The caller's time was over and it closed the stream; set by such callers (the worker), never by an engine."""
+    """The caller closed the stream at its own deadline; set by callers (the worker), never by an engine."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -41,16 +41,16 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not set: never valid."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop token was produced; it is the last output id."""
+"""The last output id is a stop token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the context length was reached."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 3
-"""The caller's time was over and it closed the stream; set by such callers (the worker), never by an engine."""
+"""The caller closed the stream at its own deadline; set by callers (the worker), never by an engine."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -60,16 +60,16 @@ class SamplingParams(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Softmax temperature, at least 0; 0 means greedy. Returned logprobs are those of the tempered distribution."""
+    """Softmax temperature, at least 0; 0 is greedy. Logprobs are those of the tempered distribution."""
     top_p: _builtins.float
-    """Nucleus mass in (0, 1]; 1 switches it off."""
+    """Nucleus mass in (0, 1]; 1 turns it off."""
     top_k: _builtins.int
-    """Only the k likeliest tokens are drawn; 0 switches it off."""
+    """Only the k likeliest tokens are sampled; 0 turns it off."""
     max_new_tokens: _builtins.int
-    """The most tokens to produce; at least 1."""
+    """The most tokens to generate; at least 1."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids that end generation beside the model's own; the one produced is part of the output."""
+        """Ids that end generation, besides the model's own; the stop token is part of the output."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Bootstrap(_message.Message):
-    """What makes one request of two: the same request goes to a prefill and to a decode replica, which find each other by
-    this. The decode replica's answer is the answer; the prefill replica answers with the first token when its part is done.
+    """How the two peers of a PD pair find each other: the same request goes to a prefill and to a decode replica. The decode
+    replica's answer is the turn; the prefill replica answers with the first token when its part is done.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -101,15 +101,14 @@ class Bootstrap(_message.Message):
     ROOM_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     host: _builtins.str
-    """Host of the prefill replica's bootstrap server, as in its lease."""
+    """Host of the prefill replica's bootstrap server, from its lease."""
     port: _builtins.int
     """Its port."""
     room: _builtins.int
-    """Names the request there: a random number of 62 bits, never used twice."""
+    """The request's name on that server: a random 62-bit number, never used twice."""
     policy_version: _builtins.int
-    """The policy version of both replicas, as their leases say. A replica that holds another by now, or takes a push that
-    changes it before the request begins, refuses with FAILED_PRECONDITION: no KV cache is decoded by other weights than
-    those that made it.
+    """The policy version of both replicas, from their leases. A replica that serves another version when the request
+    starts refuses with FAILED_PRECONDITION: a KV cache is decoded only by the weights that computed it.
     """
     def __init__(
         self,
@@ -142,18 +141,18 @@ class GenerateRequest(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique name of the call, for logs and for aborting it."""
+    """Unique name of the call, for logs and aborts."""
     session_id: _builtins.str
-    """Turns of one episode share it: they go to the same replica, whose prefix cache holds the turns before."""
+    """Shared by the turns of one episode: they go to the same replica, whose prefix cache holds the earlier turns."""
     min_policy_version: _builtins.int
-    """The oldest policy version that may answer; 0 takes any."""
+    """The oldest policy version that may answer; 0 for any."""
     chunk_tokens: _builtins.int
-    """Streams only: a chunk is sent when it holds so many tokens, or when its first has waited a quarter of a second.
-    0: every token is sent as it comes. Proxies, which have no use for single tokens, ask for more.
+    """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited 0.25 s.
+    0: each token is sent at once. Callers that do not show single tokens should ask for more.
     """
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt, and all turns before, as token ids. Exactly one image placeholder id per image; the engine expands it."""
+        """Token ids of the prompt and all earlier turns. One image placeholder id for each image; the engine expands it."""
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
@@ -161,12 +160,12 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
-        """How tokens are drawn."""
+        """How tokens are sampled."""
 
     @_builtins.property
     def bootstrap(self) -> Global___Bootstrap:
-        """Set by whoever pairs replicas (the router) and required by prefill and decode replicas; others refuse it with
-        INVALID_ARGUMENT. Callers of a router leave it out.
+        """Set by the router, which pairs replicas; leave it out in calls to a router. Prefill and decode replicas require it;
+        unified replicas refuse it with INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -191,7 +190,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What was counted while a request was served."""
+    """Token counts of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,11 +198,11 @@ class Usage(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
-    """Prompt tokens with image placeholders expanded, as the engine saw them."""
+    """Prompt tokens in the engine, with image placeholders expanded."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens that the prefix cache held already."""
+    """Prompt tokens found in the prefix cache."""
     num_output_tokens: _builtins.int
-    """Tokens produced."""
+    """Tokens generated."""
     def __init__(
         self,
         *,
@@ -237,19 +236,19 @@ class GenerateResponse(_message.Message):
     """The replica that answered."""
     @_builtins.property
     def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids produced, the stop token included."""
+        """The generated ids, stop token included."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """ln of the probability with which each id was drawn (tempered, before top-k/top-p); as many as output_ids."""
+        """ln of the probability of each output id (tempered, before top-k and top-p); one for each."""
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]:
-        """Which policy version produced which tokens; their num_tokens add up to the length of output_ids."""
+        """Which policy version generated which tokens; their num_tokens add up to the length of output_ids."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What was counted."""
+        """Token counts."""
 
     def __init__(
         self,
@@ -271,7 +270,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateChunk(_message.Message):
-    """Some tokens of one turn: those that came since the chunk before. Its fields are those of GenerateResponse."""
+    """Part of one turn: the tokens since the last chunk. Its fields are those of GenerateResponse."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -282,12 +281,12 @@ class GenerateChunk(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
-    """Why generation ended: set in the last chunk, which holds the last token, and in no other."""
+    """Why generation ended; set only in the last chunk, which has the last token."""
     replica_id: _builtins.str
     """The replica that answers."""
     @_builtins.property
     def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids produced since the chunk before; at least one."""
+        """The ids generated since the last chunk; at least one."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -295,11 +294,11 @@ class GenerateChunk(_message.Message):
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]:
-        """Which policy version produced which of these ids; their num_tokens add up to the length of output_ids."""
+        """Which policy version generated which of these ids; their num_tokens add up to the length of output_ids."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What was counted so far; set in the first chunk and in the last."""
+        """Token counts so far; set in the first and in the last chunk."""
 
     def __init__(
         self,

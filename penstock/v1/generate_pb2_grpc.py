@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GenerateServiceStub:
-    """GenerateService is served by every rollout engine and, with the same messages, by the router: a caller
-    cannot tell one engine from a pool of them.
+    """GenerateService is served by every rollout engine and by the router, with the same messages: a router looks to its
+    callers like one engine.
     """
 
     def __init__(self, channel):
@@ -49,26 +49,26 @@ class GenerateServiceStub:
 
 
 class GenerateServiceServicer:
-    """GenerateService is served by every rollout engine and, with the same messages, by the router: a caller
-    cannot tell one engine from a pool of them.
+    """GenerateService is served by every rollout engine and by the router, with the same messages: a router looks to its
+    callers like one engine.
     """
 
     def Generate(self, request, context):
-        """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
-        engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-        counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
-        ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
-        again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be
-        fetched for now.
+        """Generate plays one turn. The call's deadline is kept, and cancelling the call aborts the request in the engine.
+        INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
+        differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
+        request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
+        FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be fetched at
+        the moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
-        chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
-        that another replica can continue, with these tokens as part of the prompt.
+        """GenerateStream plays one turn and sends its tokens as they are generated; its errors are those of Generate. All
+        chunks concatenated are the tokens of Generate's response. A stream that fails has sent every token it had, so that
+        another replica can continue with these tokens as part of the prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,8 +96,8 @@ def add_GenerateServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerateService:
-    """GenerateService is served by every rollout engine and, with the same messages, by the router: a caller
-    cannot tell one engine from a pool of them.
+    """GenerateService is served by every rollout engine and by the router, with the same messages: a router looks to its
+    callers like one engine.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerateServiceStub:
-    """GenerateService is served by every rollout engine and, with the same messages, by the router: a caller
-    cannot tell one engine from a pool of them.
+    """GenerateService is served by every rollout engine and by the router, with the same messages: a router looks to its
+    callers like one engine.
     """
 
     @_typing.overload
@@ -36,43 +36,43 @@ class GenerateServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerateServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
-    """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
-    engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-    counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
-    ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
-    again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be
-    fetched for now.
+    """Generate plays one turn. The call's deadline is kept, and cancelling the call aborts the request in the engine.
+    INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
+    differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
+    request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
+    FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be fetched at
+    the moment.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]
-    """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
-    chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
-    that another replica can continue, with these tokens as part of the prompt.
+    """GenerateStream plays one turn and sends its tokens as they are generated; its errors are those of Generate. All
+    chunks concatenated are the tokens of Generate's response. A stream that fails has sent every token it had, so that
+    another replica can continue with these tokens as part of the prompt.
     """
 
 @_typing.type_check_only
 class GenerateServiceAsyncStub(GenerateServiceStub):
-    """GenerateService is served by every rollout engine and, with the same messages, by the router: a caller
-    cannot tell one engine from a pool of them.
+    """GenerateService is served by every rollout engine and by the router, with the same messages: a router looks to its
+    callers like one engine.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
-    engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-    counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
-    ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
-    again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be
-    fetched for now.
+    """Generate plays one turn. The call's deadline is kept, and cancelling the call aborts the request in the engine.
+    INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
+    differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
+    request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
+    FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be fetched at
+    the moment.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]  # type: ignore[assignment]
-    """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
-    chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
-    that another replica can continue, with these tokens as part of the prompt.
+    """GenerateStream plays one turn and sends its tokens as they are generated; its errors are those of Generate. All
+    chunks concatenated are the tokens of Generate's response. A stream that fails has sent every token it had, so that
+    another replica can continue with these tokens as part of the prompt.
     """
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
-    """GenerateService is served by every rollout engine and, with the same messages, by the router: a caller
-    cannot tell one engine from a pool of them.
+    """GenerateService is served by every rollout engine and by the router, with the same messages: a router looks to its
+    callers like one engine.
     """
 
     @_abc_1.abstractmethod
@@ -81,12 +81,12 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generate_pb2.GenerateResponse, _abc.Awaitable[_generate_pb2.GenerateResponse]]:
-        """Generate plays one turn. The caller's deadline is honoured, and cancelling the call aborts the request in the
-        engine. INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image
-        counts that differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context.
-        ABORTED: the request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try
-        again. FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be
-        fetched for now.
+        """Generate plays one turn. The call's deadline is kept, and cancelling the call aborts the request in the engine.
+        INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
+        differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
+        request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
+        FAILED_PRECONDITION: the engine's policy version is below min_policy_version, or a stored image cannot be fetched at
+        the moment.
         """
 
     @_abc_1.abstractmethod
@@ -95,9 +95,9 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateChunk], _abc.AsyncIterator[_generate_pb2.GenerateChunk]]:
-        """GenerateStream plays one turn and sends its tokens as they are made; errors are those of Generate. The tokens of all
-        chunks, concatenated, are those of Generate's response. A stream that fails midway has sent the tokens it had, so
-        that another replica can continue, with these tokens as part of the prompt.
+        """GenerateStream plays one turn and sends its tokens as they are generated; its errors are those of Generate. All
+        chunks concatenated are the tokens of Generate's response. A stream that fails has sent every token it had, so that
+        another replica can continue with these tokens as part of the prompt.
         """
 
 def add_GenerateServiceServicer_to_server(servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
