@@ -26,6 +26,8 @@ from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncCo
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.loop import TrainingLoop
 from services.trainer.replay.recorder import StepRecorder
@@ -56,9 +58,11 @@ async def assemble(
     """Build the training loop; what must be closed is pushed on `stack`.
 
     Raises:
-        UserError: the model, the data or NATS are not as the run needs them.
+        UserError: the model, the data or NATS are not as the run needs them, or the trainer died too often in a row.
     """
     config = settings.trainer
+    crashes = await asyncio.to_thread(_open_crash_record, start.folder, config)
+    streak = FailureStreak(max_in_a_row=config.max_failures_in_a_row)
     ledger = _open_ledger(config, start.checkpoint)
     dataset = await asyncio.to_thread(open_dataset, settings.data, seed=settings.run.seed)
     backend = InProcessBackend(
@@ -84,7 +88,8 @@ async def assemble(
         images=images,
         lock=lock,
         run_id=start.run_id,
-        max_failures_in_a_row=config.max_failures_in_a_row,
+        streak=streak,
+        crashes=crashes,
     )
     feeder = Feeder(
         dataset=dataset,
@@ -135,7 +140,8 @@ async def assemble(
         feeder=feeder,
         collector=collector,
         images=images,
-        batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector),
+        crashes=crashes,
+        batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector, streak=streak),
         checkpoints=start.checkpoints,
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step),
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
@@ -143,6 +149,13 @@ async def assemble(
         step=start.step,
         saved_version=start.version,
     )
+
+
+def _open_crash_record(folder: Path, config: TrainerConfig) -> CrashRecord:
+    folder.mkdir(parents=True, exist_ok=True)
+    crashes = CrashRecord(folder / "in_hand.json")
+    crashes.require_progress(config.max_failures_in_a_row)
+    return crashes
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

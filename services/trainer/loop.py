@@ -26,6 +26,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.feeder import Feeder
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
@@ -58,6 +59,7 @@ class TrainingLoop:
     feeder: Feeder
     collector: Collector
     images: ImageStore
+    crashes: CrashRecord
     batches: BatchSource
     checkpoints: CheckpointStore
     metrics: MetricsLog
@@ -107,8 +109,7 @@ class TrainingLoop:
             played = [finished.played for finished in batch]
             images = {sha256: data for finished in batch for sha256, data in finished.images.items()}
             await asyncio.to_thread(self.recorder.record, self.step + 1, self.version, played, images)
-        groups = [finished.ready for finished in batch]
-        metrics: dict[str, Any] = await asyncio.to_thread(self.backend.step, groups, self.version)
+        metrics: dict[str, Any] = await asyncio.to_thread(self._step, batch)
         if self.recorder is not None:
             metrics["weights_digest"] = (await asyncio.to_thread(self.backend.digests)).weights
         self.ledger.finish_training()
@@ -116,6 +117,11 @@ class TrainingLoop:
         if self.step % self.config.samples_every == 0 or self.step == 1:
             await asyncio.to_thread(self._write_samples, batch[0])
         return {"step": self.step, "num_steps": self.config.num_steps, "policy_version": self.version, **metrics}
+
+    def _step(self, batch: Sequence[Finished]) -> dict[str, float]:
+        groups = [finished.ready for finished in batch]
+        with self.crashes.training([group.index for group in groups]):
+            return self.backend.step(groups, self.version)
 
     def _write_samples(self, finished: Finished) -> None:
         example = self.feeder.dataset[finished.played.id.index]

@@ -1,6 +1,7 @@
 """Feeder, collector and batch source on a real bus: what becomes of groups, and of their messages."""
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -30,6 +31,8 @@ from services.trainer.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 from tests.support.cuttable_link import CuttableLink
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
@@ -96,17 +99,22 @@ async def open_flow(
         profile="geo3k",
         environment="single_turn",
     )
-    async with consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True) as groups:
-        collector = Collector(
-            consumer=groups,
-            ledger=ledger,
-            reader=GroupReader(tokens, patcher),
-            lock=await claim(bus, "trainer", ttl_s=0.0),
-            images=images,
-            run_id=run_id,
-            max_failures_in_a_row=2,
-        )
-        yield Flow(bus, ledger, collector, feeder, BatchSource(ledger=ledger, feeder=feeder, collector=collector))
+    streak = FailureStreak(max_in_a_row=2)
+    consumer = consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True)
+    with tempfile.TemporaryDirectory() as folder:
+        async with consumer as groups:
+            collector = Collector(
+                consumer=groups,
+                ledger=ledger,
+                reader=GroupReader(tokens, patcher),
+                lock=await claim(bus, "trainer", ttl_s=0.0),
+                images=images,
+                run_id=run_id,
+                streak=streak,
+                crashes=CrashRecord(Path(folder) / "in_hand.json"),
+            )
+            batches = BatchSource(ledger=ledger, feeder=feeder, collector=collector, streak=streak)
+            yield Flow(bus, ledger, collector, feeder, batches)
 
 
 @asynccontextmanager
@@ -345,7 +353,7 @@ async def test_group_whose_images_are_gone_is_lost_and_played_again(bus: Bus, ti
         await publish(bus, group)
         await ImageStore(bus).remove(group.id.scope)
     async with running(bus, tiny_model_path, groups_per_step=4, patcher=ImagePatcher(tiny_model_path)) as flow:
-        assert flow.collector.max_failures_in_a_row < len(groups)
+        assert flow.collector.streak.max_in_a_row < len(groups)
         waiting = asyncio.create_task(flow.next_batch(1))
         await until(lambda: flow.ledger.counts.lost == len(groups))
         await until(lambda: [each.attempt for each in flow.ledger.unplayed()] == [1] * len(groups))
@@ -355,6 +363,20 @@ async def test_group_whose_images_are_gone_is_lost_and_played_again(bus: Bus, ti
         batch = await waiting
     assert [(finished.ready.index, finished.ready.attempt) for finished in batch] == [(n, 1) for n in range(4)]
     assert (flow.ledger.counts.failed, flow.ledger.counts.redrawn) == (0, len(groups))
+
+
+async def test_a_group_that_is_lost_again_and_again_ends_the_run(bus: Bus, tiny_model_path: Path) -> None:
+    """Something removes what the run stores: a person must see to it."""
+    for attempt in range(3):
+        group = make_group_with_picture(tiny_model_path, attempt=attempt)
+        await publish(bus, group)
+        await ImageStore(bus).remove(group.id.scope)
+    async with (
+        asyncio.timeout(20),
+        open_flow(bus, tiny_model_path, patcher=ImagePatcher(tiny_model_path)) as flow,
+    ):
+        with pytest.raises(DataError, match=r"group 0 was lost 3 times .*max_failures_in_a_row = 2"):
+            await flow.collector.run()
 
 
 async def test_prompt_whose_images_are_gone_is_admitted_again(bus: Bus, tiny_model_path: Path) -> None:

@@ -20,6 +20,7 @@ from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
@@ -78,6 +79,7 @@ async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> Tr
         feeder=SimpleNamespace(trainer_epoch=epoch),  # type: ignore[arg-type]
         collector=None,  # type: ignore[arg-type]
         images=ImageStore(bus),
+        crashes=CrashRecord(folder / "in_hand.json"),
         batches=None,  # type: ignore[arg-type]
         checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
         metrics=None,  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import structlog
 from penstock.bus.consumer import Delivery
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 
 log = structlog.get_logger()
@@ -27,12 +28,16 @@ class BatchSource:
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
     collector: Collector
+    streak: FailureStreak
     silence_s: float = _SILENCE_S
 
     async def next(self, version: int, *, num_steps_left: int) -> list[Finished]:
         """Wait for the batch that trains the published `version`, and take it, in order of index.
 
         Report `finish_training` to the ledger before the next call.
+
+        Raises:
+            DataError: a group that is waited for was lost too often.
         """
         waited_s = 0.0
         while True:
@@ -49,6 +54,7 @@ class BatchSource:
             waited_s += self.silence_s
             log.warning("group.awaited", waited_s=waited_s, indices=selection.waiting_for[:16])
             if not await self._exists():
+                self.streak.lose(selection.waiting_for, "the bus holds neither its prompt nor the finished group")
                 await self.feeder.replace_lost(version)
 
     async def _exists(self) -> bool:

@@ -13,11 +13,13 @@ import structlog
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import Lock
-from penstock.errors import CorruptMessageError, DataError, InvalidRequestError, MissingImageError, UnavailableError
+from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
 from penstock.records import Group, GroupId
 from penstock.records.codec import decode
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
 from services.trainer.batching.sequences import GroupReader, TrainGroup
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.flow.failure_streak import FailureStreak
 
 log = structlog.get_logger()
 
@@ -46,8 +48,10 @@ class Collector:
     """Only its holder may acknowledge."""
     images: ImageStore
     run_id: str
-    max_failures_in_a_row: int
-    """More failed groups than this, with no sound one between them, end the run."""
+    streak: FailureStreak
+    """Ends the run when nothing but failures and losses arrives."""
+    crashes: CrashRecord
+    """Knows the groups that kill the trainer."""
     num_duplicate: int = 0
     """Copies of groups, since this trainer started."""
     num_foreign: int = 0
@@ -56,13 +60,12 @@ class Collector:
     """Groups that could not be read, since this trainer started. They count as failed too."""
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
-    _num_failures_in_a_row: int = 0
 
     async def run(self) -> None:
         """Take groups from the bus until cancelled.
 
         Raises:
-            DataError: too many groups in a row failed; the message holds the last reason.
+            DataError: too many groups failed or were lost in a row; the message holds the last reason.
             SetupError: the server no longer has the groups or their images.
             SupersededError: another trainer has taken over.
         """
@@ -105,6 +108,9 @@ class Collector:
             return
         if not self.ledger.wants(index, attempt):
             is_of_use = False
+        elif (reason := self.crashes.why_given_up(index)) is not None:
+            await delivery.write_dead_letter(reason)
+            is_of_use = self._drop(index, attempt, reason)  # one death gives up a batch, so it adds to no streak
         elif group.is_lost:
             is_of_use = self._lose(index, attempt, group.error)
         elif group.error:
@@ -112,7 +118,7 @@ class Collector:
         else:
             try:
                 images = await self._fetch_images(group)
-                ready = await asyncio.to_thread(self.reader.read, group, images)
+                ready = await asyncio.to_thread(self._read, group, images)
             except MissingImageError as error:
                 is_of_use = self._lose(index, attempt, str(error))
             except InvalidRequestError as error:
@@ -126,8 +132,12 @@ class Collector:
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
 
+    def _read(self, group: Group, images: Mapping[str, bytes]) -> TrainGroup:
+        with self.crashes.reading(group.id.index):
+            return self.reader.read(group, images)
+
     def _hold(self, group: Group, images: Mapping[str, bytes], ready: TrainGroup) -> bool:
-        self._num_failures_in_a_row = 0
+        self.streak.end()
         return self.ledger.hold(
             Arrival(
                 index=group.id.index,
@@ -180,16 +190,17 @@ class Collector:
         if not self.ledger.lose(index, attempt):
             return False
         log.warning("group.images_lost", index=index, attempt=attempt, reason=reason)
+        self.streak.lose([index], reason)
         return True
 
     def _fail(self, index: int, attempt: int, reason: str) -> bool:
+        if not self._drop(index, attempt, reason):
+            return False
+        self.streak.fail(index, reason)
+        return True
+
+    def _drop(self, index: int, attempt: int, reason: str) -> bool:
         if not self.ledger.drop(index, attempt, GroupStatus.FAILED):
             return False
         log.error("group.failed", index=index, attempt=attempt, reason=reason)
-        self._num_failures_in_a_row += 1
-        if self._num_failures_in_a_row > self.max_failures_in_a_row:
-            raise DataError(
-                f"{self._num_failures_in_a_row} groups in a row failed, more than trainer.max_failures_in_a_row = "
-                f"{self.max_failures_in_a_row}; the last one, number {index}: {reason}"
-            )
         return True

@@ -1,0 +1,52 @@
+"""Groups that fail or get lost, with no sound one between them: beyond a bound, the run ends with the last reason."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.errors import DataError
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureStreak:
+    """What went wrong since the last sound group."""
+
+    max_in_a_row: int
+    """`trainer.max_failures_in_a_row`."""
+    _num_failed: int = 0
+    _num_lost: Counter[int] = field(default_factory=Counter)
+
+    def end(self) -> None:
+        """A sound group arrived."""
+        self._num_failed = 0
+        self._num_lost.clear()
+
+    def fail(self, index: int, reason: str) -> None:
+        """Count a group that could not be played or read.
+
+        Raises:
+            DataError: one too many.
+        """
+        self._num_failed += 1
+        if self._num_failed > self.max_in_a_row:
+            raise DataError(
+                f"{self._num_failed} groups in a row failed, more than trainer.max_failures_in_a_row = "
+                f"{self.max_in_a_row}; the last one, number {index}: {reason}"
+            )
+
+    def lose(self, indices: Iterable[int], reason: str) -> None:
+        """Count groups that were lost and are admitted again.
+
+        Counted by group, because a server that loses its store loses all groups at once; that costs each of them once.
+
+        Raises:
+            DataError: one of them was lost too often.
+        """
+        self._num_lost.update(indices)
+        for index, count in self._num_lost.items():
+            if count > self.max_in_a_row:
+                raise DataError(
+                    f"group {index} was lost {count} times with no sound group in between, more than "
+                    f"trainer.max_failures_in_a_row = {self.max_in_a_row}: {reason}; see that the NATS server keeps "
+                    "what it stores, and that nothing else takes messages of this run"
+                )

@@ -1,0 +1,129 @@
+"""Groups that kill the trainer's process: given up after three deaths, so that the run goes on."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.bus.dead_letters import list_letters
+from penstock.config import BusConfig
+from penstock.errors import InvalidRequestError, SetupError
+from penstock.records.codec import encode
+from services.trainer.flow.crash_record import MAX_DEATHS, CrashRecord
+from tests.conftest import ROOT
+from tests.support.trainer.groups import make_group
+
+
+async def start_trainer(*arguments: object) -> tuple[int, str]:
+    """Exit code and output of `tests.support.trainer.dying_trainer`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.support.trainer.dying_trainer", *map(str, arguments)),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode().splitlines()[-1] if output else ""
+
+
+@pytest.mark.parametrize(("mode", "given_up", "batch"), [("reading", [0], [1, 2]), ("training", [0, 1], [2, 3])])
+async def test_a_group_that_kills_the_trainer_is_given_up(
+    bus: Bus,
+    bus_config: BusConfig,
+    run_name: str,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    mode: str,
+    given_up: list[int],
+    batch: list[int],
+) -> None:
+    """Each start finds it on the bus again; after three deaths it is buried with the reason and the next are trained.
+
+    Of a batch, nobody can say which group it was: all are given up, and the whole death counts as no failure in a row.
+    """
+    for index in range(4):
+        group = make_group(tiny_model_path, index=index, version=1)
+        await bus.publish(bus.groups, encode(group), message_id=group.id.message)
+    for _ in range(MAX_DEATHS):
+        code, _ = await start_trainer(bus_config.url, run_name, tmp_path, mode)
+        assert code == -signal.SIGKILL
+    code, output = await start_trainer(bus_config.url, run_name, tmp_path, mode)
+    assert code == 0
+    assert json.loads(output) == {"batch": batch, "num_failed": len(given_up)}
+    letters = await list_letters(bus)
+    assert [letter.message_id for letter in letters] == [f"run/{index}/0/a" for index in given_up]
+    assert f"the trainer died {MAX_DEATHS} times while it read or trained group 0" in letters[0].reason
+
+
+def test_only_groups_in_hand_at_a_death_are_suspect(tmp_path: Path) -> None:
+    """Those that were read, refused or trained before are not; two may be in hand at the same time."""
+    file = tmp_path / "in_hand.json"
+    for _ in range(MAX_DEATHS):
+        crashes = CrashRecord(file)
+        with crashes.reading(1):
+            pass
+        with pytest.raises(InvalidRequestError), crashes.reading(2):
+            raise InvalidRequestError
+        with crashes.training([3, 4]):
+            pass
+        crashes.training([5, 6]).__enter__()  # and dies
+        crashes.reading(7).__enter__()
+    assert [index for index in range(9) if CrashRecord(file).why_given_up(index)] == [5, 6, 7]
+
+
+def test_a_group_that_was_trained_is_suspect_no_longer(tmp_path: Path) -> None:
+    """Deaths of other causes, far apart, do not add up; nor do they for one that was read only."""
+    file = tmp_path / "in_hand.json"
+    for _ in range(MAX_DEATHS - 1):
+        CrashRecord(file).training([1, 2]).__enter__()
+    with CrashRecord(file).training([1]):
+        pass
+    for _ in range(MAX_DEATHS - 1):
+        CrashRecord(file).training([1]).__enter__()
+    with CrashRecord(file).reading(2):
+        pass
+    CrashRecord(file).reading(2).__enter__()
+    crashes = CrashRecord(file)
+    assert [index for index in (1, 2) if crashes.why_given_up(index)] == [2]
+
+
+def test_a_crash_that_raises_counts_as_a_death(tmp_path: Path) -> None:
+    """As when a GPU has no memory left: the process ends, and the next one meets the same group."""
+    file = tmp_path / "in_hand.json"
+    for _ in range(MAX_DEATHS):
+        with pytest.raises(MemoryError), CrashRecord(file).training([1]):
+            raise MemoryError
+    assert CrashRecord(file).why_given_up(1)
+
+
+def test_deaths_without_a_step_end_the_run(tmp_path: Path) -> None:
+    """Too many in a row are a fault of the set-up, not of a group; who has mended it may start again."""
+    file = tmp_path / "in_hand.json"
+    for index in range(3):
+        crashes = CrashRecord(file)
+        crashes.require_progress(2)
+        crashes.training([index]).__enter__()
+    with pytest.raises(
+        SetupError, match=r"died 3 times in a row .*max_failures_in_a_row = 2; at last with groups \[2\]"
+    ):
+        CrashRecord(file).require_progress(2)
+    crashes = CrashRecord(file)
+    crashes.require_progress(2)
+    with crashes.training([4]):
+        pass
+    crashes.training([5]).__enter__()
+    CrashRecord(file).require_progress(1)
+
+
+def test_a_damaged_record_is_begun_anew(tmp_path: Path) -> None:
+    """It must not keep a run from going on."""
+    file = tmp_path / "in_hand.json"
+    file.write_text("")
+    with CrashRecord(file).training([1]):
+        pass
+    assert json.loads(file.read_text()) == {"in_hand": [], "deaths": {}, "num_deaths_in_a_row": 0}

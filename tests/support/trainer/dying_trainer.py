@@ -1,0 +1,128 @@
+"""A trainer's collector, batches and step, in a process that one group kills.
+
+    python -m tests.support.trainer.dying_trainer URL RUN MODEL FOLDER reading|training
+
+It dies by SIGKILL when it reads group 0, or trains a batch with it. Otherwise it trains one batch of two groups and
+prints {"batch": its groups, "num_failed": groups that were given up}.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.bus.connection import connect
+from penstock.bus.consumer import Delivery, consuming
+from penstock.bus.image_store import ImageStore
+from penstock.bus.lock import claim
+from penstock.config import BusConfig
+from penstock.records import Group
+from penstock.runtime.process import end_task
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.ledger import GroupLedger
+from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
+from services.trainer.config import TrainerConfig
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.flow.failure_streak import FailureStreak
+from services.trainer.loop import TrainingLoop
+from services.trainer.telemetry.progress import Progress
+
+DEADLY = 0
+NOBODY: Any = None
+"""In place of parts that are not used."""
+
+
+def die() -> None:
+    """As the kernel's OOM killer does it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DeadlyReader(GroupReader):
+    """Reading group 0 kills."""
+
+    def read(self, group: Group, images: Mapping[str, bytes]) -> TrainGroup:
+        """Read any other group."""
+        if group.id.index == DEADLY:
+            die()
+        return super().read(group, images)
+
+
+class DeadlyBackend:
+    """Training group 0 kills."""
+
+    def step(self, groups: Sequence[TrainGroup], _policy_version: int) -> dict[str, float]:
+        """Train any other group."""
+        if any(group.index == DEADLY for group in groups):
+            die()
+        return {}
+
+
+async def main(url: str, run: str, folder: Path, mode: str) -> None:
+    """Train one batch."""
+    async with connect(BusConfig(url=url), run=run) as bus:
+        tokens = ModelTokens(vocab_size=512, image_id=None, forbidden_ids=frozenset())
+        ledger: GroupLedger[Finished, Delivery] = GroupLedger(Gate(max_staleness=0, groups_per_step=2))
+        streak, crashes = FailureStreak(max_in_a_row=1), CrashRecord(folder / "in_hand.json")
+        lock = await claim(bus, "trainer", ttl_s=0.0)
+        images = ImageStore(bus)
+        await images.ensure()
+
+        async def admit(version: int, *, num_steps_left: int) -> None:
+            while ledger.num_admissible(num_steps_left):
+                ledger.admit(version)
+
+        async def has_prompts() -> bool:
+            return True
+
+        feeder: Any = SimpleNamespace(admit=admit, has_prompts=has_prompts)
+        async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=100, fresh=True) as consumer:
+            collector = Collector(
+                consumer=consumer,
+                ledger=ledger,
+                reader=DeadlyReader(tokens, None) if mode == "reading" else GroupReader(tokens, None),
+                lock=lock,
+                images=images,
+                run_id="run",
+                streak=streak,
+                crashes=crashes,
+            )
+            loop = TrainingLoop(
+                config=TrainerConfig(),
+                folder=folder,
+                base_model=folder,
+                lock=lock,
+                versions=NOBODY,
+                progress=Progress(run_id="run", num_steps=10),
+                backend=DeadlyBackend(),  # type: ignore[arg-type]
+                publisher=NOBODY,
+                ledger=ledger,
+                feeder=feeder,
+                collector=collector,
+                images=images,
+                crashes=crashes,
+                batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector, streak=streak),
+                checkpoints=NOBODY,
+                metrics=NOBODY,
+                recorder=None,
+                version=1,
+                step=1,
+                saved_version=None,
+            )
+            async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+                collecting = tasks.create_task(collector.run())
+                batch = await loop._collect()
+                await loop._train(batch)
+                await end_task(collecting)
+            trained = [finished.ready.index for finished in batch]
+            sys.stdout.write(json.dumps({"batch": trained, "num_failed": ledger.counts.failed}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]))
