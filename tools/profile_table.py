@@ -8,10 +8,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.item import Item
-from services.reward.verdict import Status
 from services.reward.verifier import Scored, Verifier
 
 _PAGE = Path(__file__).parents[1] / "docs" / "reward-profiles.md"

@@ -7,12 +7,11 @@ from penstock.records.group import Group
 from penstock.records.prompt import TRAIN, GroupId, ImagePart, Limits, Message, Prompt, Sampling, TextPart
 from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
-from penstock.records.sample import UNJUDGED, Sample, TokenSequence, Turn, Verdict, VersionSpan
+from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
 
 __all__ = [
     "RECORD_VERSION",
     "TRAIN",
-    "UNJUDGED",
     "Envelope",
     "Group",
     "GroupId",

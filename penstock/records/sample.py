@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.records.prompt import check_hashes
 from penstock.records.record import Record
+from penstock.verdict_status import UNJUDGED
 
 
 class VersionSpan(Record, frozen=True, kw_only=True, array_like=True):
@@ -25,17 +26,13 @@ class VersionSpan(Record, frozen=True, kw_only=True, array_like=True):
             raise ValueError(f"a version span needs num_tokens >= 1 and policy_version >= 0, not {self}")
 
 
-UNJUDGED = frozenset({"TIMEOUT", "OUT_OF_MEMORY", "FAILED"})
-"""Statuses of a sample of which it is not known whether it is right: a limit was hit, or something failed."""
-
-
 class Verdict(Record, frozen=True, kw_only=True):
     """The reward service's judgement of a sample."""
 
     score: float
     """0 and without meaning if the response was not judged."""
     status: str
-    """Name of a VerdictStatus without its prefix, for example OK or NO_ANSWER."""
+    """A `penstock.verdict_status.Status`, for example OK or NO_ANSWER."""
     extracted: str
     method: str
 

@@ -18,10 +18,11 @@ import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from penstock.runtime.security import REMOTE_TOKEN, Tls, read_secret
+from penstock.verdict_status import Status
 from services.reward.config import RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 
 log = structlog.get_logger()
 

@@ -3,22 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-
-class Status(enum.StrEnum):
-    """How a verdict was reached: the contract's VerdictStatus without its prefix."""
-
-    OK = "OK"
-    NO_ANSWER = "NO_ANSWER"
-    GOLD_INVALID = "GOLD_INVALID"
-    UNPARSEABLE = "UNPARSEABLE"
-    TIMEOUT = "TIMEOUT"
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    TOO_LARGE = "TOO_LARGE"
-    FAILED = "FAILED"
-
-
-UNJUDGED = frozenset({Status.GOLD_INVALID, Status.TIMEOUT, Status.OUT_OF_MEMORY, Status.FAILED})
-"""Statuses that say nothing of the response: whether it is right is not known."""
+from penstock.verdict_status import Status
 
 
 class Method(enum.StrEnum):

@@ -10,6 +10,7 @@ import structlog
 
 from penstock.errors import InvalidRequestError
 from penstock.runtime.security import Tls
+from penstock.verdict_status import Status
 from services.reward.admission_queue import AdmissionQueue
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
@@ -19,7 +20,7 @@ from services.reward.metrics import Metrics
 from services.reward.profiles.profile import Decision, Forwarded, Profile, Undecided
 from services.reward.profiles.registry import find_profile, make_profiles
 from services.reward.remote import RemoteVerifier
-from services.reward.verdict import Finding, Status
+from services.reward.verdict import Finding
 
 log = structlog.get_logger()
 

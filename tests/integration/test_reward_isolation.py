@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.verdict_status import Status
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, VerifierTask, WorkerReply
 from services.reward.isolation.worker_process import WorkerDiedError
-from services.reward.verdict import Status
 from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import is_alive, parent_of
 from tests.support.waiting import until

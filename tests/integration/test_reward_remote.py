@@ -11,10 +11,10 @@ import pydantic
 import pytest
 
 from penstock.v1 import reward_pb2
+from penstock.verdict_status import Status
 from services.reward.config import RemoteConfig
 from services.reward.item import Item
 from services.reward.remote import RemoteVerifier
-from services.reward.verdict import Status
 from tests.support.reward.service import OK, TIMEOUT, reward_service
 from tests.support.waiting import until
 

@@ -25,11 +25,11 @@ from penstock.rpc.server import RpcServer
 from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc
+from penstock.verdict_status import Status
 from services.reward.config import RemoteConfig, RewardConfig
 from services.reward.item import Item
 from services.reward.remote import RemoteVerifier
 from services.reward.server import running
-from services.reward.verdict import Status
 from services.router.config import RouterConfig
 from services.router.server import routing
 from services.trainer.telemetry.progress import Progress, TrainerServicer

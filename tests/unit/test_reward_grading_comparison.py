@@ -2,8 +2,8 @@
 
 import pytest
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask
-from services.reward.verdict import Status
 from services.reward.worker_tasks.symbolic import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -6,10 +6,11 @@ import pytest
 
 from penstock.errors import InvalidRequestError
 from penstock.v1 import reward_pb2
+from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile, make_profiles
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 
 _PROFILES = make_profiles(RewardConfig())
 

@@ -10,11 +10,12 @@ import math_verify
 import mathruler.grader
 import pytest
 
+from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
 from services.reward.profiles.registry import make_profiles
-from services.reward.verdict import Finding, Status
+from services.reward.verdict import Finding
 from services.reward.worker_tasks.perform import perform
 from services.reward.worker_tasks.prm800k_grader import _is_arithmetic
 

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.config import load
 from penstock.errors import ConfigError
+from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.isolation.tasks import FormatTask
 from services.reward.item import Item
 from services.reward.profiles.custom import find_verifiers
 from services.reward.profiles.format import Format
 from services.reward.profiles.registry import make_profiles
-from services.reward.verdict import Finding, Status
+from services.reward.verdict import Finding
 
 _BUILT_IN = {"math", "geo3k", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa"}
 

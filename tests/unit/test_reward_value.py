@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.verdict_status import Status
 from services.reward.profiles.profile import Undecided
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 from tests.support.reward.value_profiles import PROFILES, is_right, verify
 
 

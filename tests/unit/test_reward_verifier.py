@@ -2,11 +2,11 @@
 
 import pytest
 
+from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.item import Item
 from services.reward.profiles.profile import Decision, Profile, Scoring
-from services.reward.verdict import Status
 from services.reward.verifier import Verifier
 
 

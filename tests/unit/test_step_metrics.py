@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.records import UNJUDGED
+from penstock.verdict_status import UNJUDGED
 from services.trainer.telemetry.step_metrics import StepClock, describe_batch
 from tests.support.trainer.groups import make_group
 
@@ -23,7 +23,7 @@ def test_unjudged_samples_are_those_of_the_records(tiny_model_path: Path) -> Non
         reward = None if status in UNJUDGED else sample.reward
         samples.append(msgspec.structs.replace(sample, verdict=verdict, reward=reward))
     described = describe_batch([msgspec.structs.replace(group, samples=tuple(samples))])
-    assert described["num_unjudged_samples"] == len(UNJUDGED) == 3
+    assert described["num_unjudged_samples"] == len(UNJUDGED) == 4
     assert described["groups"] == [3]
 
 

@@ -8,8 +8,9 @@ import grpc.aio
 
 from penstock.errors import InvalidRequestError, UnavailableError
 from penstock.v1 import reward_pb2, reward_pb2_grpc
+from penstock.verdict_status import Status
 from services.reward.item import Item
-from services.reward.verdict import Method, Status
+from services.reward.verdict import Method
 from services.reward.verifier import Scored, Verifier
 
 Context = grpc.aio.ServicerContext[Any, Any]

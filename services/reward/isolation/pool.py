@@ -13,11 +13,11 @@ from collections.abc import Mapping
 import structlog
 
 from penstock.runtime.backoff import Backoff
+from penstock.verdict_status import Status
 from services.reward.isolation.forkserver_protocol import Sandbox
 from services.reward.isolation.permits import Permit, Permits
 from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply
 from services.reward.isolation.worker_process import Forkserver, WorkerDiedError, WorkerProcess
-from services.reward.verdict import Status
 
 log = structlog.get_logger()
 

@@ -5,7 +5,8 @@ import struct
 
 import msgspec
 
-from services.reward.verdict import Method, Status
+from penstock.verdict_status import Status
+from services.reward.verdict import Method
 
 HEADER = struct.Struct("<I")
 """Length of the record that follows, in bytes."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.verdict_status import Status
 from services.reward.isolation import sandbox
 from services.reward.isolation.tasks import HEADER, Task, VerifierTask, WorkerReply, WorkerRequest, frame
-from services.reward.verdict import Status
 from services.reward.worker_tasks.perform import perform
 
 _NEARLY = 0.9

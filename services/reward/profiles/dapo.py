@@ -6,9 +6,10 @@ recipe and there from lm-evaluation-harness (Minerva's normalisation).
 
 import re
 
+from penstock.verdict_status import Status
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_ANSWER_CHARS, BoundedProfile, Decision
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 
 _SEARCHED_CHARS = 300
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)

@@ -8,9 +8,10 @@ import re
 import string
 from collections import Counter
 
+from penstock.verdict_status import Status
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")

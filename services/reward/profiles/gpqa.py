@@ -8,9 +8,10 @@ with the metadata {"correct_answer": "a proton"} is here the gold answers "C" an
 import re
 import string
 
+from penstock.verdict_status import Status
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 
 _LETTERS = frozenset(string.ascii_uppercase[:10])
 # The first match of each counts, if its letter is one; blanks are never given back, which would take quadratic time.

@@ -4,10 +4,11 @@ Both the gold answers and the response go through its own `parse`, so LaTeX in a
 box.
 """
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import MathVerifyTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided
-from services.reward.verdict import Finding, Status
+from services.reward.verdict import Finding
 
 
 class MathVerifyProfile(BoundedProfile):

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import Prm800kTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.hendrycks import normalise
 from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided
-from services.reward.verdict import Finding, Method, Status
+from services.reward.verdict import Finding, Method
 
 _BRACE = re.compile(r"[{}]")
 

@@ -4,10 +4,11 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.verdict_status import UNJUDGED
 from services.reward.isolation.tasks import FormatTask, Task
 from services.reward.item import Item
 from services.reward.profiles.format import Format
-from services.reward.verdict import UNJUDGED, Finding
+from services.reward.verdict import Finding
 
 MAX_RESPONSE_CHARS = 65536
 """Characters of a response, counted from its end, that are searched: answers stand at the end, and this takes

@@ -22,8 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import VerifierTask, WorkerReply, sendable
-from services.reward.verdict import Method, Status
+from services.reward.verdict import Method
 
 _MAX_DETAIL_CHARS = 500
 _MAX_EXTRACTED_CHARS = 512

@@ -3,8 +3,8 @@ and a response can make it do so for ever."""
 
 import re
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import FormatTask, WorkerReply
-from services.reward.verdict import Status
 
 
 def match(task: FormatTask) -> WorkerReply:

@@ -8,8 +8,9 @@ import logging
 
 from math_verify import parse, verify
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import MathVerifyTask, WorkerReply
-from services.reward.verdict import Method, Status
+from services.reward.verdict import Method
 
 # It warns that its own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

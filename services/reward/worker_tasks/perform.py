@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import (
     FormatTask,
     MathVerifyTask,
@@ -11,7 +12,6 @@ from services.reward.isolation.tasks import (
     VerifierTask,
     WorkerReply,
 )
-from services.reward.verdict import Status
 from services.reward.worker_tasks import custom_verifier, format_match, math_verify_call, prm800k_grader
 from services.reward.worker_tasks.symbolic import compare
 

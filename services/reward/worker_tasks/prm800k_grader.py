@@ -16,9 +16,10 @@ import sympy
 from pylatexenc.latex2text import LatexNodes2Text
 from sympy.parsing import sympy_parser
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import Prm800kTask, WorkerReply
 from services.reward.profiles.hendrycks import unwrap_text
-from services.reward.verdict import Method, Status
+from services.reward.verdict import Method
 
 _UNITS = [
     re.compile(rf"{unit}(?:es)?s? *(?:\^[0-9]+)?")

@@ -12,8 +12,9 @@ from typing import Any
 import sympy
 from math_verify.grader import should_treat_as_complex
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, WorkerReply
-from services.reward.verdict import Method, Status
+from services.reward.verdict import Method
 from services.reward.worker_tasks import latex_algebra, latex_math
 from services.reward.worker_tasks.equality import are_equal, are_same_relations, distance
 from services.reward.worker_tasks.expression import symbols_of

@@ -14,8 +14,9 @@ from typing import Protocol
 import structlog
 
 from penstock.errors import InvalidRequestError, MissingImageError, PenstockError, PoisonError
-from penstock.records import UNJUDGED, Group, Prompt, Sample, Verdict
+from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.v1 import reward_pb2
+from penstock.verdict_status import UNJUDGED, Status
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages, Store
@@ -24,9 +25,7 @@ log = structlog.get_logger()
 
 _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
-_SCORED = frozenset({"OK", "NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"})
-"""Statuses whose score means something."""
-_FAILED = Verdict(score=0.0, status="FAILED", extracted="", method="UNSPECIFIED")
+_FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
 
 
 class Verifier(Protocol):
@@ -155,23 +154,25 @@ def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
         PenstockError: the verdict has no status that is known.
     """
     try:
-        status = reward_pb2.VerdictStatus.Name(verdict.status).removeprefix(_STATUS_PREFIX)
+        name = reward_pb2.VerdictStatus.Name(verdict.status).removeprefix(_STATUS_PREFIX)
     except ValueError:
-        status = str(verdict.status)
-    if status == "GOLD_INVALID":
+        name = str(verdict.status)
+    try:
+        status = Status(name)
+    except ValueError:
+        raise PenstockError(
+            f"verdict {verdict.item_id} has status {name}, which is unknown; update the worker or the reward service"
+        ) from None
+    if status is Status.GOLD_INVALID:
         raise InvalidRequestError(
             f"gold answers {list(prompt.golds)} of group {prompt.id.group} cannot be read by reward profile "
             f"{prompt.profile!r}; correct the row of the data, or choose another data.profile"
         )
-    if status not in _SCORED | UNJUDGED:
-        raise PenstockError(
-            f"verdict {verdict.item_id} has status {status}, which is unknown; update the worker or the reward service"
-        )
     if status in UNJUDGED:
         log.warning("sample.unjudged", sample=verdict.item_id, status=status, elapsed_s=verdict.elapsed_s)
     return Verdict(
-        score=verdict.score if status in _SCORED else 0.0,
-        status=status,
+        score=0.0 if status in UNJUDGED else verdict.score,
+        status=status.value,
         extracted=verdict.extracted,
         method=reward_pb2.VerdictMethod.Name(verdict.method).removeprefix(_METHOD_PREFIX),
     )

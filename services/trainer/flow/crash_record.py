@@ -126,9 +126,10 @@ class CrashRecord:
 def _read(file: Path) -> dict[str, Any]:
     empty: dict[str, Any] = {"in_hand": [], "deaths": {}, "num_deaths_in_a_row": 0}
     try:
-        return empty | json.loads(file.read_text())
+        found: dict[str, Any] = json.loads(file.read_text())
     except FileNotFoundError:
         return empty
     except (OSError, ValueError) as error:
         log.warning("crash_record.unreadable", file=str(file), reason=str(error))
         return empty
+    return empty | found

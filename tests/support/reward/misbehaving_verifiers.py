@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.verdict_status import Status
 from services.reward.isolation.tasks import HEADER, WorkerReply, frame
-from services.reward.verdict import Status
 
 
 def verify(golds: list[str], response: str, prompt: str) -> float:

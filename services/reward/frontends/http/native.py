@@ -7,8 +7,9 @@ from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse
 
 from penstock.http.app import ErrorBody
+from penstock.verdict_status import Status
 from services.reward.item import Item
-from services.reward.verdict import Method, Status
+from services.reward.verdict import Method
 from services.reward.verifier import Scored, Verifier
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse
 from penstock.errors import InvalidRequestError
 from penstock.http.app import ErrorBody
 from penstock.http.json_body import parse_json
+from penstock.verdict_status import UNJUDGED
 from services.reward.config import RewardConfig
 from services.reward.frontends.http.label import golds_of, text_of
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile
-from services.reward.verdict import UNJUDGED
 from services.reward.verifier import Verifier
 
 log = structlog.get_logger()
