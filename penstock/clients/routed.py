@@ -26,6 +26,7 @@ from penstock.errors import (
     NotReadyError,
     OverloadedError,
     PenstockError,
+    PromptTooLongError,
 )
 from penstock.rpc.channel import call, connect
 from penstock.runtime.security import Security
@@ -212,17 +213,24 @@ class _RouteSource:
             min_policy_version=request.min_policy_version,
             prefix_ids=request.input_ids[:_PREFIX_TOKENS],
         )
+        self._too_long: PromptTooLongError | None = None
+        """What the last replica that was too small said."""
 
     async def take(self, num_tokens: int) -> _RouteSlot:
         self._routing.ttl_s = seconds_until(self._deadline)
         self._routing.num_prompt_ids = max(self._routing.num_prompt_ids, self._num_prompt_ids + num_tokens)
-        return await self._slots.take(self._routing)
+        try:
+            return await self._slots.take(self._routing)
+        except PromptTooLongError as error:
+            raise self._too_long or error from None  # the replica counted the images
 
     def find_larger(self, slot: _RouteSlot) -> bool:
         self._routing.num_prompt_ids = max(self._routing.num_prompt_ids, slot.max_tokens)
         return slot.max_tokens > 0  # if no replica is larger, the router says so
 
     def note_failure(self, slot: _RouteSlot, error: PenstockError, *, has_progressed: bool) -> None:
+        if isinstance(error, PromptTooLongError):
+            self._too_long = error
         if slot.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # the router avoids the others by itself
             failed_id = slot.culprit.replica_id
             log.warning("generate.retried", request=self._request_id, replica=failed_id, error=str(error))

@@ -85,7 +85,7 @@ class SlotSource(Protocol[SlotT]):
         ...
 
     def find_larger(self, slot: SlotT) -> bool:
-        """Whether a turn that has outgrown the slot's replica may go on; the next slot is on a larger one."""
+        """Whether a turn that is too long for the slot's replica may go on; the next slot is on a larger one."""
         ...
 
     def note_failure(self, slot: SlotT, error: PenstockError, *, has_progressed: bool) -> None:
@@ -183,8 +183,8 @@ async def run_turn(
             return
         except PenstockError as error:
             has_progressed = turn.num_tokens > num_before
-            has_outgrown = isinstance(error, PromptTooLongError) and turn.num_tokens > 0
-            if not (has_outgrown and source.find_larger(slot)):
+            # Only a replica knows what images come to, so a turn may outgrow it before its first token.
+            if not (isinstance(error, PromptTooLongError) and source.find_larger(slot)):
                 budget.count(error, has_progressed=has_progressed)
             source.note_failure(slot, error, has_progressed=has_progressed)
 

@@ -34,7 +34,7 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         request_id=request.request_id,
         min_version=request.min_policy_version,
         blocks=blocks,
-        num_tokens=len(request.input_ids) + 1,
+        num_tokens=len(request.input_ids) + 1,  # at least: images are one token each until a replica expands them
     )
 
 

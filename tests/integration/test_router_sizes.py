@@ -6,9 +6,11 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus
+from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import PromptTooLongError
 from penstock.testing.answers import FIRST_ID
 from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.v1 import common_pb2, generate_pb2
 from tests.support.router.routers import pool, router
 
 
@@ -53,6 +55,33 @@ async def test_a_call_that_was_begun_outgrows_only_the_small_replica(steady_bus:
         assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 16))
         assert small.num_calls == (0 if says_so else 1)
         assert large.num_calls >= 2
+
+
+async def test_a_prompt_whose_images_are_too_large_for_a_replica_goes_to_a_larger_one(steady_bus: Bus) -> None:
+    """The router cannot see what images come to; the small replica says so. Where none is larger, the caller hears it,
+    with the replica's own reason."""
+    async with pool(steady_bus, 2, balancing="round_robin") as (caller, [small, large]):
+        await small.update(max_tokens=50)
+        await large.update(max_tokens=100)
+        await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 150)
+        small.error = PromptTooLongError("the prompt has 60 tokens with its images expanded")
+        images = [common_pb2.Image(data=b"a large picture")]
+        for _ in range(2):
+            assert (await caller.generate(input_ids=[1] * 9, images=images)).replica_id == "r1"
+        assert small.num_calls >= 1
+        async with RoutedGenerateClient(caller.address) as routed:
+            for _ in range(2):
+                request = generate_pb2.GenerateRequest(
+                    input_ids=[1] * 9, images=images, sampling=generate_pb2.SamplingParams(max_new_tokens=4)
+                )
+                assert (await routed.generate(request, timeout_s=10.0)).replica_id == "r1"
+        large.error = PromptTooLongError("the prompt has 160 tokens with its images expanded")
+        async with RoutedGenerateClient(caller.address) as routed:
+            with pytest.raises(PromptTooLongError, match="160 tokens with its images expanded"):
+                await routed.generate(request, timeout_s=10.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="160 tokens with its images expanded") as caught:
+            await caller.generate(input_ids=[1] * 9, images=images)
+        assert caught.value.code() == grpc.StatusCode.OUT_OF_RANGE
 
 
 async def test_a_replica_of_another_size_frees_the_calls_that_fit_it(steady_bus: Bus) -> None:

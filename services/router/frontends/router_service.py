@@ -91,7 +91,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
         ttl_s = min(request.ttl_s or self._tuning.route_ttl_s, self._tuning.route_ttl_s)
         deadline = time.monotonic() + deadline_s(context, default=self._config.max_call_s)
-        is_patient = bool(query.excluded)  # the client counts what its turn has broken, and the call is all that it has
+        # The client counts what its turn breaks, and loses the count with this call.
+        is_patient = bool(query.excluded) and not self._slots.is_too_long(query)
         ticket = Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize(), is_patient=is_patient)
         slot = await self._slots.take(ticket)
         max_tokens, prefill = slot.max_tokens, slot.split()
