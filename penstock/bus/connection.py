@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 StoredT = TypeVar("StoredT")
 
+CONNECT_TIMEOUT_S = 10.0
+"""Limit of the first connection: a nats-server that is being started listens within a second or two."""
 _DUPLICATE_WINDOW_S = 600.0
 _DEAD_LETTER_AGE_S = 30 * 24 * 3600.0
 _DEAD_LETTER_BYTES = 2 * 2**30
@@ -214,17 +216,20 @@ class Bus:
 
 
 @asynccontextmanager
-async def connect(config: BusConfig, *, run: str, security: Security | None = None) -> AsyncIterator[Bus]:
+async def connect(
+    config: BusConfig, *, run: str, security: Security | None = None, timeout_s: float = CONNECT_TIMEOUT_S
+) -> AsyncIterator[Bus]:
     """Connect to the server of `config` during the context; the connection is made again by itself, without end.
 
     Args:
         config: The server.
         run: Name of the run.
         security: Token and TLS; None: the tokens of the environment.
+        timeout_s: Limit of the first connection.
 
     Raises:
         AccessError: the server refuses the token.
-        SetupError: no server answers within the connect timeout, or it has no JetStream.
+        SetupError: no server answers within `timeout_s`, or it has no JetStream.
     """
-    async with connected_client(config, security or Security.from_environment()) as client:
+    async with connected_client(config, security or Security.from_environment(), timeout_s=timeout_s) as client:
         yield Bus(client, config, run)

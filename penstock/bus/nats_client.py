@@ -26,12 +26,12 @@ _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "
 
 
 @asynccontextmanager
-async def connected_client(config: BusConfig, security: Security) -> AsyncIterator[Client]:
+async def connected_client(config: BusConfig, security: Security, *, timeout_s: float) -> AsyncIterator[Client]:
     """A client that is connected on entry, and reconnects by itself, without end, until the context ends.
 
     Raises:
         AccessError: the server refuses the token.
-        SetupError: no server answers within the connect timeout, or it has no JetStream.
+        SetupError: no server answers within `timeout_s`, or it has no JetStream.
     """
     if not config.url:
         raise SetupError(
@@ -55,7 +55,7 @@ async def connected_client(config: BusConfig, security: Security) -> AsyncIterat
             log.warning("bus.disconnected", url=config.url)
 
     try:
-        async with asyncio.timeout(config.connect_timeout_s):
+        async with asyncio.timeout(timeout_s):
             await client.connect(
                 config.url,
                 name="penstock",
@@ -80,7 +80,7 @@ async def connected_client(config: BusConfig, security: Security) -> AsyncIterat
         if isinstance(last_error, ssl.SSLError | _PlainTextError):
             reason = f"no answer that TLS allows ({last_error})"
         raise SetupError(
-            f"bus.url = {config.url!r}: {reason} within {config.connect_timeout_s:g} s; start one with "
+            f"bus.url = {config.url!r}: {reason} within {timeout_s:g} s; start one with "
             "`penstock serve nats` there, or give --bus.url=nats://host:port"
         ) from None
     try:

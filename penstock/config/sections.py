@@ -55,14 +55,10 @@ class BusConfig(Config):
 
     url: str = ""
     """NATS server, for example nats://127.0.0.1:4222. Empty: `penstock train` starts its own."""
-    connect_timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """Limit of the first connection."""
     lease_ttl_s: float = pydantic.Field(default=5.0, ge=1.0)
     """A replica or trainer whose lease is this old counts as dead; leases are renewed three times as often."""
     ack_wait_s: float = pydantic.Field(default=10.0, ge=1.0)
     """A worker that has not reported progress for this long loses its prompt group to another worker."""
-    max_deliveries: int = pydantic.Field(default=20, ge=1)
-    """A prompt group that failed this many times is given up and reported to the trainer as failed."""
 
     @pydantic.model_validator(mode="after")
     def _holds_no_secret(self) -> Self:

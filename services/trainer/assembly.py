@@ -190,9 +190,9 @@ def _publisher(
 
 
 def _weight_files_dir(config: WeightSyncConfig, folder: Path) -> Path | None:
-    if config.transport != "disk" and not config.write_files:
-        return None
-    return Path(config.files_dir).absolute() if config.files_dir else folder.absolute() / "weights"
+    if config.files_dir is not None:
+        return config.files_dir.absolute()
+    return folder.absolute() / "weights" if config.transport == "disk" else None
 
 
 async def _open_groups(bus: Bus, stack: AsyncExitStack, *, fresh_run: bool) -> Consumer:

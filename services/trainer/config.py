@@ -21,16 +21,12 @@ class OptimizerConfig(Config):
     """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's running averages of the gradient and of its square."""
-    eps: float = pydantic.Field(default=1e-8, gt=0)
-    """Added to AdamW's denominator."""
     weight_decay: float = pydantic.Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
     warmup_steps: int = pydantic.Field(default=0, ge=0)
     """The learning rate rises linearly over this many steps, then stays."""
     grad_clip: float = pydantic.Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
-    max_skipped_steps: int = pydantic.Field(default=3, ge=0)
-    """A step whose loss or gradient is not finite is skipped. More than this many in a row end the run."""
 
     @pydantic.field_validator("betas")
     @classmethod
@@ -45,9 +41,8 @@ class WeightSyncConfig(Config):
 
     mode: Literal["retract", "in_place", "drain"] = "retract"
     """What happens to running requests when weights change. retract: their KV is computed again with the new weights.
-    in_place: they continue on the KV of the old weights. drain: they finish first, while new ones wait."""
-    drain_s: float = pydantic.Field(default=30.0, gt=0)
-    """With mode drain, seconds that running requests have to finish; after that they are retracted."""
+    in_place: they continue on the KV of the old weights. drain: they finish first, within 30 s,
+    while new ones wait."""
     transport: Literal["auto", "broadcast", "disk", "shared_memory", "delta"] = "auto"
     """How weights travel. auto: shared_memory if the trainer computes on a CPU, else broadcast. broadcast: over NCCL
     between GPUs, over gloo between CPUs. disk: replicas read weight files, in a folder that they see under the same
@@ -56,10 +51,9 @@ class WeightSyncConfig(Config):
     links, compressed over gRPC while engines still generate: only what changed to a replica that holds the version
     before, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
     trainer and engines."""
-    write_files: bool = False
-    """Also write each version as weight files, from which replicas that join later load it. Always so with disk."""
-    files_dir: str = ""
-    """Folder of the weight files; empty: `weights` in the run's folder. The newest two versions are kept."""
+    files_dir: Path | None = None
+    """Folder into which each version is written as weight files, from which replicas that join later load it; the
+    newest two versions are kept. Unset: only transport disk writes them, to `weights` in the run's folder."""
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
     """Weights are broadcast in parts of at most this size, several at a time. Tensors below 1 MiB share a bucket;
     larger ones have their own, and are cut if they exceed this size."""
@@ -104,8 +98,6 @@ class TrainerConfig(BackendConfig):
     """Steps between checkpoints. Groups stay on the bus until a checkpoint holds what became of them."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)
     """Older checkpoints are deleted."""
-    samples_every: int = pydantic.Field(default=10, ge=1)
-    """Steps between groups that are written to the run folder for people to read."""
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     max_failures_in_a_row: int = pydantic.Field(default=32, ge=0)
@@ -119,16 +111,10 @@ class DataConfig(Config):
 
     path: str = ""
     """Parquet file, in the schema of hiyouga/geometry3k or a similar one. Empty: the built-in data set."""
-    name: Literal["geometry"] = "geometry"
-    """Built-in data set, used when path is empty."""
     kinds: tuple[Literal["x", "y", "length", "distance"], ...] = pydantic.Field(
         default=("x", "y", "length"), min_length=1
     )
-    """Kinds of problem in the built-in data set."""
-    size: int = pydantic.Field(default=10_000, ge=1)
-    """Rows of the built-in data set."""
-    seed: int = pydantic.Field(default=0, ge=0)
-    """Seed of the built-in data set. The order of rows follows run.seed."""
+    """Kinds of problem in the built-in data set of 10,000 pictures, which is used when path is empty."""
     shuffle: bool = True
     """Shuffle the rows anew for each epoch; otherwise keep the order of the file."""
     images_column: str = "images"

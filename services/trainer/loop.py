@@ -39,6 +39,9 @@ from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
 log = structlog.get_logger()
 
 _ACKS_AT_A_TIME = 64
+_SAMPLES_EVERY = 10
+"""Steps between groups that are written for people to read: enough to see the policy change, small beside the
+checkpoints."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +117,7 @@ class TrainingLoop:
             metrics["weights_digest"] = (await asyncio.to_thread(self.backend.digests)).weights
         self.ledger.finish_training()
         self.step += 1
-        if self.step % self.config.samples_every == 0 or self.step == 1:
+        if self.step % _SAMPLES_EVERY == 0 or self.step == 1:
             await asyncio.to_thread(self._write_samples, batch[0])
         return {"step": self.step, "num_steps": self.config.num_steps, "policy_version": self.version, **metrics}
 

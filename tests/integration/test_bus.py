@@ -520,7 +520,7 @@ def test_every_server_keeps_what_it_acknowledged_and_bears_several_large_groups(
 async def test_no_server_is_one_line_that_says_what_to_do() -> None:
     """SetupError names bus.url, its value and the remedy."""
     with pytest.raises(SetupError, match=r"bus.url = 'nats://127.0.0.1:9'.*penstock serve nats"):
-        async with connect(BusConfig(url="nats://127.0.0.1:9", connect_timeout_s=0.5), run="r"):
+        async with connect(BusConfig(url="nats://127.0.0.1:9"), run="r", timeout_s=0.5):
             pass
     with pytest.raises(SetupError, match=r"bus.url is empty.*--bus.url="):
         async with connect(BusConfig(), run="r"):

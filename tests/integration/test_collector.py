@@ -88,7 +88,7 @@ async def open_flow(
     images = ImageStore(bus)
     await images.ensure()
     feeder = Feeder(
-        dataset=open_dataset(DataConfig(size=10)),
+        dataset=open_dataset(DataConfig()),
         ledger=ledger,
         bus=bus,
         images=images,

@@ -49,12 +49,12 @@ async def test_an_engine_that_joins_late(
     """
     config = WeightSyncConfig(mode="in_place", bucket_bytes=1 << 16)
 
-    def publishing(watch: Watch, **settings: object) -> WeightPublisher:
+    def publishing(watch: Watch, *, files_dir: Path | None = None, **settings: object) -> WeightPublisher:
         publisher = WeightPublisher(
             config=config.model_copy(update=settings),
             replicas=watch,
             backend="gloo",
-            files=WeightFileStore(tmp_path / "weights" if settings.get("write_files") else None),
+            files=WeightFileStore(files_dir),
         )
         stack.push_async_callback(publisher.close)
         return publisher
@@ -63,7 +63,7 @@ async def test_an_engine_that_joins_late(
     async with connect(bus_config, run=tmp_path.name) as bus, contextlib.AsyncExitStack() as stack:
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
-        publisher = publishing(watch, write_files=True, transport="broadcast")
+        publisher = publishing(watch, files_dir=tmp_path / "weights", transport="broadcast")
         policies = {version: reference.perturbed(version) for version in range(7, 12)}
         await publisher.publish(publisher.take(7, policies[7].weights.items()))
         keeping = asyncio.create_task(publisher.keep_current())

@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 async def enter(url: str, security: Security, *, timeout_s: float = 5.0) -> None:
     """Connect and use JetStream."""
-    async with connect(BusConfig(url=url, connect_timeout_s=timeout_s), run="r", security=security) as bus:
+    async with connect(BusConfig(url=url), run="r", security=security, timeout_s=timeout_s) as bus:
         await bus.ensure_streams()
 
 

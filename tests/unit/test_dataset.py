@@ -12,7 +12,8 @@ from PIL import Image
 from penstock.errors import DataError
 from penstock.records import ImagePart, TextPart
 from services.trainer.config import DataConfig
-from services.trainer.data.dataset import open_dataset, row_at
+from services.trainer.data.dataset import BuiltInRows, Dataset, open_dataset, row_at
+from services.trainer.data.geometry import KINDS
 
 
 def png(color: str = "red", mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
@@ -158,15 +159,17 @@ def test_each_epoch_plays_every_row_once_in_an_order_of_its_own() -> None:
 
 def test_built_in_problems_come_through_the_same_door() -> None:
     """One picture, one mark, one answer, and no end."""
-    dataset = open_dataset(DataConfig(size=4), seed=3)
+    dataset = Dataset(BuiltInRows(KINDS, num_rows=4), DataConfig(), seed=3)
     row = dataset[4 * 1000 + 1]
     assert row.messages[0].parts[0] == ImagePart(index=0)
     assert len(row.images) == len(row.golds) == 1
     assert dataset.num_rows == 4
     one_epoch = [dataset[position].golds for position in range(4)]
-    other_order = [open_dataset(DataConfig(size=4), seed=4)[position].golds for position in range(4)]
+    other_order = [
+        Dataset(BuiltInRows(KINDS, num_rows=4), DataConfig(), seed=4)[position].golds for position in range(4)
+    ]
     assert sorted(one_epoch) == sorted(other_order)
-    in_order = open_dataset(DataConfig(size=4, shuffle=False), seed=3)
+    in_order = Dataset(BuiltInRows(KINDS, num_rows=4), DataConfig(shuffle=False), seed=3)
     assert in_order[5].images == in_order[1].images
 
 

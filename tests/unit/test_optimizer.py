@@ -4,30 +4,35 @@ import pytest
 import torch
 
 from penstock.errors import UserError
-from services.trainer.backend.optimizer import Optimizer, make_adamw, warmup_factor
+from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer, make_adamw, warmup_factor
 from services.trainer.config import OptimizerConfig
 
 
-def make(config: OptimizerConfig, weight: torch.Tensor) -> tuple[Optimizer, torch.nn.Parameter]:
+def make(
+    config: OptimizerConfig,
+    weight: torch.Tensor,
+    *,
+    eps: float = ADAM_EPS,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+) -> tuple[Optimizer, torch.nn.Parameter]:
     """An optimizer over one matrix."""
     parameter = torch.nn.Parameter(weight.clone())
-    return Optimizer(make_adamw([parameter], config), [parameter], config), parameter
+    adamw = make_adamw([parameter], config, eps=eps)
+    return Optimizer(adamw, [parameter], config, max_skipped_steps=max_skipped_steps), parameter
 
 
 def test_resumes_with_the_recipes_settings_and_the_checkpoints_averages() -> None:
     """AdamW by hand: averages of the first update, everything else from the recipe of the second."""
     first_gradient = torch.tensor([[0.3, -0.1], [0.2, 0.4]])
     second_gradient = torch.tensor([[-0.2, 0.5], [0.1, 0.3]])
-    old = OptimizerConfig(learning_rate=1e-1, betas=(0.5, 0.6), eps=1e-3, warmup_steps=3, grad_clip=100)
-    optimizer, parameter = make(old, torch.ones(2, 2))
+    old = OptimizerConfig(learning_rate=1e-1, betas=(0.5, 0.6), warmup_steps=3, grad_clip=100)
+    optimizer, parameter = make(old, torch.ones(2, 2), eps=1e-3)
     parameter.grad = first_gradient.clone()
     assert optimizer.update(0.0)["learning_rate"] == 1e-1 / 4
     saved, weight = optimizer.state_dict(), parameter.detach().clone()
 
-    recipe = OptimizerConfig(
-        learning_rate=2e-3, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.5, warmup_steps=7, grad_clip=100
-    )
-    resumed, parameter = make(recipe, weight)
+    recipe = OptimizerConfig(learning_rate=2e-3, betas=(0.8, 0.9), weight_decay=0.5, warmup_steps=7, grad_clip=100)
+    resumed, parameter = make(recipe, weight, eps=1e-2)
     resumed.load_state_dict(saved)
     parameter.grad = second_gradient.clone()
     rate = resumed.update(0.0)["learning_rate"]
@@ -59,10 +64,10 @@ def test_warm_up_goes_on_where_it_was() -> None:
 
 def test_a_row_of_skipped_updates_goes_on_over_a_resume() -> None:
     """One before the checkpoint and one after it are two in a row."""
-    config = OptimizerConfig(max_skipped_steps=1)
-    optimizer, _ = make(config, torch.ones(2, 2))
+    config = OptimizerConfig()
+    optimizer, _ = make(config, torch.ones(2, 2), max_skipped_steps=1)
     assert optimizer.update(float("nan"))["skipped"] == 1
-    resumed, parameter = make(config, torch.ones(2, 2))
+    resumed, parameter = make(config, torch.ones(2, 2), max_skipped_steps=1)
     resumed.load_state_dict(optimizer.state_dict())
     with pytest.raises(UserError, match="2 steps in a row had loss inf"):
         resumed.update(float("inf"))

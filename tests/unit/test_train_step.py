@@ -16,6 +16,7 @@ from services.trainer.algorithm.advantage import group_advantages
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
@@ -30,11 +31,25 @@ def config(**changes: Any) -> TrainerConfig:
 
 
 def backend_of(
-    path: Path, trainer_config: TrainerConfig, checkpoint: Path | None = None, **algorithm: Any
+    path: Path,
+    trainer_config: TrainerConfig,
+    checkpoint: Path | None = None,
+    *,
+    adam_eps: float = ADAM_EPS,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    **algorithm: Any,
 ) -> InProcessBackend:
     """One that has loaded the model, or the checkpoint."""
     axes = AlgorithmConfig.model_validate(algorithm)
-    backend = InProcessBackend(path, trainer_config, axes, seed=0, temperature=1.0)
+    backend = InProcessBackend(
+        path,
+        trainer_config,
+        axes,
+        seed=0,
+        temperature=1.0,
+        adam_eps=adam_eps,
+        max_skipped_steps=max_skipped_steps,
+    )
     backend.load(checkpoint)
     return backend
 
@@ -84,8 +99,8 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
             tiny_model_path,
             config(
                 micro_batch_tokens=micro_batch_tokens,
-                optimizer=OptimizerConfig(learning_rate=1e-3, eps=1e-3),  # else a step is the sign of the gradient
             ),
+            adam_eps=1e-3,  # else a step is the sign of the gradient
             aggregation={"kind": aggregation},
         )
         metrics = backend.step(groups, policy_version=2)
@@ -169,7 +184,7 @@ def test_a_loss_that_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(
 ) -> None:
     """Weights, optimizer and schedule stay; a good step between them starts the count anew."""
     backend = backend_of(
-        tiny_model_path, config(optimizer=OptimizerConfig(learning_rate=1e-3, max_skipped_steps=1, warmup_steps=9))
+        tiny_model_path, config(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=9)), max_skipped_steps=1
     )
     before = weights(backend)
     assert backend.step(broken(groups), policy_version=2)["skipped"] == 1

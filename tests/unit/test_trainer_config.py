@@ -27,7 +27,6 @@ class Both(Config):
             "--trainer.weight_sync.transport=nfs",
             r"weight_sync\.transport = 'nfs'.*'disk', 'shared_memory' or 'delta'",
         ),
-        ("--trainer.weight_sync.drain_s=0", r"trainer\.weight_sync\.drain_s"),
         ("--trainer.optimizer.betas=[0.9, 1.0]", r"trainer\.optimizer\.betas = .*below 1"),
         ("--trainer.optimizer.learning_rate=0", r"trainer\.optimizer\.learning_rate"),
         ("--sampling.temperature=0", r"sampling\.temperature = '0'"),

@@ -32,14 +32,24 @@ from services.rollout.worker.prompt_handler import PromptHandler
 log = structlog.get_logger()
 
 _CONSUMER = "workers"
+MAX_DELIVERIES = 20
+"""With the pauses between them they span almost three minutes, in which a router or a reward service comes back.
+A group that fails for so long fails for good."""
 _MAX_IN_HAND = 10_000
 """Unacked prompts over all workers. The trainer's gate is the real bound; this only has to exceed it."""
 
 
-async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
+async def serve(
+    settings: WorkerSettings,
+    stop: asyncio.Event,
+    *,
+    security: Security | None = None,
+    max_deliveries: int = MAX_DELIVERIES,
+) -> None:
     """Play prompt groups until `stop`, then put back those that do not finish within the grace period.
 
-    Needs a process of its own: it keeps transformers from importing torch.
+    Needs a process of its own: it keeps transformers from importing torch. A group that has failed `max_deliveries`
+    times is given up and reported to the trainer as failed.
 
     Raises:
         ConfigError: an environment cannot be loaded, or the model has no tokenizer.
@@ -81,7 +91,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event, *, security: Secu
             handler.handle,
             stop=stop,
             concurrency=config.concurrency,
-            max_deliveries=settings.bus.max_deliveries,
+            max_deliveries=max_deliveries,
             give_up=handler.give_up,
             grace_s=settings.run.grace_s,
         )

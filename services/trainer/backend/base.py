@@ -58,7 +58,7 @@ class TrainBackend(Protocol):
             policy_version: The published version, which the weights have before the step.
 
         Raises:
-            UserError: more than `optimizer.max_skipped_steps` steps in a row were skipped.
+            UserError: more than `MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

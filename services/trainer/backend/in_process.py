@@ -18,7 +18,7 @@ from services.trainer.backend.environment import Environment, current_environmen
 from services.trainer.backend.export import named_weights, save_model, weights_digest
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.model import PolicyModel
-from services.trainer.backend.optimizer import Optimizer, make_adamw
+from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer, make_adamw
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.train_step import TrainStep
 from services.trainer.batching.sequences import TrainGroup
@@ -36,7 +36,15 @@ class InProcessBackend:
     """The model; there after `load`."""
 
     def __init__(
-        self, model_path: Path, config: BackendConfig, algorithm: AlgorithmConfig, *, seed: int, temperature: float
+        self,
+        model_path: Path,
+        config: BackendConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        seed: int,
+        temperature: float,
+        adam_eps: float = ADAM_EPS,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
 
@@ -46,6 +54,8 @@ class InProcessBackend:
             algorithm: What they compute.
             seed: Of torch's generator, in a run that starts from `model_path`.
             temperature: Of the sampling that is trained.
+            adam_eps: Added to AdamW's denominator.
+            max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
 
         Raises:
             ConfigError: the device is not there, or the process is one of several ranks.
@@ -63,6 +73,8 @@ class InProcessBackend:
         self._model_path = model_path
         self._seed = seed
         self._temperature = temperature
+        self._adam_eps = adam_eps
+        self._max_skipped_steps = max_skipped_steps
         self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if dtype == "bfloat16" else "no")
 
     @property
@@ -81,8 +93,11 @@ class InProcessBackend:
         )
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._accelerator.free_memory()  # what an earlier load prepared
-        model, adamw = self._accelerator.prepare(self.policy, make_adamw(parameters, self._config.optimizer))
-        self._optimizer = Optimizer(adamw, parameters, self._config.optimizer)
+        made = make_adamw(parameters, self._config.optimizer, eps=self._adam_eps)
+        model, adamw = self._accelerator.prepare(self.policy, made)
+        self._optimizer = Optimizer(
+            adamw, parameters, self._config.optimizer, max_skipped_steps=self._max_skipped_steps
+        )
         self._step = TrainStep(
             model=model,
             optimizer=self._optimizer,

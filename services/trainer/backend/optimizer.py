@@ -16,15 +16,28 @@ from services.trainer.config import OptimizerConfig
 
 log = structlog.get_logger()
 
+ADAM_EPS = 1e-8
+"""Added to AdamW's denominator, against division by zero: torch's default, and that of the published recipes."""
+MAX_SKIPPED_STEPS = 3
+"""One bad batch skips a step; more in a row come from weights that stay broken, and would go on until the end."""
+
 
 class Optimizer:
     """Applies gradients to the weights."""
 
-    def __init__(self, adamw: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], config: OptimizerConfig):
+    def __init__(
+        self,
+        adamw: torch.optim.Optimizer,
+        parameters: list[torch.nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    ) -> None:
         """Use `adamw` from `make_adamw`, or what accelerate wraps it in, over `parameters`."""
         self._adamw = adamw
         self._parameters = parameters
         self._config = config
+        self._max_skipped_steps = max_skipped_steps
         self._num_updates = 0
         self._num_skipped_in_a_row = 0
 
@@ -47,7 +60,7 @@ class Optimizer:
         if not is_finite:
             self._num_skipped_in_a_row += 1
             log.warning("step.skipped", loss=loss, grad_norm=grad_norm, in_a_row=self._num_skipped_in_a_row)
-            if self._num_skipped_in_a_row > self._config.max_skipped_steps:
+            if self._num_skipped_in_a_row > self._max_skipped_steps:
                 raise UserError(
                     f"{self._num_skipped_in_a_row} steps in a row had loss {loss} and gradient norm {grad_norm}; the "
                     "weights are as they were before them. Lower trainer.optimizer.learning_rate or "
@@ -71,13 +84,15 @@ class Optimizer:
         self._num_skipped_in_a_row = state["num_skipped_in_a_row"]
 
 
-def make_adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def make_adamw(
+    parameters: list[torch.nn.Parameter], config: OptimizerConfig, *, eps: float = ADAM_EPS
+) -> torch.optim.AdamW:
     """Return AdamW over `parameters`, with weight decay on matrices only, not on norms and biases."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=eps)
 
 
 def warmup_factor(step: int, warmup_steps: int) -> float:

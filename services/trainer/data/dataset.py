@@ -13,9 +13,14 @@ import numpy as np
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.config import DataConfig
 from services.trainer.data.example import Example, Row, make_example
-from services.trainer.data.geometry import GeometryDataset
+from services.trainer.data.geometry import GeometryDataset, Kind
 from services.trainer.data.parquet import ParquetRows
 
+NUM_BUILT_IN_ROWS = 10_000
+"""An epoch of the built-in problems: more rows than there are different pictures of a coordinate, few enough for an
+order of rows to be drawn in a millisecond."""
+BUILT_IN_SEED = 0
+"""The built-in problems are the same in every run, so that runs can be compared; run.seed changes their order."""
 MAX_CHECKED_ROWS = 5000
 """Data sets up to this size are read completely before the run starts: about a millisecond per image."""
 
@@ -69,7 +74,7 @@ class Dataset:
                 system_prompt=self._config.system_prompt,
             )
         except (ValueError, InvalidRequestError) as error:
-            name = self._config.path or self._config.name
+            name = self._config.path or "geometry"
             raise DataError(f"data set {name!r}, row {number}: {error}; repair the row or remove it") from None
 
 
@@ -78,12 +83,12 @@ def open_dataset(config: DataConfig, *, seed: int = 0) -> Dataset:
 
     Args:
         config: Which data, and how to read it.
-        seed: Seed of the order of rows, if it is shuffled. The built-in problems depend on `config.seed` alone.
+        seed: Seed of the order of rows, if it is shuffled. The built-in problems are always the same.
 
     Raises:
         DataError: the file, one of its columns or one of its rows is wrong.
     """
-    return Dataset(ParquetRows(config) if config.path else _BuiltInRows(config), config, seed=seed)
+    return Dataset(ParquetRows(config) if config.path else BuiltInRows(config.kinds), config, seed=seed)
 
 
 def row_at(position: int, num_rows: int, seed: int | None) -> int:
@@ -103,11 +108,12 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> Sequence[int] | np.nda
     return np.random.default_rng((seed, epoch)).permutation(num_rows)
 
 
-class _BuiltInRows:
+class BuiltInRows:
     """The built-in geometry problems, drawn when they are read."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self._drawn = GeometryDataset(config.size, seed=config.seed, kinds=config.kinds)
+    def __init__(self, kinds: Sequence[Kind], *, num_rows: int = NUM_BUILT_IN_ROWS) -> None:
+        """Problems of these kinds."""
+        self._drawn = GeometryDataset(num_rows, seed=BUILT_IN_SEED, kinds=kinds)
 
     def __len__(self) -> int:
         return len(self._drawn)

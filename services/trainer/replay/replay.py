@@ -98,11 +98,10 @@ class _Trainer:
                 f"no checkpoint precedes the step, and model.path = {str(model_path)!r} has no model; give the folder "
                 "of the model that the run began with by --model.path=FOLDER"
             )
-        skips = {"max_skipped_steps": _MAX_SKIPPED_STEPS}
-        changes: dict[str, object] = {"optimizer": settings.trainer.optimizer.model_copy(update=skips)}
+        config = settings.trainer
         if not torch.cuda.is_available():
-            changes["device"] = "cpu"  # a step from a GPU can be examined without one; its environment differs visibly
-        config = settings.trainer.model_copy(update=changes)
+            # A step from a GPU can be examined without one; its environment differs visibly
+            config = config.model_copy(update={"device": "cpu"})
         self.settings = settings
         self._base_path = model_path if start is None else start.model_path
         # accelerate fixes the precision for a process; here one step may follow another in other precision.
@@ -113,6 +112,7 @@ class _Trainer:
             settings.algorithm,
             seed=settings.run.seed,
             temperature=settings.sampling.temperature,
+            max_skipped_steps=_MAX_SKIPPED_STEPS,
         )
         self.backend.load(None if start is None else start.path)
         self._reader = open_reader(self._base_path)

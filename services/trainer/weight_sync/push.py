@@ -27,6 +27,9 @@ log = structlog.get_logger()
 
 _OWN_SHARE = 0.8
 """Share of a collective stage's time after which its group is closed. The rest is for blocked members to answer."""
+_DRAIN_S = 30.0
+"""With mode drain, seconds that running requests have to finish; after that they are retracted. New ones wait
+meanwhile, so this is what a push may cost at worst. Who has longer answers is better served by retract."""
 _CANCEL_NOTICE_S = 2.0
 """Time to tell the members that the push was cancelled."""
 _MODES = {
@@ -206,7 +209,7 @@ class Push:
 
     async def _pause(self) -> None:
         config = self._config
-        drain_s = config.drain_s if config.mode == "drain" else 0.0
+        drain_s = _DRAIN_S if config.mode == "drain" else 0.0
         request = rollout_pb2.PauseGenerationRequest(
             push_id=self._calls.push_id, mode=_MODES[config.mode], drain_s=drain_s
         )

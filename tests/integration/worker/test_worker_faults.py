@@ -83,10 +83,10 @@ async def test_garbage_on_the_queue_is_buried(
 async def test_a_prompt_that_fails_again_and_again_is_given_up(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
-    """After max_deliveries tries, each cut off by wait_timeout_s, the trainer is told."""
+    """After `max_deliveries` tries, each cut off by wait_timeout_s, the trainer is told."""
     engine.error = UnavailableError("the engine is broken")
     await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address, max_deliveries=2, wait_timeout_s=0.5)):
+    async with working(make_recipe(engine.replica.address, wait_timeout_s=0.5), max_deliveries=2):
         [group] = await until_done(bus, 1)
     assert "the engine is broken" in group.error
     assert await count(bus, bus.dead) == 1

@@ -27,10 +27,10 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def working(recipe: Recipe) -> AsyncIterator[asyncio.Event]:
-    """A worker during the context; yields its stop event."""
+async def working(recipe: Recipe, **constants: Any) -> AsyncIterator[asyncio.Event]:
+    """A worker during the context; yields its stop event. `constants` are other values of its constants."""
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(service_settings.for_worker(recipe), stop))
+    task = asyncio.create_task(serve(service_settings.for_worker(recipe), stop, **constants))
     try:
         yield stop
     finally:
