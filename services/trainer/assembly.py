@@ -21,15 +21,19 @@ from services.trainer.admission.ledger import GroupLedger
 from services.trainer.backend.base import TrainBackend
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
+from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.loop import TrainingLoop
+from services.trainer.position import Position
+from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
 from services.trainer.starting_point import StartingPoint
@@ -75,6 +79,19 @@ async def assemble(
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
     progress.step = progress.checkpoint_step = start.step
+    replicas = await _watch_replicas(settings, bus, stack)
+    position = Position(
+        num_steps=config.num_steps,
+        step=start.step,
+        version=first_version(
+            checkpoint=start.version,
+            published=start.versions.newest_published,
+            claimed=start.versions.newest_claimed,
+            newest_held=newest_version_held(replicas),
+            max_staleness=config.max_staleness,
+        ),
+    )
+    changes = Changes()
 
     images = ImageStore(bus)
     await images.ensure()
@@ -84,6 +101,7 @@ async def assemble(
     collector = Collector(
         consumer=consumer,
         ledger=ledger,
+        changes=changes,
         reader=reader,
         images=images,
         lock=lock,
@@ -94,6 +112,8 @@ async def assemble(
     feeder = Feeder(
         dataset=dataset,
         ledger=ledger,
+        position=position,
+        changes=changes,
         bus=bus,
         images=images,
         sampling=Sampling(
@@ -108,15 +128,6 @@ async def assemble(
         profile=settings.data.profile,
         environment=settings.data.environment,
     )
-    ttl_s = settings.bus.lease_ttl_s
-    replicas = await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
-    version = first_version(
-        checkpoint=start.version,
-        published=start.versions.newest_published,
-        claimed=start.versions.newest_claimed,
-        newest_held=newest_version_held(replicas),
-        max_staleness=config.max_staleness,
-    )
     publisher = _publisher(
         config.weight_sync,
         start.folder,
@@ -126,28 +137,51 @@ async def assemble(
         has_gpu=backend.config.device == "cuda",
     )
     stack.push_async_callback(publisher.close)
-    log.info("run.opened", run_id=start.run_id, step=start.step, version=version, resumed=start.version is not None)
+    publication = Publication(
+        position=position,
+        max_staleness=config.max_staleness,
+        lock=lock,
+        versions=start.versions,
+        publisher=publisher,
+        feeder=feeder,
+        progress=progress,
+        checkpoints_folder=start.checkpoints.folder,
+    )
+    log.info(
+        "run.opened",
+        run_id=start.run_id,
+        step=start.step,
+        version=position.version,
+        resumed=start.version is not None,
+    )
     return TrainingLoop(
         config=config,
         folder=start.folder,
-        base_model=settings.model.path,
-        lock=lock,
-        versions=start.versions,
         progress=progress,
+        position=position,
         backend=backend,
         publisher=publisher,
+        publication=publication,
         ledger=ledger,
         feeder=feeder,
         collector=collector,
-        images=images,
         crashes=crashes,
-        batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector, streak=streak),
-        checkpoints=start.checkpoints,
+        batches=BatchSource(
+            ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+        ),
+        checkpoints=CheckpointSaver(
+            store=start.checkpoints,
+            base_model=settings.model.path,
+            backend=backend,
+            ledger=ledger,
+            lock=lock,
+            images=images,
+            publication=publication,
+            progress=progress,
+            saved_version=start.version,
+        ),
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step),
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
-        version=version,
-        step=start.step,
-        saved_version=start.version,
     )
 
 
@@ -156,6 +190,11 @@ def _open_crash_record(folder: Path, config: TrainerConfig) -> CrashRecord:
     crashes = CrashRecord(folder / "in_hand.json")
     crashes.require_progress(config.max_failures_in_a_row)
     return crashes
+
+
+async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitStack) -> Watch:
+    ttl_s = settings.bus.lease_ttl_s
+    return await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

@@ -39,7 +39,7 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event, *, security: Sec
             return
         await _run_beside_its_tasks(loop, stop)
         await _draw(loop)
-        log.info("run.ended", step=loop.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
+        log.info("run.ended", step=loop.position.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
 
 
 async def _serve_progress(

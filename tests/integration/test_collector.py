@@ -30,10 +30,12 @@ from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainG
 from services.trainer.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
+from services.trainer.position import Position
 from tests.support.cuttable_link import CuttableLink
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.waiting import until
@@ -41,7 +43,7 @@ from tests.support.waiting import until
 RUN = "run"
 """The run id of `make_group`."""
 
-NUM_STEPS_LEFT = 100
+NUM_STEPS = 100
 
 
 @dataclass
@@ -53,11 +55,18 @@ class Flow:
     collector: Collector
     feeder: Feeder
     batches: BatchSource
+    position: Position
+
+    def announce(self, version: int) -> None:
+        """What the training loop does when the weights of `version` are pushed."""
+        self.position.version = self.position.announced_version = version
+        self.feeder.wake()
 
     async def next_batch(self, version: int) -> list[Finished]:
-        """The next batch, within the time of a test."""
+        """The batch that trains `version`, which is announced, within the time of a test."""
+        self.announce(version)
         async with asyncio.timeout(30):
-            return await self.batches.next(version, num_steps_left=NUM_STEPS_LEFT)
+            return await self.batches.next()
 
     async def settle(self) -> int:
         """What a checkpoint does; returns the number of messages that it acknowledged."""
@@ -85,11 +94,15 @@ async def open_flow(
     ledger: GroupLedger[Finished, Delivery] = GroupLedger(
         Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
     )
+    position = Position(num_steps=NUM_STEPS, step=0, version=0)
+    changes = Changes()
     images = ImageStore(bus)
     await images.ensure()
     feeder = Feeder(
         dataset=open_dataset(DataConfig()),
         ledger=ledger,
+        position=position,
+        changes=changes,
         bus=bus,
         images=images,
         sampling=Sampling(temperature=1.0),
@@ -106,6 +119,7 @@ async def open_flow(
             collector = Collector(
                 consumer=groups,
                 ledger=ledger,
+                changes=changes,
                 reader=GroupReader(tokens, patcher),
                 lock=await claim(bus, "trainer", ttl_s=0.0),
                 images=images,
@@ -113,18 +127,19 @@ async def open_flow(
                 streak=streak,
                 crashes=CrashRecord(Path(folder) / "in_hand.json"),
             )
-            batches = BatchSource(ledger=ledger, feeder=feeder, collector=collector, streak=streak)
-            yield Flow(bus, ledger, collector, feeder, batches)
+            batches = BatchSource(
+                ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+            )
+            yield Flow(bus, ledger, collector, feeder, batches, position)
 
 
 @asynccontextmanager
 async def running(bus: Bus, model_path: Path, **settings: Any) -> AsyncIterator[Flow]:
-    """The same, with the collector at work."""
-    async with open_flow(bus, model_path, **settings) as flow:
-        task = asyncio.create_task(flow.collector.run())
-        try:
-            yield flow
-        finally:
+    """The same, with collector and feeder at work."""
+    async with open_flow(bus, model_path, **settings) as flow, asyncio.TaskGroup() as tasks:
+        working = [tasks.create_task(flow.collector.run()), tasks.create_task(flow.feeder.run())]
+        yield flow
+        for task in working:
             await end_task(task)
 
 
@@ -180,7 +195,8 @@ async def test_groups_in_hand_are_not_played_again_after_a_restart(bus: Bus, tin
     """Only what neither the bus holds nor the state knows as finished is published again, in place of the old queue."""
     await publish(bus, make_group(tiny_model_path, index=1, version=1))
     async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(20):
-        await flow.feeder.admit(1, num_steps_left=NUM_STEPS_LEFT)
+        flow.announce(1)
+        await until(lambda: flow.ledger.num_untrained == 3)
         await flow.collector.wait_until_caught_up()
         flow.feeder.trainer_epoch = "b"
         await flow.feeder.publish_again()
@@ -431,7 +447,10 @@ async def test_group_that_takes_long_is_not_taken_for_lost(bus: Bus, tiny_model_
             return looks[-1]
 
         flow.batches.feeder = SimpleNamespace(  # type: ignore[assignment]
-            admit=flow.feeder.admit, has_prompts=look, replace_lost=flow.feeder.replace_lost
+            wake=flow.feeder.wake,
+            publishing=flow.feeder.publishing,
+            has_prompts=look,
+            replace_lost=flow.feeder.replace_lost,
         )
         waiting = asyncio.create_task(flow.next_batch(1))
         await until(lambda: len(looks) >= 3)
@@ -454,14 +473,15 @@ async def test_stale_group_that_arrives_while_others_are_admitted(bus: Bus, tiny
     """Publishing a prompt takes time, in which groups arrive: they are checked before the choice, not chosen from."""
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
     async with running(bus, tiny_model_path, groups_per_step=2) as flow:
+        publish_prompts = flow.feeder.bus.publish
 
-        async def admit_slowly(version: int, *, num_steps_left: int) -> None:
-            await flow.feeder.admit(version, num_steps_left=num_steps_left)
+        async def publish_slowly(*args: Any, **settings: Any) -> bool:
             if flow.ledger.counts.rejected == 1 and flow.ledger.wants(1, 0):
-                await publish(bus, make_group(tiny_model_path, index=1, version=1))
-                await until(lambda: flow.ledger.status(1) is GroupStatus.HELD)
+                await publish(flow.bus, make_group(tiny_model_path, index=1, version=1))
+                await until(lambda: not flow.ledger.wants(1, 0))
+            return await publish_prompts(*args, **settings)
 
-        flow.batches.feeder = SimpleNamespace(admit=admit_slowly)  # type: ignore[assignment]
+        flow.feeder.bus = SimpleNamespace(prompts=bus.prompts, publish=publish_slowly)  # type: ignore[assignment]
         waiting = asyncio.create_task(flow.next_batch(5))
         await until(lambda: flow.ledger.counts.rejected == 2)
         for index in range(2):

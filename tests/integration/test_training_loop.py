@@ -1,12 +1,12 @@
 """The training loop's promises to those who come after a crash, and to a trainer that has taken over."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery, consuming
@@ -18,10 +18,10 @@ from penstock.records.published_version import read_published_version
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
+from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.config import TrainerConfig
-from services.trainer.flow.crash_record import CrashRecord
-from services.trainer.loop import TrainingLoop
+from services.trainer.position import Position
+from services.trainer.publication import Publication
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
 
@@ -37,10 +37,6 @@ class Pushes:
         """Die in the first push if told so."""
         self.versions: list[int] = []
         self._dies = dies
-
-    def take(self, version: int, _named_weights: object) -> int:
-        """The weights are their version."""
-        return version
 
     async def publish(self, version: int) -> None:
         """Keep the version."""
@@ -62,32 +58,61 @@ class Receipt:
         self.is_acked = True
 
 
-async def open_loop(bus: Bus, folder: Path, *, epoch: str, pushes: Pushes) -> TrainingLoop:
-    """A loop at step 7 that holds the trainer's lock, with no model behind it."""
+@dataclass
+class Controller:
+    """What a trainer publishes and saves with, at step 7 of version 7, with no model behind it."""
+
+    position: Position
+    ledger: GroupLedger[Any, Any]
+    images: ImageStore
+    publication: Publication
+    saver: CheckpointSaver
+
+    async def publish(self, version: int) -> None:
+        """Publish the same weights as `version`."""
+        self.position.version = version
+        await self.publication.publish(version, version)  # type: ignore[arg-type]
+
+    async def save(self) -> None:
+        """Save a checkpoint and settle what it accounts for."""
+        moment = self.saver.moment(self.position)
+        await self.saver.write(moment)
+        await self.saver.settle(moment)
+
+
+async def open_controller(
+    bus: Bus, folder: Path, *, epoch: str, pushes: Pushes, groups_per_step: int = 1
+) -> Controller:
+    """Take the trainer's lock."""
     lock = await claim(bus, "trainer", ttl_s=0.2)
-    backend: Any = SimpleNamespace(export=lambda: [("w", torch.ones(3))], save=lambda path: (path / "model").mkdir())
-    return TrainingLoop(
-        config=TrainerConfig(),
-        folder=folder,
-        base_model=folder,
+    backend: Any = SimpleNamespace(save=lambda path: (path / "model").mkdir())
+    position = Position(num_steps=10, step=7, version=7, announced_version=7)
+    ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=0, groups_per_step=groups_per_step))
+    progress = Progress(run_id="run", num_steps=10)
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    publication = Publication(
+        position=position,
+        max_staleness=1,
         lock=lock,
         versions=await open_versions(bus),
-        progress=Progress(run_id="run", num_steps=10),
-        backend=backend,
         publisher=pushes,  # type: ignore[arg-type]
-        ledger=GroupLedger(Gate(max_staleness=0, groups_per_step=1)),
-        feeder=SimpleNamespace(trainer_epoch=epoch),  # type: ignore[arg-type]
-        collector=None,  # type: ignore[arg-type]
-        images=ImageStore(bus),
-        crashes=CrashRecord(folder / "in_hand.json"),
-        batches=None,  # type: ignore[arg-type]
-        checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
-        metrics=None,  # type: ignore[arg-type]
-        recorder=None,
-        version=7,
-        step=7,
+        feeder=SimpleNamespace(trainer_epoch=epoch, wake=lambda: None),  # type: ignore[arg-type]
+        progress=progress,
+        checkpoints_folder=store.folder,
+    )
+    images = ImageStore(bus)
+    saver = CheckpointSaver(
+        store=store,
+        base_model=folder,
+        backend=backend,
+        ledger=ledger,
+        lock=lock,
+        images=images,
+        publication=publication,
+        progress=progress,
         saved_version=7,
     )
+    return Controller(position, ledger, images, publication, saver)
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -99,9 +124,9 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
 
 async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bus, tmp_path: Path) -> None:
     """A replica may have got the weights although nobody announced them: their number is taken."""
-    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes(dies=True))
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes(dies=True))
     with pytest.raises(PowerCutError):
-        await loop._publish(8)
+        await trainer.publish(8)
     versions = await open_versions(bus)
     assert versions.published is None
     first = first_version(checkpoint=7, published=7, claimed=versions.newest_claimed, newest_held=0, max_staleness=0)
@@ -133,35 +158,35 @@ async def test_the_announced_version_never_goes_back(bus: Bus) -> None:
 
 async def test_trainer_that_is_replaced_while_it_acknowledges_does_not_announce(bus: Bus, tmp_path: Path) -> None:
     """The checkpoint is on disk; what the run's processes read is the successor's business."""
-    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes())
 
     class Replacing(Receipt):
         async def ack(self) -> None:
             await claim(bus, "trainer", ttl_s=0.0)
 
-    loop.ledger.admit(7)
-    loop.ledger.drop(0, 0, GroupStatus.FAILED)
-    loop.ledger.keep_receipt(0, Replacing())  # type: ignore[arg-type]
+    trainer.ledger.admit(7)
+    trainer.ledger.drop(0, 0, GroupStatus.FAILED)
+    trainer.ledger.keep_receipt(0, Replacing())  # type: ignore[arg-type]
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
-        await loop._save_checkpoint()
+        await trainer.save()
     assert (await open_versions(bus)).published is None
 
 
 async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: Bus, tmp_path: Path) -> None:
     """It was silent for too long: weights, groups and checkpoints are those of the one that took over."""
     pushes, receipt = Pushes(), Receipt()
-    silent = await open_loop(bus, tmp_path, epoch="a", pushes=pushes)
+    silent = await open_controller(bus, tmp_path, epoch="a", pushes=pushes)
     silent.ledger.admit(7)
     silent.ledger.drop(0, 0, GroupStatus.FAILED)
     silent.ledger.keep_receipt(0, receipt)  # type: ignore[arg-type]
-    successor = await open_loop(bus, tmp_path, epoch="b", pushes=pushes)
-    await successor._publish(8)
-    await successor._save_checkpoint()
+    successor = await open_controller(bus, tmp_path, epoch="b", pushes=pushes)
+    await successor.publish(8)
+    await successor.save()
     checkpoints = snapshot(tmp_path)
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
-        await silent._publish(8)
+        await silent.publish(8)
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
-        await silent._save_checkpoint()
+        await silent.save()
     assert pushes.versions == [8], "only the successor's weights went out"
     assert not receipt.is_acked
     assert snapshot(tmp_path) == checkpoints
@@ -170,29 +195,28 @@ async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: B
 async def test_a_checkpoint_settles_the_groups_that_it_accounts_for(bus: Bus, tmp_path: Path) -> None:
     """Their messages leave the bus, and their images with them; a group that waits for its batch keeps both."""
     await bus.ensure_streams()
-    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
-    loop.ledger = GroupLedger(Gate(max_staleness=0, groups_per_step=2))
-    await loop.images.ensure()
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes(), groups_per_step=2)
+    await trainer.images.ensure()
     ids = [GroupId(run_id="run", index=index, attempt=0, trainer_epoch="a") for index in (0, 1)]
     for each in ids:
-        loop.ledger.admit(7)
-        await loop.images.put(each.scope, b"image")
+        trainer.ledger.admit(7)
+        await trainer.images.put(each.scope, b"image")
         await bus.publish(bus.groups, b"group", message_id=each.message)
     async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=10) as consumer:
         deliveries: list[Delivery] = []
         async with asyncio.timeout(30):
             while len(deliveries) < 2:
                 deliveries += await consumer.fetch(2)
-        loop.ledger.drop(0, 0, GroupStatus.FAILED)
+        trainer.ledger.drop(0, 0, GroupStatus.FAILED)
         group: Any = None
-        loop.ledger.hold(Arrival(index=1, attempt=0, oldest_version=7, newest_version=7, num_tokens=1, group=group))
+        trainer.ledger.hold(Arrival(index=1, attempt=0, oldest_version=7, newest_version=7, num_tokens=1, group=group))
         for index, delivery in enumerate(deliveries):
-            loop.ledger.keep_receipt(index, delivery)
-        await loop._save_checkpoint()
+            trainer.ledger.keep_receipt(index, delivery)
+        await trainer.save()
         assert consumer.num_in_hand == 1
     stored = await bus.jetstream.stream_info(bus.groups.name)
     assert (stored.state.messages, stored.state.first_seq) == (1, 2), "only the message of group 1"
-    assert loop.ledger.status(0) is GroupStatus.SETTLED
+    assert trainer.ledger.status(0) is GroupStatus.SETTLED
     images, sha256 = ImageStore(bus), hash_of(b"image")
     assert await images.get(ids[1].scope, sha256) == b"image"
     with pytest.raises(MissingImageError):
@@ -211,10 +235,10 @@ async def test_the_origin_of_a_version_is_kept_for_a_bounded_time(bus: Bus) -> N
 
 async def test_a_missing_checkpoint_folder_does_not_begin_a_new_run(bus: Bus, tmp_path: Path) -> None:
     """The bus still holds the groups of the run: a volume that is not mounted must not purge them."""
-    loop = await open_loop(bus, tmp_path, epoch="a", pushes=Pushes())
-    await loop._publish(8)
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes())
+    await trainer.publish(8)
     (await open_versions(bus)).require_checkpoint(tmp_path / "checkpoints")  # nothing was saved yet
-    await loop._save_checkpoint()
+    await trainer.save()
     versions = await open_versions(bus)
     with pytest.raises(SetupError, match=r"checkpoints holds no checkpoint, but run 'run' saved one of step 7 there"):
         versions.require_checkpoint(tmp_path / "checkpoints")

@@ -34,3 +34,12 @@ def test_the_parts_of_a_step_add_up() -> None:
     clock.lap("wait_s")
     clock.lap("train_s")
     assert clock.seconds() == {"wait_s": 2.0, "train_s": 3.0, "step_s": 9.0}
+
+
+def test_a_stopped_clock_stands() -> None:
+    """What a step took is asked for after its push, which goes on beside the next step."""
+    times = iter((10.0, 12.0, 15.0))
+    clock = StepClock(now=lambda: next(times))
+    clock.lap("wait_s")
+    clock.stop()
+    assert clock.seconds() == clock.seconds() == {"wait_s": 2.0, "step_s": 5.0}

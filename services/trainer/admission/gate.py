@@ -21,14 +21,17 @@ class Gate:
         """Most groups that may be admitted and untrained."""
         return (self.max_staleness + 1) * self.groups_per_step
 
-    def num_admissible(self, num_untrained: int, *, num_steps_left: int) -> int:
-        """Return how many more groups may be admitted.
+    def num_admissible(self, num_untrained: int, *, num_steps_left: int, num_steps_ahead: int = 0) -> int:
+        """Return how many more groups may be admitted at the announced version.
 
         Args:
             num_untrained: Groups admitted and not yet trained.
             num_steps_left: Optimizer steps that the run still takes. Groups beyond them are not admitted.
+            num_steps_ahead: Optimizer steps taken since the announced version. Their groups keep their places until
+                the next announcement: a group admitted now is already that many versions old.
         """
-        return max(0, min(self.capacity, num_steps_left * self.groups_per_step) - num_untrained)
+        num_steps = min(self.max_staleness + 1 - num_steps_ahead, num_steps_left)
+        return max(0, num_steps * self.groups_per_step - num_untrained)
 
     def is_stale(self, *, oldest_version: int, newest_version: int, version: int) -> bool:
         """Return whether a group may not be trained at the published `version`.

@@ -63,7 +63,7 @@ class Admission:
     attempt: int
     """0, and one more each time the group is admitted again."""
     version: int
-    """Published policy version when it was admitted."""
+    """The announced policy version when it was admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +172,11 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         """Groups admitted and not yet trained."""
         return len(self._admissions)
 
-    def num_admissible(self, num_steps_left: int) -> int:
+    def num_admissible(self, num_steps_left: int, *, num_steps_ahead: int = 0) -> int:
         """Return how many groups the gate lets in now; see `Gate.num_admissible`."""
-        return self.gate.num_admissible(self.num_untrained, num_steps_left=num_steps_left)
+        return self.gate.num_admissible(
+            self.num_untrained, num_steps_left=num_steps_left, num_steps_ahead=num_steps_ahead
+        )
 
     def unplayed(self) -> list[Admission]:
         """Return the groups that are admitted and not in hand, in order of index."""
@@ -187,7 +189,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     # Admission
 
     def admit(self, version: int) -> Admission:
-        """Admit the next group at the published `version`; rejected groups go first, the lowest index first.
+        """Admit the next group at the announced `version`; rejected groups go first, the lowest index first.
 
         The group must be played only if its status is then `ADMITTED`: it may have arrived, or failed, already.
 
@@ -209,7 +211,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return admission
 
     def readmit_lost(self, version: int) -> list[Admission]:
-        """Admit every unplayed group again at the published `version`: nothing of them is on the bus any more."""
+        """Admit every unplayed group again at the announced `version`: nothing of them is on the bus any more."""
         lost = [
             Admission(index=admission.index, attempt=admission.attempt + 1, version=version)
             for admission in self.unplayed()
@@ -276,7 +278,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     # Training
 
     def reject_stale(self, version: int) -> list[Arrival[GroupT]]:
-        """Reject the groups in hand that may not be trained at the published `version`, and return them."""
+        """Reject the groups in hand that may not train the weights of `version`, and return them."""
         stale = [
             arrival
             for index, arrival in self._arrivals.items()
@@ -294,7 +296,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return stale
 
     def select(self, version: int) -> Selection:
-        """Choose the batch that trains the published `version`, or say which groups it waits for.
+        """Choose the batch that trains the weights of `version`, or say which groups it waits for.
 
         Raises:
             ValueError: a group in hand is stale; call `reject_stale` first.

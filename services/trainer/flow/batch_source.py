@@ -1,4 +1,4 @@
-"""The next batch: admit, reject what is stale, and wait until the ledger's selection is in hand.
+"""The next batch: reject what is stale, and wait until the ledger's selection is in hand.
 
 Invariants: the checks for staleness and the choice of the batch happen without an await between them, so that no group
 can arrive in between and be trained unchecked; a group that is waited for exists.
@@ -10,9 +10,11 @@ import structlog
 
 from penstock.bus.consumer import Delivery
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
+from services.trainer.position import Position
 
 log = structlog.get_logger()
 
@@ -28,34 +30,35 @@ class BatchSource:
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
     collector: Collector
+    changes: Changes
+    position: Position
     streak: FailureStreak
     silence_s: float = _SILENCE_S
 
-    async def next(self, version: int, *, num_steps_left: int) -> list[Finished]:
-        """Wait for the batch that trains the published `version`, and take it, in order of index.
+    async def next(self) -> list[Finished]:
+        """Wait for the batch that trains the weights of `position.version`, and take it, in order of index.
 
         Report `finish_training` to the ledger before the next call.
 
         Raises:
             DataError: a group that is waited for was lost too often.
         """
-        waited_s = 0.0
+        version, waited_s = self.position.version, 0.0
         while True:
-            await self.feeder.admit(version, num_steps_left=num_steps_left)
             self._reject_stale(version)
-            if self.ledger.num_admissible(num_steps_left):
-                continue
+            self.feeder.wake()
             selection = self.ledger.select(version)
             if selection.indices:
                 return self.ledger.start_training(selection.indices)
-            if await self.collector.arrival(self.silence_s):
+            if await self.changes.wait(self.silence_s):
                 waited_s = 0.0
                 continue
             waited_s += self.silence_s
             log.warning("group.awaited", waited_s=waited_s, indices=selection.waiting_for[:16])
-            if not await self._exists():
-                self.streak.lose(selection.waiting_for, "the bus holds neither its prompt nor the finished group")
-                await self.feeder.replace_lost(version)
+            async with self.feeder.publishing:
+                if not await self._exists():
+                    self.streak.lose(selection.waiting_for, "the bus holds neither its prompt nor the finished group")
+                    await self.feeder.replace_lost()
 
     async def _exists(self) -> bool:
         """Return whether a group that is not in hand is anywhere; True if the bus does not answer.

@@ -18,6 +18,7 @@ from penstock.records import Group, GroupId
 from penstock.records.codec import decode
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
 from services.trainer.batching.sequences import GroupReader, TrainGroup
+from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 
@@ -43,6 +44,7 @@ class Collector:
 
     consumer: Consumer
     ledger: GroupLedger[Finished, Delivery]
+    changes: Changes
     reader: GroupReader
     lock: Lock
     """Only its holder may acknowledge."""
@@ -58,7 +60,6 @@ class Collector:
     """Groups of other runs, since this trainer started."""
     num_unreadable: int = 0
     """Groups that could not be read, since this trainer started. They count as failed too."""
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
@@ -73,22 +74,13 @@ class Collector:
             deliveries = await self.consumer.fetch(_FETCH_LIMIT)
             for delivery in deliveries:
                 await self._receive(delivery)
-                self._arrived.set()
+                self.changes.notify()
             if not deliveries and not self._caught_up.is_set() and await self.has_everything():
                 self._caught_up.set()
 
     async def wait_until_caught_up(self) -> None:
         """Return when everything that the bus held at the start is here."""
         await self._caught_up.wait()
-
-    async def arrival(self, timeout_s: float) -> bool:
-        """Wait for the next group, whatever becomes of it; return False if none arrives in time."""
-        self._arrived.clear()
-        try:
-            await asyncio.wait_for(self._arrived.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
 
     async def has_everything(self) -> bool:
         """Return whether the ledger knows of every group that the bus holds; False if the bus does not answer."""

@@ -1,4 +1,4 @@
-"""The feeder: examples of the data set, as far as the ledger admits them, to the PROMPTS queue.
+"""The feeder: examples of the data set, as far as the ledger admits them, to the PROMPTS queue, beside training.
 
 Invariant: every group that the ledger counts as admitted is on the bus, with a worker, or in hand. A trainer that
 starts again cannot know which, so it publishes those not in hand again, under message ids of its own epoch; the ledger
@@ -6,7 +6,8 @@ recognises what then arrives twice.
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -19,8 +20,13 @@ from penstock.records import GroupId, Prompt, Sampling
 from penstock.records.codec import encode
 from services.trainer.admission.ledger import Admission, GroupLedger, GroupStatus
 from services.trainer.data.dataset import Dataset
+from services.trainer.flow.changes import Changes
+from services.trainer.position import Position
 
 log = structlog.get_logger()
+
+_PUBLISHES_AT_A_TIME = 32
+"""Enough to hide the round trips; more would only queue up in the server."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +35,8 @@ class Feeder:
 
     dataset: Dataset
     ledger: GroupLedger[Any, Any]
+    position: Position
+    changes: Changes
     bus: Bus
     images: ImageStore
     sampling: Sampling
@@ -38,29 +46,52 @@ class Feeder:
     samples_per_group: int
     profile: str
     environment: str
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def admit(self, version: int, *, num_steps_left: int) -> None:
-        """Admit what the gate allows at the published `version`.
+    async def run(self) -> None:
+        """Admit whenever `wake` is called, until cancelled.
 
         Raises:
             DataError: a row of the data is wrong, or too large to send.
         """
-        while self.ledger.num_admissible(num_steps_left):
-            admission = self.ledger.admit(version)
-            if self.ledger.status(admission.index) is GroupStatus.ADMITTED:
-                await self._publish(admission)
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            await self.admit()
+
+    def wake(self) -> None:
+        """Have `run` look whether the gate lets groups in: a version was announced, or a group made room."""
+        self._wanted.set()
+
+    async def admit(self) -> None:
+        """Admit what the gate allows at the announced version.
+
+        Raises:
+            DataError: a row of the data is wrong, or too large to send.
+        """
+        async with self.publishing:
+            while num := self._num_admissible():
+                version = self._announced_version()
+                admissions = [self.ledger.admit(version) for _ in range(num)]
+                self.changes.notify()  # one of them may have been in hand before it was admitted
+                await self._publish(
+                    [each for each in admissions if self.ledger.status(each.index) is GroupStatus.ADMITTED]
+                )
 
     async def publish_again(self) -> None:
         """After a restart: publish every admitted group that is not in hand, in place of what the queue holds."""
-        await self.bus.purge(self.bus.prompts)
-        for admission in self.ledger.unplayed():
-            await self._publish(admission)
+        async with self.publishing:
+            await self.bus.purge(self.bus.prompts)
+            await self._publish(self.ledger.unplayed())
 
-    async def replace_lost(self, version: int) -> None:
-        """Admit every group again that is not in hand; see `GroupLedger.readmit_lost`."""
-        for admission in self.ledger.readmit_lost(version):
+    async def replace_lost(self) -> None:
+        """Admit every group again that is not in hand; see `GroupLedger.readmit_lost`. Hold `publishing`."""
+        admissions = self.ledger.readmit_lost(self._announced_version())
+        for admission in admissions:
             log.warning("group.lost", index=admission.index, next_attempt=admission.attempt)
-            await self._publish(admission)
+        await self._publish(admissions)
 
     async def has_prompts(self) -> bool:
         """Return whether the queue holds prompts, with a worker or not; True if the server does not answer."""
@@ -70,7 +101,22 @@ class Feeder:
             return True
         return info.state.messages > 0
 
-    async def _publish(self, admission: Admission) -> None:
+    def _num_admissible(self) -> int:
+        if self.position.announced_version is None:
+            return 0
+        return self.ledger.num_admissible(self.position.num_steps_left, num_steps_ahead=self.position.num_steps_ahead)
+
+    def _announced_version(self) -> int:
+        assert self.position.announced_version is not None, "nothing is admitted before the first announcement"
+        return self.position.announced_version
+
+    async def _publish(self, admissions: Sequence[Admission]) -> None:
+        for first in range(0, len(admissions), _PUBLISHES_AT_A_TIME):
+            await asyncio.gather(
+                *(self._publish_one(each) for each in admissions[first : first + _PUBLISHES_AT_A_TIME])
+            )
+
+    async def _publish_one(self, admission: Admission) -> None:
         example = await asyncio.to_thread(self.dataset.__getitem__, admission.index)
         group_id = GroupId(
             run_id=self.run_id,

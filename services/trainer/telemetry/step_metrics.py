@@ -17,6 +17,7 @@ class StepClock:
         self._now = now
         self._started = self._lap_started = now()
         self._laps: dict[str, float] = {}
+        self._stopped: float | None = None
 
     def lap(self, name: str) -> None:
         """End a part of the step, and start the next."""
@@ -24,9 +25,14 @@ class StepClock:
         self._laps[name] = now - self._lap_started
         self._lap_started = now
 
+    def stop(self) -> None:
+        """End the step."""
+        self._stopped = self._now()
+
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part, and of the whole step so far as `step_s`."""
-        return self._laps | {"step_s": self._now() - self._started}
+        """Return the seconds of each part, and of the whole step, until it was stopped or so far, as `step_s`."""
+        ended = self._now() if self._stopped is None else self._stopped
+        return self._laps | {"step_s": ended - self._started}
 
 
 def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""Work beside the training loop, one piece of a kind at a time."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Lane:
+    """At most one running piece of work. An error in it ends the task group, and with it the loop."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        """Run the work in `tasks`."""
+        self._tasks = tasks
+        self._current: asyncio.Task[None] | None = None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work`; await `free` first."""
+        assert self._current is None or self._current.done(), "one piece of work at a time"
+        self._current = self._tasks.create_task(work)
+
+    async def free(self) -> None:
+        """Wait until nothing runs."""
+        if self._current is not None:
+            await asyncio.wait({self._current})

@@ -1,0 +1,102 @@
+"""Saves the state of one moment beside the run, and then lets go of the messages that it accounts for.
+
+Invariants: weights, ledger and step are of one moment; messages are acknowledged only after the checkpoint is on disk,
+and only by the trainer that holds the lock.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.bus.consumer import Delivery
+from penstock.bus.image_store import ImageStore
+from penstock.bus.lock import Lock
+from penstock.records import GroupId
+from services.trainer.admission.ledger import GroupLedger, LedgerCheckpoint
+from services.trainer.backend.base import TrainBackend
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.flow.collector import Finished
+from services.trainer.position import Position
+from services.trainer.publication import Publication
+from services.trainer.telemetry.progress import Progress
+
+log = structlog.get_logger()
+
+_ACKS_AT_A_TIME = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What the controller must know of a checkpoint's moment, beside the backend's weights."""
+
+    step: int
+    version: int
+    ledger: LedgerCheckpoint
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointSaver:
+    """Saves checkpoints of a run."""
+
+    store: CheckpointStore
+    base_model: Path
+    """Folder of the model that the run began with; every checkpoint names it."""
+    backend: TrainBackend
+    ledger: GroupLedger[Finished, Delivery]
+    lock: Lock
+    """Only its holder may write and acknowledge."""
+    images: ImageStore
+    publication: Publication
+    progress: Progress
+    saved_version: int | None
+    """The policy version in the newest checkpoint; None in a new run."""
+
+    def moment(self, position: Position) -> Moment:
+        """Return this moment, between two steps.
+
+        Raises:
+            ValueError: a batch is being trained.
+        """
+        return Moment(step=position.step, version=position.version, ledger=self.ledger.checkpoint())
+
+    async def write(self, moment: Moment) -> None:
+        """Write the checkpoint of `moment`. The weights must not change until this returns.
+
+        Raises:
+            SupersededError: another trainer has taken over; nothing was written.
+        """
+        await self.lock.confirm()  # the folder may be a successor's by now
+        state: dict[str, Any] = {
+            "run_id": self.progress.run_id,
+            "step": moment.step,
+            "version": moment.version,
+            "base_model": str(self.base_model),
+            "ledger": moment.ledger.state,
+        }
+        started = time.monotonic()
+        await asyncio.to_thread(self.store.save, moment.step, state, self.backend.save)
+        log.info("checkpoint.saved", step=moment.step, elapsed_s=round(time.monotonic() - started, 3))
+
+    async def settle(self, moment: Moment) -> None:
+        """Acknowledge what the checkpoint of `moment`, now on disk, accounts for, and announce it.
+
+        Raises:
+            SupersededError: another trainer has taken over.
+        """
+        await self.lock.confirm()
+        settled = self.ledger.settle(moment.ledger)
+        for first in range(0, len(settled), _ACKS_AT_A_TIME):
+            await asyncio.gather(*(self._release(delivery) for delivery in settled[first : first + _ACKS_AT_A_TIME]))
+        self.progress.checkpoint_step, self.saved_version = moment.step, moment.version
+        await self.publication.announce_checkpoint()
+        log.debug("checkpoint.settled", step=moment.step, num_messages_acked=len(settled))
+
+    async def _release(self, delivery: Delivery) -> None:
+        await delivery.ack()
+        group_id = GroupId.parse(delivery.message_id)
+        if group_id is not None:
+            await self.images.remove(group_id.scope)
