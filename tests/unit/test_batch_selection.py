@@ -40,6 +40,8 @@ def test_the_gate_admits_no_more_than_the_run_can_still_train() -> None:
     assert gate.num_admissible(1, num_steps_left=100) == 7
     assert gate.num_admissible(1, num_steps_left=2) == 3
     assert gate.num_admissible(1, num_steps_left=0) == 0
+    assert gate.num_admissible(1, num_steps_left=100, num_steps_ahead=1) == 5, "the step's groups keep their places"
+    assert gate.num_admissible(1, num_steps_left=2, num_steps_ahead=2) == 3
 
 
 def test_the_gate_bounds_the_age_of_the_oldest_token() -> None:
@@ -91,18 +93,24 @@ def test_refuses_what_is_stale_or_unknown() -> None:
     groups_per_step=st.integers(1, 4),
     seed=st.integers(0, 2**32),
     is_refilled_late=st.booleans(),
+    is_announced_late=st.booleans(),
 )
 def test_no_group_ever_goes_stale_by_waiting(
-    max_staleness: int, groups_per_step: int, seed: int, is_refilled_late: bool
+    max_staleness: int, groups_per_step: int, seed: int, is_refilled_late: bool, is_announced_late: bool
 ) -> None:
-    """Any order of finishing: at most a batch is due, nothing in hand is rejected, and every wait can end."""
+    """Any order of finishing: at most a batch is due, nothing in hand is rejected, and every wait can end.
+
+    The announcement of a version may take as long as collecting its batch, or come with the next version's.
+    """
     rng = random.Random(seed)
     ledger: GroupLedger[int, int] = GroupLedger(Gate(max_staleness=max_staleness, groups_per_step=groups_per_step))
-    version, trained = 1, []
+    announced, version, trained = 1, 1, []
     for _ in range(12):
         while True:
-            while ledger.num_admissible(NUM_STEPS_LEFT) and not (is_refilled_late and rng.random() < 0.3):
-                ledger.admit(version)
+            while ledger.num_admissible(NUM_STEPS_LEFT, num_steps_ahead=version - announced) and not (
+                is_refilled_late and rng.random() < 0.3
+            ):
+                ledger.admit(announced)
             due = [each for each in ledger.unplayed() if each.version <= version - max_staleness]
             assert len(due) <= groups_per_step
             assert ledger.reject_stale(version) == []
@@ -111,15 +119,18 @@ def test_no_group_ever_goes_stale_by_waiting(
                 break
             unplayed = ledger.unplayed()
             assert set(selection.waiting_for) <= {each.index for each in unplayed}
+            if not (is_announced_late and unplayed and rng.random() < 0.8):
+                announced = version  # at the latest when there is nothing else to wait for
             if unplayed:
                 each = rng.choice(unplayed)  # anything may finish next, urgent or not
-                finish(ledger, each.index, rng.randint(each.version, version))
+                finish(ledger, each.index, rng.randint(each.version, announced))
         versions = ledger.start_training(selection.indices)
         assert len(versions) == groups_per_step
         assert all(version - oldest <= max_staleness for oldest in versions)
         ledger.finish_training()
         trained += selection.indices
-        version += 1
+        announced = announced if is_announced_late else version + 1
+        announced, version = max(announced, version), version + 1  # one push is under way at most
     assert len(set(trained)) == len(trained) == 12 * groups_per_step
 
 

@@ -28,10 +28,12 @@ from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.loop import TrainingLoop
+from services.trainer.position import Position
 from services.trainer.telemetry.progress import Progress
 
 DEADLY = 0
@@ -74,18 +76,20 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
         images = ImageStore(bus)
         await images.ensure()
 
-        async def admit(version: int, *, num_steps_left: int) -> None:
-            while ledger.num_admissible(num_steps_left):
-                ledger.admit(version)
+        position = Position(num_steps=10, step=1, version=1, announced_version=1)
+        changes = Changes()
 
-        async def has_prompts() -> bool:
-            return True
+        def admit() -> None:
+            while ledger.num_admissible(position.num_steps_left):
+                ledger.admit(position.version)
+                changes.notify()
 
-        feeder: Any = SimpleNamespace(admit=admit, has_prompts=has_prompts)
+        feeder: Any = SimpleNamespace(wake=admit)
         async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=100, fresh=True) as consumer:
             collector = Collector(
                 consumer=consumer,
                 ledger=ledger,
+                changes=changes,
                 reader=DeadlyReader(tokens, None) if mode == "reading" else GroupReader(tokens, None),
                 lock=lock,
                 images=images,
@@ -96,24 +100,21 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
             loop = TrainingLoop(
                 config=TrainerConfig(),
                 folder=folder,
-                base_model=folder,
-                lock=lock,
-                versions=NOBODY,
                 progress=Progress(run_id="run", num_steps=10),
+                position=position,
                 backend=DeadlyBackend(),  # type: ignore[arg-type]
                 publisher=NOBODY,
+                publication=NOBODY,
                 ledger=ledger,
                 feeder=feeder,
                 collector=collector,
-                images=images,
                 crashes=crashes,
-                batches=BatchSource(ledger=ledger, feeder=feeder, collector=collector, streak=streak),
+                batches=BatchSource(
+                    ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+                ),
                 checkpoints=NOBODY,
                 metrics=NOBODY,
                 recorder=None,
-                version=1,
-                step=1,
-                saved_version=None,
             )
             async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
                 collecting = tasks.create_task(collector.run())
