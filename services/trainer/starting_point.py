@@ -36,13 +36,14 @@ class StartingPoint:
 
 
 async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPoint:
-    """Find the newest checkpoint of the run.
+    """Find the newest checkpoint of the run, and keep every earlier trainer from writing another one.
 
     Raises:
         SetupError: checkpoints are damaged or missing, or NATS does not answer.
     """
     folder = settings.run.folder or settings.run.dir / settings.run.name
     checkpoints = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
+    await asyncio.to_thread(checkpoints.claim)
     checkpoint = await asyncio.to_thread(checkpoints.latest)
     versions = await open_versions(bus)
     if checkpoint is None:

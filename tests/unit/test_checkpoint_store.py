@@ -48,12 +48,15 @@ def test_a_trainer_killed_while_writing_leaves_the_checkpoint_before(tmp_path: P
 
     with pytest.raises(KeyboardInterrupt):
         store.save(2, {}, die)
-    assert (tmp_path / ".step-000002.partial").is_dir()
+    assert len(list(tmp_path.glob(".step-000002.*.partial"))) == 1
     latest = store.latest()
     assert latest is not None
     assert latest.step == 1
+    store = CheckpointStore(tmp_path, keep=3)
     store.save(2, {}, write)
-    assert not list(tmp_path.glob(".*"))
+    (writers,) = tmp_path.glob(".*")
+    assert writers.name.startswith(".writer-")
+    assert not list(writers.iterdir())
     latest = store.latest()
     assert latest is not None
     assert latest.step == 2
@@ -151,12 +154,15 @@ for moment in range(1, 1000):
     if pid == 0:
         save_and_die(folder, moment)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found = CheckpointStore(folder, keep=1).latest()
+    successor = CheckpointStore(folder, keep=1)
+    successor.claim()
+    found = successor.latest()
     assert found is not None and found.step in (*before, 3), (moment, found)
     assert (found.model_path / "weights").read_bytes() == b"w" * 100
-    again = CheckpointStore(folder, keep=1).save(3, {"life": 3}, write)
+    again = successor.save(3, {"life": 3}, write)
     assert CheckpointStore(folder, keep=1).latest().state == {"life": 3}
-    assert sorted(os.listdir(folder)) == ["latest", "step-000003"], os.listdir(folder)
+    writers, *rest = sorted(os.listdir(folder))
+    assert (rest, os.listdir(folder / writers)) == (["latest", "step-000003"], []), os.listdir(folder)
     if code == 0:
         print(moment)
         break
@@ -171,6 +177,74 @@ def test_a_trainer_killed_at_any_moment_of_saving_has_a_checkpoint(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 5
+
+
+_REPLACED_EVERYWHERE = """
+import os, sys
+from pathlib import Path
+from penstock.errors import SupersededError
+from services.trainer.checkpoint.store import CheckpointStore
+
+EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
+root, step = Path(sys.argv[1]), int(sys.argv[2])
+
+def write(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"w" * 100)
+
+def save_and_be_replaced(folder, moment):
+    store, seen = CheckpointStore(folder, keep=1), 0
+    store.claim()
+
+    def hook(event, arguments):
+        nonlocal seen
+        if event in EVENTS:
+            seen += 1
+            if seen == moment:
+                successor = CheckpointStore(folder, keep=1)
+                successor.claim()
+                assert successor.latest() is not None
+                successor.save(step, {"life": 2}, write)
+    sys.addaudithook(hook)
+    try:
+        store.save(3, {"life": 1}, write)
+    except SupersededError as error:
+        assert "another trainer has taken over" in str(error)
+        os._exit(1)
+    os._exit(0 if seen < moment else 2)
+
+codes = []
+for moment in range(1, 1000):
+    folder = root / str(moment)
+    CheckpointStore(folder, keep=1).save(3, {"life": 0}, write)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save_and_be_replaced(folder, moment)
+        finally:
+            os._exit(9)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    codes.append(code)
+    if code == 0:
+        break
+    assert code in (1, 2), (moment, code)
+    found = CheckpointStore(folder, keep=1).latest()
+    assert (found.step, found.state) == (step, {"life": 2}), (moment, code, found)
+    assert (found.model_path / "weights").read_bytes() == b"w" * 100
+    writers, *rest = sorted(os.listdir(folder))
+    assert rest == ["latest", found.path.name], (moment, code, os.listdir(folder))
+print(codes.count(1))
+"""
+
+
+@pytest.mark.parametrize("step", ["2", "3", "4"])
+def test_a_trainer_that_is_replaced_while_it_saves_changes_nothing_of_its_successors(tmp_path: Path, step: str) -> None:
+    """Whatever it is about to do when the successor starts and saves: an earlier step, the same one, or a later one."""
+    done = subprocess.run(
+        [sys.executable, "-c", _REPLACED_EVERYWHERE, str(tmp_path), step], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 10
 
 
 def test_says_so_when_the_checkpoints_are_gone(tmp_path: Path) -> None:

@@ -7,17 +7,23 @@
         state.json       what the controller must know beside the weights
         manifest.json    every file above with its size; written last
       latest             name of the newest checkpoint
+      .writer-<id>/      what the store that may write has taken out of the way, or is about to put in place
 
 Invariants: a folder named step-N was complete when it got that name: it is written under another name, flushed to
 the disk, and renamed. Once there is a checkpoint, there is one at every moment: a step that is saved again has its old
 checkpoint renamed aside, not deleted, until the new one has the name. What the disk loses afterwards (a truncated or
 missing file) is found by the sizes in the manifest, and the checkpoint before it is taken.
+
+One store may write at a time. Every change of a checkpoint goes through a rename from or into the writer's folder,
+which the next writer renames away. So a trainer that was replaced while it was saving changes nothing of its
+successor's: its next rename fails.
 """
 
 import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +31,13 @@ from typing import Any
 
 import structlog
 
-from penstock.errors import SetupError
+from penstock.errors import SetupError, SupersededError
 
 log = structlog.get_logger()
 
 _NAME = re.compile(r"step-(\d{6,})")
-_REPLACED = ".replaced"
-"""Ends the name of a checkpoint that is being replaced."""
+_WRITER = ".writer-"
+"""Begins the name of a writer's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,28 @@ class CheckpointStore:
         """Use `folder`, which `save` makes; keep the newest `keep` checkpoints."""
         self.folder = folder
         self._keep = keep
+        self._writer = folder / f"{_WRITER}{uuid.uuid4().hex}"
+        self._is_claimed = False
+
+    def claim(self) -> None:
+        """Become the only store that may write here, and finish what an earlier one had begun. Blocks.
+
+        `save` claims a folder that this store never claimed.
+        """
+        self._is_claimed = True
+        self._writer.mkdir(parents=True)
+        for number, other in enumerate(self.folder.glob(f"{_WRITER}*")):
+            if other == self._writer:
+                continue
+            taken = self._writer / f"earlier-{number}"
+            other.rename(taken)
+            for aside in taken.rglob("step-*.aside"):
+                final = self.folder / aside.name.removesuffix(".aside")
+                if not final.exists():
+                    aside.rename(final)
+            shutil.rmtree(taken)
+        for partial in self.folder.glob(".*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)  # who was replaced may still be writing it
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Checkpoint:
         """Write a checkpoint, make it the latest, and delete the oldest beyond `keep`. Blocks.
@@ -64,30 +92,47 @@ class CheckpointStore:
             step: Optimizer steps taken. An existing checkpoint of this step is replaced.
             state: Plain data for JSON.
             write: Writes the other files into the folder it is given.
+
+        Raises:
+            SupersededError: another store has claimed the folder; nothing of its checkpoints is changed.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._restore_replaced()
-        for partial in self.folder.glob(".*.partial"):  # left by a trainer that was killed
+        if not self._is_claimed:
+            self.claim()
+        name = f"step-{step:06d}"
+        partial = self.folder / f".{name}.{self._writer.name.removeprefix(_WRITER)}.partial"
+        if partial.exists():
             shutil.rmtree(partial)
-        final = self.folder / f"step-{step:06d}"
-        partial = self.folder / f".{final.name}.partial"
-        partial.mkdir()
-        write(partial)
-        (partial / "state.json").write_text(json.dumps(state))
-        sizes = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(_files(partial))}
-        (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
-        for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
-            _flush(path)
-        replaced = self.folder / f".{final.name}{_REPLACED}"
+        try:
+            partial.mkdir()
+            write(partial)
+            (partial / "state.json").write_text(json.dumps(state))
+            sizes = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(_files(partial))}
+            (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
+            for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
+                _flush(path)
+            self._put_in_place(partial, self.folder / name)
+            self._point_at(name)
+            self._delete_others(step)
+        except Exception:  # whatever the libraries raise whose folder is removed under them
+            if self._writer.exists():
+                raise
+            shutil.rmtree(partial, ignore_errors=True)
+            raise SupersededError(
+                f"another trainer has taken over {self.folder} while this one was saving step {step}; let that one go "
+                "on, or stop it and start this one again"
+            ) from None
+        return Checkpoint(step=step, path=self.folder / name, state=state)
+
+    def _put_in_place(self, partial: Path, final: Path) -> None:
+        """Give a complete folder its name; the one that has it goes aside first."""
+        ready, aside = self._writer / final.name, self._writer / f"{final.name}.aside"
+        partial.rename(ready)
         if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
+            final.rename(aside)
+        ready.rename(final)
         _flush(self.folder)
-        self._point_at(final.name)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-        self._delete_others(step)
-        return Checkpoint(step=step, path=final, state=state)
+        if aside.exists():
+            shutil.rmtree(aside)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None if this folder never had one.
@@ -95,7 +140,6 @@ class CheckpointStore:
         Raises:
             SetupError: there are or were checkpoints, but none is complete.
         """
-        self._restore_replaced()
         paths = self._paths()
         pointer = self.folder / "latest"
         newest = pointer.read_text().strip() if pointer.is_file() else ""
@@ -132,20 +176,11 @@ class CheckpointStore:
                 log.warning("checkpoint.refused", path=str(path), reason=str(error))
         return None
 
-    def _restore_replaced(self) -> None:
-        """Finish what a trainer that was killed while it replaced a checkpoint had begun."""
-        for replaced in self.folder.glob(f".step-*{_REPLACED}"):
-            final = self.folder / replaced.name.removeprefix(".").removesuffix(_REPLACED)
-            if final.exists():
-                shutil.rmtree(replaced)
-            else:
-                replaced.rename(final)
-
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
     def _point_at(self, name: str) -> None:
-        temporary = self.folder / ".latest.tmp"
+        temporary = self._writer / "latest"
         temporary.write_text(name + "\n")
         _flush(temporary)
         os.replace(temporary, self.folder / "latest")
@@ -156,7 +191,9 @@ class CheckpointStore:
         paths = sorted(self._paths(), key=_step)
         later = [path for path in paths if _step(path) > step]
         for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
-            shutil.rmtree(path)
+            unwanted = self._writer / f"{path.name}.unwanted"
+            path.rename(unwanted)
+            shutil.rmtree(unwanted)
 
 
 def _read(path: Path) -> Checkpoint:
