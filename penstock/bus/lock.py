@@ -10,10 +10,7 @@ everything that two holders must not both do.
 """
 
 import asyncio
-import os
-import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -21,6 +18,7 @@ import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS
+from penstock.bus.lock_holder import RELEASED, read_lock_holder, this_process, write_lock_holder
 from penstock.bus.register import Register, open_register
 from penstock.errors import SetupError, SupersededError
 from penstock.runtime.process import end_task
@@ -28,7 +26,6 @@ from penstock.runtime.process import end_task
 log = structlog.get_logger()
 
 _BUCKET = "locks"
-_RELEASED = b""
 _POLL_S = 0.25
 _PATIENCE_S = 2.0
 """A claimant waits this much longer than `ttl_s` for the holder to end."""
@@ -70,7 +67,7 @@ class Lock:
         """Let the next claimant have it at once; a lock that is lost already, or a server that is away, is no error."""
         with suppress(SupersededError, SetupError, TimeoutError, *BUS_ERRORS):
             async with asyncio.timeout(_RELEASE_TIMEOUT_S), self._renewing:
-                await self._register.write(_RELEASED)
+                await self._register.write(RELEASED)
 
 
 @asynccontextmanager
@@ -132,18 +129,18 @@ async def claim(
         SetupError: another process holds it and renews it.
     """
     register = await open_register(bus, await bus.bucket(_BUCKET), name)
-    holder = f"{socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex}".encode()
+    holder = write_lock_holder(this_process())
     started = unchanged_since = clock()
     while True:
-        if register.value == _RELEASED or clock() - unchanged_since >= ttl_s:
-            if register.value != _RELEASED:
-                log.warning("lock.taken_over", name=name, earlier_holder=register.value.decode(errors="replace"))
+        if register.value == RELEASED or clock() - unchanged_since >= ttl_s:
+            if register.value != RELEASED:
+                log.warning("lock.taken_over", name=name, earlier_holder=_describe(register.value))
             with suppress(SupersededError):  # another claimant was faster
                 await register.write(holder)
                 return Lock(register, name, holder)
         elif clock() - started >= ttl_s + _PATIENCE_S:
             raise SetupError(
-                f"a {name} of this run is running already ({register.value.decode(errors='replace')}); stop it, or "
+                f"a {name} of this run is running already ({_describe(register.value)}); stop it, or "
                 "choose another run.name"
             )
         else:
@@ -153,3 +150,8 @@ async def claim(
             started = unchanged_since = clock()
         elif register.revision != seen:
             unchanged_since = clock()
+
+
+def _describe(value: bytes) -> str:
+    holder = read_lock_holder(value)
+    return "an unknown process" if holder is None else f"pid {holder.pid} on {holder.host}"

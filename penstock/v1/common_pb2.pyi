@@ -262,3 +262,33 @@ class Replica(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class LockHolder(_message.Message):
+    """The process that holds a lock of the run. NATS keeps it as JSON in the bucket `locks`; an empty value: nobody does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    CLAIM_ID_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """The machine that it runs on."""
+    pid: _builtins.int
+    """Its process id there."""
+    claim_id: _builtins.str
+    """Unique to this claim of the lock, so that no two holders write the same."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        claim_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_id", b"claim_id", "host", b"host", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LockHolder: _TypeAlias = LockHolder  # noqa: Y015

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message as ProtoMessage
 
+from penstock.bus.lock_holder import read_lock_holder, write_lock_holder
+from penstock.bus.replica_lease import write_replica
 from penstock.records import (
     Group,
     GroupId,
@@ -23,7 +25,8 @@ from penstock.records import (
     VersionSpan,
 )
 from penstock.records.codec import decode, encode
-from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2, router_pb2
+from penstock.records.published_version import write_published_version
+from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2, router_pb2, trainer_pb2
 
 HASH = "ab" * 32
 PROMPT = Prompt(
@@ -270,6 +273,19 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         ),
         "0a01651203683a311803200528033001380240044d0000003f",
     ),
+    (common_pb2.LockHolder(host="h", pid=300, claim_id="c"), "0a016810ac021a0163"),
+    (
+        trainer_pb2.PublishedVersion(
+            policy_version=4,
+            min_policy_version=3,
+            run_id="r",
+            step=2,
+            trainer_epoch="a",
+            checkpoint_step=1,
+            checkpoint_folder="/c",
+        ),
+        "080410031a017220022a016130013a022f63",
+    ),
     (
         rollout_pb2.PrepareWeightsRequest(
             push_id="p",
@@ -309,6 +325,18 @@ def test_messages_keep_their_wire_format(message: ProtoMessage, wire: str) -> No
     """Field numbers and types are those of the first release."""
     assert message.SerializeToString(deterministic=True).hex() == wire
     assert type(message).FromString(bytes.fromhex(wire)) == message
+
+
+def test_values_in_buckets_keep_their_form() -> None:
+    """JSON under the contract's names; what a later release adds is ignored."""
+    holder = common_pb2.LockHolder(host="h", pid=300, claim_id="c")
+    assert write_lock_holder(holder) == b'{"host": "h", "pid": 300, "claim_id": "c"}'
+    assert read_lock_holder(b'{"host": "h", "pid": 300, "claim_id": "c", "later": 1}') == holder
+    assert read_lock_holder(b"") is None
+    published = trainer_pb2.PublishedVersion(policy_version=4, min_policy_version=3, run_id="r")
+    assert write_published_version(published) == b'{"policy_version": "4", "min_policy_version": "3", "run_id": "r"}'
+    replica = common_pb2.Replica(replica_id="e", address="h:1", state=common_pb2.REPLICA_STATE_READY)
+    assert write_replica(replica) == b'{"replicaId": "e", "address": "h:1", "state": "REPLICA_STATE_READY"}'
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from penstock.bus.lock import claim, locked
 from penstock.bus.register import open_register
 from penstock.config import BusConfig
 from penstock.errors import SetupError, SupersededError
+from penstock.runtime.process import end_task
 from tests.support.waiting import until
 
 
@@ -64,7 +65,7 @@ async def test_a_holder_that_renews_is_not_replaced(bus: Bus, other_bus: Bus) ->
     with pytest.raises(SetupError, match=r"a trainer of this run is running already .*pid.*choose another run\.name"):
         await claim(other_bus, "trainer", ttl_s=20.0, clock=Clock(), poll_s=0.05)
     assert not renewing.done()
-    renewing.cancel()
+    await end_task(renewing)
 
 
 async def test_losing_the_lock_ends_the_holder(bus: Bus, other_bus: Bus) -> None:
