@@ -3,12 +3,13 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from penstock.runtime.backoff import Backoff
 from services.trainer.weight_sync.push_calls import Member
 
 RETRY_AFTER_S = 5.0
 """Long enough for an engine to be restarted, short against the minutes that it would otherwise be missing."""
 
-_MAX_DOUBLINGS = 5
+_MAX_WAIT_FACTOR = 32
 _MAX_INTERRUPTIONS = 2
 """A replica whose push takes longer than a step would never come back if every retry were interrupted."""
 
@@ -28,7 +29,7 @@ class FailedReplicas:
 
     def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
         """No replica has failed."""
-        self._retry_after_s = retry_after_s
+        self._backoff = Backoff(retry_after_s, _MAX_WAIT_FACTOR * retry_after_s)
         self._failures: dict[Member, _Failure] = {}
 
     def __contains__(self, member: Member) -> bool:
@@ -38,8 +39,8 @@ class FailedReplicas:
     def add(self, member: Member, *, now: float) -> float:
         """Record a failure; return the seconds until the retry."""
         failure = self._failures.setdefault(member, _Failure())
-        wait_s = self._retry_after_s * 2.0 ** min(failure.count, _MAX_DOUBLINGS)
         failure.count += 1
+        wait_s = self._backoff.after(failure.count)
         failure.retry_at, failure.num_interrupted = now + wait_s, 0
         return wait_s
 
