@@ -193,6 +193,47 @@ async def test_a_cancelled_call_ends_the_push() -> None:
     assert one.state == REPLICA_STATE_BROKEN
 
 
+@pytest.mark.parametrize("ends_by", ["a failed stage", "an abort"])
+async def test_a_clean_up_outlives_the_call_that_began_it(ends_by: str) -> None:
+    """The trainer dies while the engine that it has failed resumes: generation goes on, and the next push waits."""
+    sink = RecordedSink()
+    sink.fail_at, sink.hang_at = ("begin", "resume") if ends_by == "a failed stage" else ("", "resume")
+    ready = asyncio.Event()
+    one = await receiver(sink, on_change=lambda: ready.set() if one.state == REPLICA_STATE_READY else None)
+    await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    await one.pause("p1")
+    ending = asyncio.create_task(one.receive("p1") if sink.fail_at else one.abort("p1", "another member died"))
+    await asyncio.wait_for(sink.hanging.wait(), 20)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    following = asyncio.create_task(one.prepare("p2", 1, group("g2"), MANIFEST, deadline_s=30.0))
+    sink.released.set()
+    await asyncio.wait_for(ready.wait(), 20)
+    await following
+    assert sink.calls[-3:] == ["resume", "leave g1", "join g2"]
+
+
+async def test_of_two_pushes_prepared_at_once_the_later_one_is_received() -> None:
+    """The first ends at once, its deadline with it: it ends nothing later, and no task stays behind."""
+    sink = RecordedSink()
+    sink.hang_at = "join g1"
+    one = await receiver(sink)
+    tasks = asyncio.all_tasks()
+    first = asyncio.create_task(one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0))
+    await asyncio.wait_for(sink.hanging.wait(), 20)
+    second = asyncio.create_task(one.prepare("p2", 1, group("g2"), MANIFEST, deadline_s=30.0))
+    await asyncio.sleep(0)  # until it waits for the first
+    sink.released.set()
+    await asyncio.gather(first, second)
+    with pytest.raises(NotReadyError, match="is not prepared"):
+        await one.pause("p1")
+    for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
+        await stage("p2")
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
+    await one.close()
+    assert asyncio.all_tasks() == tasks
+
+
 async def test_a_new_push_supersedes_an_unfinished_one() -> None:
     """A trainer that was killed and started again need not wait for the deadline of its former self."""
     sink = RecordedSink()

@@ -16,13 +16,15 @@ MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_buc
 
 
 class RecordedSink:
-    """An engine that notes what is asked of it, and can be made to hang or fail at one call."""
+    """An engine that notes what is asked of it, and can be made to hang at one call, until `released`, or to fail."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.transports: list[Transport] = []
         self.digest = 7
         self.hang_at = ""
+        self.hanging = asyncio.Event()
+        self.released = asyncio.Event()
         self.fail_at = ""
         self.failures: list[str] = []
 
@@ -31,7 +33,8 @@ class RecordedSink:
         if call == self.fail_at:
             raise UnavailableError(f"{call} failed")
         if call == self.hang_at:
-            await asyncio.Event().wait()
+            self.hanging.set()
+            await self.released.wait()
 
     async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
         await self._note(f"join {source.group_name}")

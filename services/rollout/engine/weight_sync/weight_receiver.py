@@ -1,8 +1,9 @@
 """WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit -> resume.
 
 Invariants: touched weights serve no token until a push is complete. The version changes at commit and nowhere else. No
-push outlives its deadline, so a trainer that vanishes costs one deadline. A push that ends half-way leaves the engine
-BROKEN: its running requests fail, so that other replicas continue them, new ones are refused, and the next complete
+push outlives its deadline, so a trainer that vanishes costs one deadline. A push that ends early is cleaned up to the
+end before anything else begins, even if the call that ended it is cancelled. If its weights were touched, it leaves the
+engine BROKEN: running requests fail, so that other replicas continue them, new ones are refused, and the next complete
 push heals it.
 """
 
@@ -64,6 +65,8 @@ class WeightReceiver:
         self._sound = True  # whether all weights are of one version
         self._committed: tuple[str, dict[str, int]] | None = None  # kind and digests of the weights of `version`
         self._background: set[asyncio.Task[None]] = set()
+        self._clean_up: asyncio.Task[None] | None = None
+        """Of the last push that ended early."""
         self._watchdog: asyncio.Task[None] | None = None
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
         self.version = 0
@@ -74,10 +77,10 @@ class WeightReceiver:
 
     async def close(self) -> None:
         """End background work; the engine is shut down after this."""
-        tasks = [*self._background, *([self._watchdog] if self._watchdog else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := list(self._background):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prepare(
         self,
@@ -118,8 +121,10 @@ class WeightReceiver:
             )
         if self._push is not None:
             await self.abort(self._push.push_id, f"superseded by push {push_id}")
-        transport, upload = await accept(source, version, manifest, held=self.version, is_sound=self._sound)
         async with self._holding():
+            if self._push is not None:  # prepared while this call waited
+                await self._end_push(self._push, f"superseded by push {push_id}")
+            transport, upload = await accept(source, version, manifest, held=self.version, is_sound=self._sound)
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the process group"):
                 if isinstance(source, rollout_pb2.BroadcastSource) and source.group_name != self._group_name:
                     await self._leave_group()
@@ -134,7 +139,7 @@ class WeightReceiver:
                 deadline_s=deadline_s,
                 deadline=time.monotonic() + deadline_s,
             )
-            self._watchdog = asyncio.create_task(self._give_up_at_deadline(self._push))
+            self._watchdog = self._start(self._give_up_at_deadline(self._push))
 
     async def upload(self, push_id: str, chunks: AsyncIterator[rollout_pb2.SendWeightsRequest]) -> int:
         """Store the blocks of a delta; return their size in bytes.
@@ -214,6 +219,7 @@ class WeightReceiver:
             NotReadyError: another push is prepared.
         """
         if self._push is None:
+            await self._cleaned_up()
             return self.state
         push = self._require(push_id)
         if self._holder is not None:
@@ -221,7 +227,7 @@ class WeightReceiver:
             self._holder.cancel()  # a stage that may wait for ever
         async with self._holding():
             if self._push is not None and self._push.push_id == push_id:
-                await self._end_half_way(self._push, reason)
+                await self._end_push(self._push, reason)
         return self.state
 
     def _require_same_weights(self, push: IncomingPush) -> None:
@@ -254,7 +260,7 @@ class WeightReceiver:
                     yield push
                 push.stage = after
             except PenstockError as error:
-                await self._end_half_way(push, str(error))
+                await self._end_push(push, str(error))
                 raise
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -268,6 +274,7 @@ class WeightReceiver:
     @asynccontextmanager
     async def _holding(self) -> AsyncIterator[None]:
         async with self._lock:
+            await self._cleaned_up()
             self._holder = asyncio.current_task()
             try:
                 yield
@@ -295,7 +302,7 @@ class WeightReceiver:
             elapsed_s=round(time.monotonic() - push.started, 3),
         )
 
-    async def _end_half_way(self, push: IncomingPush, reason: str) -> None:
+    async def _end_push(self, push: IncomingPush, reason: str) -> None:
         """End the push: with the old weights, with the new ones if they were committed, or BROKEN."""
         was_paused = self.state == REPLICA_STATE_UPDATING
         self._forget_push()
@@ -307,6 +314,15 @@ class WeightReceiver:
             self._sink.fail_running(
                 f"push {push.push_id!r} ended half-way ({reason}); the engine waits for the next push"
             )
+        self._clean_up = self._start(self._clean_up_after(push, was_paused=was_paused))
+        await asyncio.shield(self._clean_up)
+
+    async def _cleaned_up(self) -> None:
+        """Wait for the clean-up of a push whose call has left."""
+        if self._clean_up is not None:
+            await asyncio.wait((self._clean_up,))
+
+    async def _clean_up_after(self, push: IncomingPush, *, was_paused: bool) -> None:
         try:
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "cleaning up"):
                 if self._sound and was_paused:
@@ -337,7 +353,6 @@ class WeightReceiver:
     async def _give_up_at_deadline(self, push: IncomingPush) -> None:
         while (left_s := push.deadline - time.monotonic()) > 0:  # noqa: ASYNC110 - a drain moves the deadline
             await asyncio.sleep(left_s)
-        self._watchdog = None  # ending the push must not cancel this task
         await self._abort_quietly(
             push.push_id, f"not complete within its deadline of {push.deadline_s:g} s; is the trainer gone?"
         )
@@ -352,14 +367,16 @@ class WeightReceiver:
         if self._push is not None and self._push.upload is not None:
             self._push.upload.close()
         self._push = None
-        if self._watchdog is not None:
+        if self._watchdog is not None and self._watchdog is not asyncio.current_task():
             self._watchdog.cancel()
-            self._watchdog = None
+        self._watchdog = None
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run in a task that `close` ends."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _enter(self, state: ReplicaState.ValueType) -> None:
         self.state = state
