@@ -45,7 +45,12 @@ def for_engine(recipe: Recipe) -> EngineSettings:
         ConfigError: there is no model.
     """
     return EngineSettings(
-        rollout=recipe.rollout, run=recipe.run, network=recipe.network, bus=recipe.bus, model=_model(recipe)
+        rollout=recipe.rollout,
+        run=recipe.run,
+        network=recipe.network,
+        bus=recipe.bus,
+        model=_model(recipe),
+        group_timeout_s=recipe.trainer.weight_sync.stage_timeout_s,
     )
 
 

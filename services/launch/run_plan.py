@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from penstock.errors import ConfigError
 from services.launch.child import StopStage
 from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
 from services.recipe import Recipe
@@ -63,8 +64,9 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool) -> RunPl
         own_bus: Whether the run has a nats-server of its own.
 
     Raises:
-        ConfigError: the GPUs do not suffice.
+        ConfigError: the GPUs do not suffice, or several processes were to have one port.
     """
+    _require_own_ports(recipe)
     processes = list(_processes(recipe, own_bus=own_bus))
     gpus = plan_gpus(
         devices,
@@ -74,6 +76,20 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool) -> RunPl
         memory_fraction=recipe.rollout.gpu_memory_fraction,
     )
     return RunPlan(processes=processes, gpus=gpus)
+
+
+def _require_own_ports(recipe: Recipe) -> None:
+    rollout, worker = recipe.rollout, recipe.worker
+    num_engines = rollout.replicas + rollout.prefill + rollout.decode
+    for key, port, count, kind in (
+        ("rollout.port", rollout.port, num_engines, "engines"),
+        ("worker.port", worker.port, worker.num, "workers"),
+    ):
+        if port and count > 1:
+            raise ConfigError(
+                f"{key} = {port} cannot be had by the {count} {kind} of this machine; set it to 0, and each takes a "
+                "free one"
+            )
 
 
 def _processes(recipe: Recipe, *, own_bus: bool) -> Iterator[PlannedProcess]:

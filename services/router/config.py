@@ -22,20 +22,8 @@ class OpenAIConfig(Config):
 
     model: str = pydantic.Field(default="", max_length=256)
     """Name under which the policy is served; empty: the run's name."""
-    timeout_s: float = pydantic.Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Deadline of one answer, in seconds."""
-    max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
-    """Largest request body, in MiB; larger ones are refused."""
-    max_image_mb: int = pydantic.Field(default=20, ge=1, le=256)
-    """Largest image, in MiB; requests with larger ones are refused."""
-    max_images: int = pydantic.Field(default=32, ge=0)
-    """Most images in one conversation."""
-    max_choices: int = pydantic.Field(default=16, ge=1)
-    """Most choices that one request may ask for, over all its prompts."""
-    recordings_max_age_s: float = pydantic.Field(default=7 * 86400.0, ge=1, allow_inf_nan=False)
-    """Recorded calls older than this, in seconds, are removed."""
     recordings_max_mb: int = pydantic.Field(default=1024, ge=1)
-    """Room for recorded calls, in MiB; when it is used up, calls that ask to be recorded fail."""
+    """Room for recorded calls, in MiB, kept for a week; when it is used up, calls that ask to be recorded fail."""
 
 
 class RouterConfig(Config):
@@ -53,9 +41,8 @@ class RouterConfig(Config):
     consistent_hash: by a hash of the session id, so that several routers agree without talking to each other. For PD
     pairs this chooses the prefill replica; its least loaded partner decodes."""
     max_waiting: int = pydantic.Field(default=4096, ge=0)
-    """Most calls in the wait queue. More fail with RESOURCE_EXHAUSTED, except calls that have lost a replica."""
-    max_waiting_mb: int = pydantic.Field(default=512, ge=1)
-    """Most MiB of requests, images included, in the wait queue. More fail in the same way."""
+    """Most calls in the wait queue, with 512 MiB of requests at most. More fail with RESOURCE_EXHAUSTED, except calls
+    that have lost a replica."""
     wait_for_replica_s: float = pydantic.Field(default=30.0, ge=0)
     """How long a call may wait, in total or since its last tokens, while no replica can take it; then it fails with
     UNAVAILABLE, or with RESOURCE_EXHAUSTED if replicas keep rejecting it. While replicas are merely at their limit, it
@@ -63,8 +50,6 @@ class RouterConfig(Config):
     max_attempts: int = pydantic.Field(default=3, ge=1)
     """After this many replicas in a row failed a call without delivering a token, it is given up with ABORTED: the call
     may be what breaks them."""
-    max_call_s: float = pydantic.Field(default=3600.0, gt=0)
-    """Deadline of calls whose callers set none or a longer one, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,9 +60,9 @@ async def routing(
     ):
         routes, forwarder = Routes(), RequestForwarder(config, slots)
         server = RpcServer(host=host, port=config.port, security=security)
-        server.add(GenerateServicer.register, GenerateServicer(config, forwarder, tuning), SERVICE_NAME)
+        server.add(GenerateServicer.register, GenerateServicer(forwarder, tuning), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
-        servicer = RouterServicer(config, pool, slots, routes, tuning=tuning, security=security)
+        servicer = RouterServicer(pool, slots, routes, tuning=tuning, security=security)
         server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, servicer, router_name)
         await server.start()
         servers: list[RpcServer | HttpServer] = [server]
@@ -71,7 +71,7 @@ async def routing(
                 if backend is not None:
                     from services.router.frontends.openai.server import serving
 
-                    frontend = serving(config, bus, forwarder, backend, security, host=host)
+                    frontend = serving(config, bus, forwarder, backend, security, host=host, tuning=tuning.openai)
                     servers.append(await frontends.enter_async_context(frontend))
                 yield server
             finally:

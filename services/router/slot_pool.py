@@ -201,11 +201,11 @@ class SlotPool:
                 f"router.max_waiting = {config.max_waiting} calls wait for a replica already; send fewer at once, add "
                 "replicas or raise it"
             )
-        if self.num_waiting_bytes + ticket.size_bytes > config.max_waiting_mb * 2**20:
+        if self.num_waiting_bytes + ticket.size_bytes > self._tuning.max_waiting_bytes:
             raise OverloadedError(
                 f"the requests that wait for a replica take {self.num_waiting_bytes} bytes, and "
-                f"{ticket.size_bytes} more exceed router.max_waiting_mb = {config.max_waiting_mb}; send fewer at once, "
-                "add replicas or raise it"
+                f"{ticket.size_bytes} more exceed the {self._tuning.max_waiting_bytes} that may wait; send fewer at "
+                "once, or add replicas"
             )
 
     def _take_now(self, query: Query) -> Slot | None:

@@ -37,11 +37,34 @@ class BreakerTuning:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAITuning:
+    """Bounds and times of the OpenAI-compatible frontend."""
+
+    timeout_s: float = 600.0
+    """Deadline of one answer: that of OpenAI's own clients, which give up then."""
+    max_body_bytes: int = 64 * 2**20
+    """Larger bodies are refused. A conversation with two of the largest images fits."""
+    max_image_bytes: int = 20 * 2**20
+    """OpenAI's own bound."""
+    max_images: int = 32
+    """Images in one conversation: more than the contexts of the served models hold at usual sizes."""
+    max_choices: int = 16
+    """Choices of one request, over all its prompts: each takes a slot, and a request should not fill an engine."""
+    recordings_max_age_s: float = 7 * 86400.0
+    """Recorded calls that nobody has fetched for a week are removed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """All of them."""
 
     limit: LimitTuning = LimitTuning()
     breaker: BreakerTuning = BreakerTuning()
+    openai: OpenAITuning = OpenAITuning()
+    max_waiting_bytes: int = 512 * 2**20
+    """Bytes of requests, images included, in the wait queue: what a router can spare beside its calls in flight."""
+    max_call_s: float = 3600.0
+    """Deadline of calls whose callers set none or a longer one: longer than any turn, so that none stays for ever."""
     max_load_ratio: float = 1.25
     """prefix and consistent_hash skip a replica whose load exceeds the others' by more than this factor: the bound that
     Mirrokni, Thorup and Zadimoghaddam recommend."""

@@ -21,6 +21,7 @@ from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
+from services.rollout.engine.disaggregation import PAIR_DEADLINE_S
 from tests.support.engine.pd_pairs import Pair, PairHost, missing_for_pairs, pair_host
 from tests.support.engine.push import Push
 from tests.support.engine.reference import (
@@ -43,7 +44,6 @@ pytestmark = [
 
 BACKEND_VARIABLE = "PENSTOCK_TEST_TRANSFER_BACKEND"
 BACKEND = os.environ.get(BACKEND_VARIABLE, "nixl")
-PAIR_DEADLINE_S = 8.0
 PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
 
 
@@ -62,9 +62,7 @@ async def host(
     settings: dict[str, Any] = {
         "transfer_backend": BACKEND,
         "max_running": 32,
-        "max_queued": 32,
         "context_length": 1024,
-        "pair_deadline_s": PAIR_DEADLINE_S,
         "grace_s": 2.0,
     }
     async with pair_host(tiny_model_path, nats_url, folder, run_of(engine), reference, **settings) as host:

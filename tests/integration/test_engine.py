@@ -172,8 +172,8 @@ async def test_cancellation_aborts_in_the_engine(engine: EngineProcess) -> None:
 
 
 async def test_a_full_queue_refuses(engine: EngineProcess) -> None:
-    """Above max_running + max_queued = 64 the answer is RESOURCE_EXHAUSTED, at once."""
-    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(80)]
+    """Above five times max_running = 160 the answer is RESOURCE_EXHAUSTED, at once."""
+    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(200)]
     done, _ = await asyncio.wait(calls, timeout=1.0)
     codes = [call.exception().code() for call in done if call.exception()]  # type: ignore[union-attr]
     for call in calls:

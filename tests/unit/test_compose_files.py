@@ -25,7 +25,7 @@ from penstock.runtime.ports import free_ports
 from services.launch.launcher import KILL_MARGIN_S
 from services.recipe import Recipe
 from services.reward.server import OVERTIME_MEMORY_BYTES
-from services.router.config import OpenAIConfig
+from services.router.tuning import OpenAITuning
 from tests.compose import stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,7 +226,7 @@ def test_what_a_service_may_take_fits_its_memory_limit() -> None:
         reward = configuration.load(Recipe, (), [given]).reward
         bodies_mb = 2 * reward.http_max_body_mb * 10  # once they are read as JSON
         assert bodies_mb + OVERTIME_MEMORY_BYTES / 2**20 + 256 <= limits_mb["reward"], path.name
-    assert 2 * OpenAIConfig().max_body_mb * 10 + 256 <= limits_mb["router"]
+    assert 2 * OpenAITuning().max_body_bytes / 2**20 * 10 + 256 <= limits_mb["router"]
 
 
 def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import NetworkConfig, load
+from penstock.config import ModelConfig, NetworkConfig, load
 from penstock.errors import ConfigError, InvalidRequestError, NotReadyError, SetupError
 from penstock.v1 import common_pb2, generate_pb2
 from services.launch.run_plan import make_plan
@@ -18,12 +18,17 @@ from services.recipe import Recipe
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.pd_barrier import PdBarrier
+from services.rollout.worker.config import WorkerConfig
 
 LOCAL = NetworkConfig()
 
 
 def config(**rollout: Any) -> RolloutConfig:
     return RolloutConfig.model_validate(rollout)
+
+
+def server_args(config: RolloutConfig, *, cuda: bool) -> dict[str, Any]:
+    return disaggregation.server_args(config, LOCAL, bootstrap_port=23_456, cuda=cuda)
 
 
 def bootstrap(**fields: Any) -> generate_pb2.Bootstrap:
@@ -40,10 +45,15 @@ def test_half_of_a_pool_is_refused(tmp_path: Path, prefill: int, decode: int, mi
     assert load(Recipe, (), [*counts, "--rollout.replicas=1"]).rollout.replicas == 1
 
 
-def test_one_port_is_not_for_two() -> None:
-    """Prefill engines on one machine need a port each."""
-    with pytest.raises(ValueError, match="bootstrap_port = 7000"):
-        config(prefill=2, decode=1, bootstrap_port=7000)
+def test_one_port_is_not_for_two(tmp_path: Path) -> None:
+    """Engines and workers of one machine need a port each; an engine of its own, as in a container, may have it."""
+    recipe = Recipe(model=ModelConfig(path=tmp_path), rollout=RolloutConfig(port=7010, replicas=2))
+    with pytest.raises(ConfigError, match=r"rollout\.port = 7010 cannot be had by the 2 engines .*; set it to 0"):
+        make_plan(recipe, [], own_bus=False)
+    make_plan(recipe.model_copy(update={"rollout": RolloutConfig(port=7010)}), [], own_bus=False)
+    workers = recipe.model_copy(update={"rollout": RolloutConfig(), "worker": WorkerConfig(num=3, port=7004)})
+    with pytest.raises(ConfigError, match=r"worker\.port = 7004 cannot be had by the 3 workers"):
+        make_plan(workers, [], own_bus=False)
 
 
 def test_train_starts_each_role(tmp_path: Path) -> None:
@@ -63,24 +73,20 @@ def test_train_starts_each_role(tmp_path: Path) -> None:
 def test_tensor_parallelism_is_for_gpus() -> None:
     """On a CPU it is refused with the reason; on GPUs SGLang is told."""
     with pytest.raises(ConfigError, match=r"rollout.tensor_parallel = 2: an engine on a CPU"):
-        disaggregation.server_args(config(tensor_parallel=2), LOCAL, cuda=False)
-    assert disaggregation.server_args(config(tensor_parallel=2), LOCAL, cuda=True) == {"tp_size": 2}
-    assert disaggregation.server_args(config(), LOCAL, cuda=False) == {}
+        server_args(config(tensor_parallel=2), cuda=False)
+    assert server_args(config(tensor_parallel=2), cuda=True) == {"tp_size": 2}
+    assert server_args(config(), cuda=False) == {}
 
 
 def test_sglang_is_told_of_the_role() -> None:
     """A peer waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
-    chosen = disaggregation.with_bootstrap_port(config(role="prefill", transfer_backend="nixl"), 23_456)
-    prefill = disaggregation.server_args(chosen, LOCAL, cuda=False)
+    prefill = server_args(config(role="prefill", transfer_backend="nixl"), cuda=False)
     assert (prefill["disaggregation_mode"], prefill["disaggregation_transfer_backend"]) == ("prefill", "nixl")
     assert prefill["disaggregation_bootstrap_port"] == 23_456
-    mine = disaggregation.with_bootstrap_port(config(role="prefill", bootstrap_port=7000), 23_456)
-    given = disaggregation.server_args(mine, LOCAL, cuda=True)
-    assert given["disaggregation_bootstrap_port"] == 7000
-    assert "disaggregation_bootstrap_port" not in disaggregation.server_args(config(role="decode"), LOCAL, cuda=True)
-    environment = disaggregation.environment(config(role="decode", pair_deadline_s=2.5), LOCAL, cuda=False)
-    assert environment["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] == "3"
-    assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "3"
+    assert "disaggregation_bootstrap_port" not in server_args(config(role="decode"), cuda=True)
+    environment = disaggregation.environment(config(role="decode"), LOCAL, cuda=False)
+    assert environment["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] == "10"
+    assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "10"
     assert environment["SGLANG_HOST_IP"] == "127.0.0.1"
     assert environment["MC_FORCE_TCP"] == "1"
     open_to_others = disaggregation.environment(config(role="decode"), NetworkConfig(host="0.0.0.0"), cuda=True)

@@ -6,8 +6,9 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError
+from services.cli.service_settings import for_engine
 from services.recipe import Recipe
-from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.config import MAX_PUSH_S
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 
@@ -25,22 +26,20 @@ def test_the_defaults_fit_each_other() -> None:
     """An engine accepts the deadline of every transport."""
     for transport in ("auto", "delta"):
         push_s = PushDeadlines.of(WeightSyncConfig.model_validate({"transport": transport})).push_s
-        assert push_s <= RolloutConfig().push_deadline_s
+        assert push_s <= MAX_PUSH_S
 
 
 def test_a_recipe_whose_engines_would_refuse_every_push_is_refused(tmp_path: Path) -> None:
     """Before anything starts, with both settings."""
     (tmp_path / "config.json").write_text("{}")
-    overrides = [f"--model.path={tmp_path}", "--trainer.weight_sync.transfer_timeout_s=900"]
-    with pytest.raises(ConfigError, match=r"rollout\.push_deadline_s = 1800 .* 1890 s .*transfer_timeout_s"):
-        load(Recipe, (), overrides)
-    load(Recipe, (), [*overrides, "--rollout.push_deadline_s=2000"])
+    model = f"--model.path={tmp_path}"
+    with pytest.raises(ConfigError, match=r"transfer_timeout_s = 1800 and stage_timeout_s = 30 let .* 3690 s, .* 3600"):
+        load(Recipe, (), [model, "--trainer.weight_sync.transfer_timeout_s=1800"])
+    load(Recipe, (), [model, "--trainer.weight_sync.transfer_timeout_s=1700"])
 
 
-def test_a_recipe_whose_engines_would_leave_a_forming_group_is_refused(tmp_path: Path) -> None:
-    """Engines wait at least as long for a process group as the trainer does."""
+def test_engines_wait_for_a_group_as_long_as_the_trainer(tmp_path: Path) -> None:
+    """One setting for both sides."""
     (tmp_path / "config.json").write_text("{}")
-    overrides = [f"--model.path={tmp_path}", "--trainer.weight_sync.stage_timeout_s=60"]
-    with pytest.raises(ConfigError, match=r"rollout\.prepare_deadline_s = 30 .* 60 s of trainer\.weight_sync\.stage"):
-        load(Recipe, (), overrides)
-    load(Recipe, (), [*overrides, "--rollout.prepare_deadline_s=60"])
+    recipe = load(Recipe, (), [f"--model.path={tmp_path}", "--trainer.weight_sync.stage_timeout_s=60"])
+    assert for_engine(recipe).group_timeout_s == 60

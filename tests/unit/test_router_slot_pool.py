@@ -9,7 +9,6 @@ import pytest
 
 from penstock.errors import OverloadedError, UnavailableError
 from services.router.balancing import Query
-from services.router.config import RouterConfig
 from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
 from services.router.tuning import LimitTuning, Tuning
@@ -120,13 +119,13 @@ async def test_an_empty_pool_is_waited_for_and_then_given_up() -> None:
 async def test_the_wait_queue_is_bounded_in_bytes() -> None:
     """Large requests fill it before many do; what leaves it makes room, and a call that lost a replica always waits."""
     half = 2**19
-    async with slots(max_waiting_mb=1) as (some, _):
+    async with slots(tuning=Tuning(max_waiting_bytes=2**20)) as (some, _):
         running, lost = await some.take(ticket()), ticket(size_bytes=half)
         lost.order = 1
         waiting = [asyncio.ensure_future(some.take(ticket(size_bytes=half))) for _ in range(2)]
         await asyncio.sleep(0)
         assert some.num_waiting_bytes == 2 * half
-        with pytest.raises(OverloadedError, match=r"router\.max_waiting_mb = 1; send fewer at once"):
+        with pytest.raises(OverloadedError, match=r"exceed the 1048576 that may wait; send fewer at once"):
             await some.take(ticket(size_bytes=1))
         waiting.append(asyncio.ensure_future(some.take(lost)))
         await asyncio.sleep(0)
@@ -141,7 +140,7 @@ async def test_the_wait_queue_is_bounded_in_bytes() -> None:
 
 def test_a_wait_queue_bounds_bytes_by_default() -> None:
     """512 MiB: a router with 2 GiB of memory survives a full one."""
-    assert RouterConfig().max_waiting_mb == 512
+    assert Tuning().max_waiting_bytes == 512 * 2**20
 
 
 async def test_a_limit_adapts_to_leases() -> None:

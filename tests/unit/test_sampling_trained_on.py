@@ -27,4 +27,5 @@ def test_a_cut_distribution_is_refused_before_training_starts(
 @pytest.mark.parametrize("cuda", [False, True])
 def test_engines_return_tempered_logprobs_whatever_they_inherit(cuda: bool) -> None:
     """SGLang reads this variable; set to 1 by somebody's shell, it would return untempered ones."""
-    assert settings.environment(RolloutConfig(), NetworkConfig(), cuda=cuda)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    environment = settings.environment(RolloutConfig(), NetworkConfig(), group_timeout_s=30.0, cuda=cuda)
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"

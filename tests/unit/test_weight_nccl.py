@@ -13,9 +13,10 @@ def test_an_engine_on_a_gpu_outlives_its_group_and_may_share_the_gpu(monkeypatch
     """Unless somebody has said otherwise; on a CPU neither is set."""
     monkeypatch.delenv(HANDLING, raising=False)
     monkeypatch.delenv(SHARING, raising=False)
-    environment = settings.environment(RolloutConfig(), NetworkConfig(), cuda=True)
+    environment = settings.environment(RolloutConfig(), NetworkConfig(), group_timeout_s=30.0, cuda=True)
     assert (environment[HANDLING], environment[SHARING]) == ("2", "1")
     monkeypatch.setenv(HANDLING, "3")
-    environment = settings.environment(RolloutConfig(), NetworkConfig(), cuda=True)
+    environment = settings.environment(RolloutConfig(), NetworkConfig(), group_timeout_s=30.0, cuda=True)
     assert (environment[HANDLING], environment[SHARING]) == ("3", "1")
-    assert not {HANDLING, SHARING} & settings.environment(RolloutConfig(), NetworkConfig(), cuda=False).keys()
+    on_cpu = settings.environment(RolloutConfig(), NetworkConfig(), group_timeout_s=30.0, cuda=False)
+    assert not {HANDLING, SHARING} & on_cpu.keys()

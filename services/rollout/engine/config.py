@@ -7,6 +7,9 @@ import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig
 
+MAX_PUSH_S = 3600.0
+"""A push whose deadline is longer is refused: for so long an engine would neither generate nor say what is wrong."""
+
 
 class RolloutConfig(Config):
     """How the rollout engines run. Every engine of a run reads the same."""
@@ -20,17 +23,11 @@ class RolloutConfig(Config):
     role: Literal["unified", "prefill", "decode"] = "unified"
     """The part that the engine plays which `penstock serve rollout` starts: unified, prefill or decode."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes any that is free. With several replicas on one machine it must be 0."""
+    """Port to listen on; 0 takes any that is free. `penstock train` with several engines needs 0."""
 
     transfer_backend: Literal["auto", "mooncake", "nixl"] = "auto"
     """What carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines. auto: nixl
     on a CPU, where it needs no other library, and mooncake on a GPU."""
-    bootstrap_port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port on which a prefill engine tells decode engines where its KV cache is; 0 takes any that is free. With several
-    prefill engines on one machine it must be 0."""
-    pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
-    """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
-    other's queue, so raise it where prompts take seconds to compute."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""
 
@@ -40,22 +37,11 @@ class RolloutConfig(Config):
     context_length: int = pydantic.Field(default=0, ge=0)
     """The most tokens of prompt and response together; 0: what the model allows."""
     max_running: int = pydantic.Field(default=64, ge=1)
-    """Requests that generate at once."""
-    max_queued: int = pydantic.Field(default=256, ge=0)
-    """Requests that may wait beside them; more are refused as overloaded."""
+    """Requests that generate at once; four times as many may wait beside them, more are refused as overloaded."""
     max_total_tokens: int = pydantic.Field(default=0, ge=0)
     """Tokens that the KV cache holds; 0: on a GPU what fits, on a CPU what max_running needs, at most 65,536."""
     gpu_memory_fraction: float = pydantic.Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory for weights and KV cache. Lower it where the trainer shares the GPU."""
-
-    request_deadline_s: float = pydantic.Field(default=600.0, gt=0)
-    """The longest a request may take whose caller sets no deadline of its own."""
-    prepare_deadline_s: float = pydantic.Field(default=30.0, gt=0)
-    """The longest that forming the process group of a broadcast may take; generation waits meanwhile."""
-    push_deadline_s: float = pydantic.Field(default=1800.0, gt=0)
-    """Upper bound of a push's deadline, which the trainer derives from trainer.weight_sync.stage_timeout_s and
-    transfer_timeout_s. A push with a longer one is refused. At its deadline a push is given up; if it had touched
-    weights, the replica is BROKEN until the next push."""
 
     @pydantic.model_validator(mode="after")
     def _can_generate(self) -> "RolloutConfig":
@@ -65,11 +51,6 @@ class RolloutConfig(Config):
                 f"{present} = {getattr(self, present)}, but {missing} = 0 and replicas = 0: a prompt is computed by a "
                 f"prefill engine and goes on in a decode engine, so nothing would be generated; set {missing} to 1 or "
                 "more, or add unified engines with replicas"
-            )
-        if self.bootstrap_port and self.prefill > 1:
-            raise ValueError(
-                f"bootstrap_port = {self.bootstrap_port} cannot be had by prefill = {self.prefill} engines on one "
-                "machine; set it to 0"
             )
         return self
 
@@ -83,3 +64,6 @@ class EngineSettings:
     network: NetworkConfig
     bus: BusConfig
     model: ModelConfig
+    group_timeout_s: float
+    """The longest that forming the process group of a broadcast may take: trainer.weight_sync.stage_timeout_s, so that
+    engines wait as long as the trainer does."""

@@ -7,7 +7,6 @@ generates the rest. The router pairs engines; `pd_barrier.py` keeps pushes and p
 import importlib
 import importlib.util
 import ipaddress
-import math
 import urllib.request
 from typing import Any
 
@@ -33,6 +32,9 @@ _DEBIAN_PACKAGES = {"libibverbs.so": "libibverbs1", "libnuma.so": "libnuma1", "l
 _MAX_PORT = 65_535
 _NUM_ROOMS = 1 << 62
 
+PAIR_DEADLINE_S = 10
+"""The longest that one peer waits for the other, its queue included; SGLang reads whole seconds. A prompt takes well
+under a second to compute; a peer that died costs its partner this long, and then another pair continues the turn."""
 _REGISTRATION_TIMEOUT_S = 10.0
 _HEARTBEAT_S = 2
 """Seconds between a decode engine's health checks of its prefill engines; SGLang allows no fewer."""
@@ -48,13 +50,6 @@ def with_transfer_backend(config: RolloutConfig, *, cuda: bool) -> RolloutConfig
     if config.transfer_backend != "auto":
         return config
     return config.model_copy(update={"transfer_backend": "mooncake" if cuda else "nixl"})
-
-
-def with_bootstrap_port(config: RolloutConfig, port: int) -> RolloutConfig:
-    """The configuration of a prefill engine with a bootstrap port: its own, or else `port`."""
-    if config.role != "prefill" or config.bootstrap_port:
-        return config
-    return config.model_copy(update={"bootstrap_port": port})
 
 
 def require_transfer_backend(config: RolloutConfig, *, cuda: bool) -> None:
@@ -103,7 +98,7 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
     """SGLang's environment variables for this role; set them before SGLang is imported."""
     if not is_disaggregated(config):
         return {}
-    deadline = str(math.ceil(config.pair_deadline_s))
+    deadline = str(PAIR_DEADLINE_S)
     variables = {
         # By default an engine waits five minutes for its peer.
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": deadline,
@@ -123,8 +118,8 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
     return variables
 
 
-def server_args(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for this role.
+def server_args(config: RolloutConfig, network: NetworkConfig, *, bootstrap_port: int, cuda: bool) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for this role; a prefill engine listens on `bootstrap_port` for decode engines.
 
     Raises:
         ConfigError: tensor parallelism on a CPU.
@@ -145,7 +140,7 @@ def server_args(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
         "host": network.host,
     }
     if config.role == "prefill":
-        args["disaggregation_bootstrap_port"] = config.bootstrap_port
+        args["disaggregation_bootstrap_port"] = bootstrap_port
     elif not cuda:
         args["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     return args
@@ -177,7 +172,7 @@ def require_registered(listens_on: str, bootstrap_port: int) -> None:
             response.read()
     except OSError as error:
         raise SetupError(
-            f"rollout.bootstrap_port: the prefill engine's bootstrap server does not answer correctly at "
+            f"rollout.role = prefill: the engine's bootstrap server does not answer correctly at "
             f"{host}:{bootstrap_port} ({error}); is the port in use? SGLang's log above says more"
         ) from None
 

@@ -20,6 +20,11 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_REQUEST_DEADLINE_S = 600.0
+"""The longest a request may take whose caller sets no deadline of its own, as grpcurl does; routers and workers do."""
+_QUEUED_PER_RUNNING = 4
+"""So many requests may wait for each that runs. A router keeps fewer here; the bound is for callers without one, whose
+requests would wait for minutes."""
 _FINISH_REASONS = {
     True: generate_pb2.FINISH_REASON_STOP,
     False: generate_pb2.FINISH_REASON_LENGTH,
@@ -49,7 +54,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:  # noqa: N802 - the contract's name
         """Play one turn."""
         with self._admitted(request):
-            async with asyncio.timeout(deadline_s(context, default=self._config.request_deadline_s)):
+            async with asyncio.timeout(deadline_s(context, default=_REQUEST_DEADLINE_S)):
                 return self._respond(await self._engine.generate(await self._check(request)))
 
     async def GenerateStream(  # noqa: N802 - the contract's name
@@ -58,7 +63,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         """Play one turn and tell of its tokens as they come."""
         if request.chunk_tokens < 0:
             raise InvalidRequestError(f"chunk_tokens = {request.chunk_tokens} must be 0 (every token) or greater")
-        remaining_s = deadline_s(context, default=self._config.request_deadline_s)
+        remaining_s = deadline_s(context, default=_REQUEST_DEADLINE_S)
         deadline = asyncio.get_running_loop().time() + remaining_s
         with self._admitted(request):
             async with asyncio.timeout_at(deadline):
@@ -88,10 +93,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 f"min_policy_version = {request.min_policy_version}, but this engine serves version "
                 f"{self._receiver.version}; ask another replica, or wait for its next push"
             )
-        limit = self._config.max_running + self._config.max_queued
+        limit = (1 + _QUEUED_PER_RUNNING) * self._config.max_running
         if self._num_calls >= limit:
             raise OverloadedError(
-                f"{limit} requests are in the engine already (rollout.max_running + rollout.max_queued); "
+                f"{limit} requests are in the engine already ({1 + _QUEUED_PER_RUNNING} times rollout.max_running); "
                 "try again later"
             )
 

@@ -23,7 +23,7 @@ from penstock.runtime.ports import require_free_port
 from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine import disaggregation, settings
-from services.rollout.engine.config import EngineSettings, RolloutConfig
+from services.rollout.engine.config import MAX_PUSH_S, EngineSettings, RolloutConfig
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.generate_service import GenerateServicer
 from services.rollout.engine.image_source import ImageSource
@@ -66,8 +66,6 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
     """
     # Checked before a minute of loading, as is the bus.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
-    if settings.rollout.role == "prefill":
-        require_free_port(settings.network.host, settings.rollout.bootstrap_port, key="rollout.bootstrap_port")
     async with connect(settings.bus, run=settings.run.name, security=security):
         log.debug("bus.reached")
     starting = running(
@@ -75,6 +73,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         settings.model.path,
         network=settings.network,
         grace_s=settings.run.grace_s,
+        group_timeout_s=settings.group_timeout_s,
         security=security,
     )
     async with starting as server:
@@ -101,6 +100,7 @@ async def running(
     *,
     network: NetworkConfig,
     grace_s: float,
+    group_timeout_s: float,
     security: Security | None = None,
 ) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server during the context, without a lease.
@@ -108,12 +108,12 @@ async def running(
     At the end, running calls may finish within `grace_s` seconds, the rest are handed over, and SGLang's processes end.
     """
     config = disaggregation.with_transfer_backend(config, cuda=settings.has_cuda())
-    engine = await SglangEngine.start(config, model_path, network=network)
+    engine = await SglangEngine.start(config, model_path, network=network, group_timeout_s=group_timeout_s)
     changed = asyncio.Event()
     receiver = WeightReceiver(
         SglangWeights(engine),
-        prepare_deadline_s=config.prepare_deadline_s,
-        max_deadline_s=config.push_deadline_s,
+        prepare_deadline_s=group_timeout_s,
+        max_deadline_s=MAX_PUSH_S,
         on_change=changed.set,
     )
     # After SGLang's fork: a gRPC server starts threads.

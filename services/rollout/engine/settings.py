@@ -36,14 +36,14 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, str]:
+def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_s: float, cuda: bool) -> dict[str, str]:
     """Environment variables to set before torch or SGLang is imported."""
     shared = {
         # SGLang keeps its cache of image embeddings over a weight update, and would serve those of the old weights.
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         # If this process inherited 1, SGLang would return logprobs of the distribution before the temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        GROUP_TIMEOUT_VARIABLE: str(config.prepare_deadline_s),
+        GROUP_TIMEOUT_VARIABLE: str(group_timeout_s),
         "TOKENIZERS_PARALLELISM": "false",
         **disaggregation.environment(config, network, cuda=cuda),
     }
@@ -59,7 +59,9 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
     }
 
 
-def server_args(config: RolloutConfig, network: NetworkConfig, model_path: Path, *, cuda: bool) -> dict[str, Any]:
+def server_args(
+    config: RolloutConfig, network: NetworkConfig, model_path: Path, *, bootstrap_port: int, cuda: bool
+) -> dict[str, Any]:
     """Arguments of `sglang.Engine`."""
     args: dict[str, Any] = {
         "model_path": str(model_path),
@@ -69,7 +71,7 @@ def server_args(config: RolloutConfig, network: NetworkConfig, model_path: Path,
         "weight_version": "0",
         "log_level": "error",
         "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
-        **disaggregation.server_args(config, network, cuda=cuda),
+        **disaggregation.server_args(config, network, bootstrap_port=bootstrap_port, cuda=cuda),
     }
     if config.context_length:
         args["context_length"] = config.context_length

@@ -102,7 +102,9 @@ class SglangEngine:
         self.checker = PromptChecker(model_path, max_tokens=max_tokens, disaggregated=self.is_disaggregated)
 
     @classmethod
-    async def start(cls, config: RolloutConfig, model_path: Path, *, network: NetworkConfig) -> "SglangEngine":
+    async def start(
+        cls, config: RolloutConfig, model_path: Path, *, network: NetworkConfig, group_timeout_s: float
+    ) -> "SglangEngine":
         """Load the model and answer a first request. Blocks the event loop while it loads, 10 to 60 s.
 
         Call it in the main thread, before gRPC is used: on a CPU it forks.
@@ -112,7 +114,7 @@ class SglangEngine:
         """
         started = time.monotonic()
         cuda = settings.has_cuda()
-        os.environ.update(settings.environment(config, network, cuda=cuda))
+        os.environ.update(settings.environment(config, network, group_timeout_s=group_timeout_s, cuda=cuda))
         disaggregation.require_transfer_backend(config, cuda=cuda)
         # The import makes a million objects that live for ever; collecting garbage among them would take seconds.
         gc.disable()
@@ -124,8 +126,8 @@ class SglangEngine:
         imported = time.monotonic()
         try:
             with held_ports(2) as (nccl_port, bootstrap_port):  # until SGLang listens on them
-                config = disaggregation.with_bootstrap_port(config, bootstrap_port)
-                raw = Engine(**settings.server_args(config, network, model_path, cuda=cuda), nccl_port=nccl_port)
+                args = settings.server_args(config, network, model_path, bootstrap_port=bootstrap_port, cuda=cuda)
+                raw = Engine(**args, nccl_port=nccl_port)
         except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise SetupError(
                 f"SGLang did not start with model {model_path}: {error}; its own log above says more"

@@ -15,8 +15,7 @@ class WorkerConfig(Config):
     concurrency: int = pydantic.Field(default=16, ge=1)
     """Prompt groups that one worker process plays at once."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port on which it answers health checks; 0 takes any that is free. With several workers on one machine it must be
-    0."""
+    """Port on which it answers health checks; 0 takes any that is free. Several workers on one machine need 0."""
     router_address: str = ""
     """host:port of the router, or of a single engine. Empty: the router's port on this machine."""
     reward_address: str = ""
@@ -28,8 +27,6 @@ class WorkerConfig(Config):
     turn_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds from a turn's first token to its end. A turn that takes longer is cut: its sample ends with the tokens
     that came, finish reason `deadline`. Time in a queue before the first token does not count."""
-    verify_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """Deadline of the call that has a group judged."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds for all turns of an episode and its environment, queues not counted. A sample that takes longer ends with
     the tokens that came, finish reason `deadline`."""

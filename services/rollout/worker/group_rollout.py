@@ -25,6 +25,9 @@ log = structlog.get_logger()
 
 _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
+_VERIFY_TIMEOUT_S = 60.0
+"""Deadline of one call that has a group judged: a service judges a group in milliseconds, unless every item takes its
+deadline. The call is repeated until `worker.wait_timeout_s` is over."""
 _FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
 
 
@@ -126,7 +129,7 @@ class GroupRollout:
     async def _call_verifier(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:
         return await self._verifier.verify_batch(
             items,
-            timeout_s=self._config.verify_timeout_s,
+            timeout_s=_VERIFY_TIMEOUT_S,
             retry_until=time.monotonic() + self._config.wait_timeout_s,
         )
 

@@ -7,7 +7,6 @@ import grpc.aio
 
 from penstock.rpc.server import deadline_s, service_name
 from penstock.v1 import generate_pb2
-from services.router.config import RouterConfig
 from services.router.forwarder import RequestForwarder
 from services.router.resumable_stream import ResumableStream
 from services.router.tuning import Tuning
@@ -18,9 +17,8 @@ SERVICE_NAME = service_name(generate_pb2.DESCRIPTOR, "GenerateService")
 class GenerateServicer:
     """Forwards calls; bytes in, bytes out."""
 
-    def __init__(self, config: RouterConfig, forwarder: RequestForwarder, tuning: Tuning) -> None:
+    def __init__(self, forwarder: RequestForwarder, tuning: Tuning) -> None:
         """Let `forwarder` answer the calls."""
-        self._config = config
         self._forwarder = forwarder
         self._tuning = tuning
 
@@ -50,4 +48,4 @@ class GenerateServicer:
                 yield chunk
 
     def _timeout_s(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> float:
-        return deadline_s(context, default=self._config.max_call_s)
+        return deadline_s(context, default=self._tuning.max_call_s)

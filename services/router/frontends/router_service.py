@@ -11,7 +11,6 @@ from penstock.runtime.security import Security
 from penstock.v1 import rollout_pb2, rollout_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.balancing import Query, hash_blocks
 from services.router.breaker import BreakerState
-from services.router.config import RouterConfig
 from services.router.pool import Pool
 from services.router.routes import Routes
 from services.router.slot import Slot
@@ -31,7 +30,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(
         self,
-        config: RouterConfig,
         pool: Pool,
         slots: SlotPool,
         routes: Routes,
@@ -40,7 +38,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         security: Security,
     ) -> None:
         """Report `pool`, and give out `slots` as `routes`; calls to replicas carry `security`."""
-        self._config = config
         self._pool = pool
         self._slots = slots
         self._routes = routes
@@ -90,7 +87,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             num_tokens=request.num_prompt_ids + 1 if request.num_prompt_ids else 0,
         )
         ttl_s = min(request.ttl_s or self._tuning.route_ttl_s, self._tuning.route_ttl_s)
-        deadline = time.monotonic() + deadline_s(context, default=self._config.max_call_s)
+        deadline = time.monotonic() + deadline_s(context, default=self._tuning.max_call_s)
         # The client counts what its turn breaks, and loses the count with this call.
         is_patient = bool(query.excluded) and not self._slots.is_too_long(query)
         ticket = Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize(), is_patient=is_patient)
@@ -135,7 +132,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with connect(lease.address, self._security) as channel:
             pending = rollout_pb2_grpc.RolloutServiceStub(channel).DrainReplica(
                 rollout_pb2.DrainReplicaRequest(grace_s=request.grace_s),
-                timeout=deadline_s(context, default=self._config.max_call_s),
+                timeout=deadline_s(context, default=self._tuning.max_call_s),
             )
             drained = await call(pending, peer=f"replica {lease.replica_id} at {lease.address}")
         return router_pb2.RouterServiceDrainReplicaResponse(

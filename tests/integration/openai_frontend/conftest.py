@@ -36,7 +36,6 @@ async def whole_stage(nats_url: str, renderer: Renderer) -> AsyncIterator[Stage]
             for index in range(2)
         ]
         settings = ("--bus.lease_ttl_s=5", "--router.wait_for_replica_s=1", "--run.grace_s=0",
-                    "--router.openai.max_images=2", "--router.openai.max_image_mb=1", "--router.openai.max_body_mb=5",
                     "--sampling.temperature=0.5", "--sampling.max_new_tokens=77")  # fmt: skip
         starting = [stack.enter_async_context(router_process(nats_url, run, MODEL_PATH, *settings)) for _ in range(2)]
         routers = await asyncio.gather(*starting)

@@ -25,6 +25,7 @@ from services.router.frontends.openai.request_parser import RequestParser
 from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest
 from services.router.frontends.openai.server import ChatBackend
 from services.router.server import routing, serve
+from services.router.tuning import OpenAITuning, Tuning
 from tests.support.router.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
 from tests.support.waiting import until
 from tests.support.worker.prompts import free_port
@@ -79,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "top_p": ({"top_p": 0}, "top_p", "greater than 0"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     "two maxima": ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
-    "n": ({"n": 17}, "n", "max_choices = 16"),
+    "n": ({"n": 17}, "n", "is over the 16 choices"),
     "stop": ({"stop": [""]}, "stop", "1 to 1000 characters"),
     "stops": ({"stop": ["x"] * 17}, "stop", "at most 16"),
     "session": ({"user": "x" * 257}, "user", "at most 256"),
@@ -96,16 +97,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "svg": (shown("data:image/svg+xml;base64,AA=="), "messages.0.content.0.image_url.url", "jpeg, webp or gif"),
     "empty image": (shown("data:image/png;base64,"), "messages.0.content.0.image_url.url", "no bytes"),
     "large image": (
-        shown(data_url(bytes(2**20 + 3))),
+        shown(data_url(bytes(20 * 2**20 + 3))),
         "messages.0.content.0.image_url.url",
-        "max_image_mb",
+        "is larger than 20971520 bytes",
     ),
     "small detail": (shown(data_url(PNG), detail="low"), "messages.0.content.0.image_url.detail", "'low'"),
     "system's image": (shown(data_url(PNG), "system"), "messages.0.content.0.image_url.url", "let the user show it"),
-    "three images": (
-        {"messages": shown(data_url(PNG))["messages"] * 3},
-        "messages.2.content.0.image_url.url",
-        "max_images = 2",
+    "many images": (
+        {"messages": shown(data_url(PNG))["messages"] * 33},
+        "messages.32.content.0.image_url.url",
+        "more than 32 images",
     ),
 }
 
@@ -129,7 +130,7 @@ COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "empty": ({"prompt": ""}, "prompt", "empty"),
     "no prompts": ({"prompt": []}, "prompt", "empty"),
     "negative": ({"prompt": [1, -1]}, "prompt", "at least 0"),
-    "too many": ({"prompt": ["x"] * 9, "n": 2}, "n", "max_choices"),
+    "too many": ({"prompt": ["x"] * 9, "n": 2}, "n", "over the 16 choices"),
 }
 
 
@@ -156,7 +157,7 @@ class UnaskedRenderer(Renderer):
 def parser_of(renderer: Renderer, *, context_length: int | None = None, **settings: Any) -> RequestParser:
     """A parser that knows a context length, and that no token has more than 8 bytes."""
     return RequestParser(
-        OpenAIConfig(**settings),
+        OpenAITuning(**settings),
         SamplingConfig(),
         renderer,
         longest_token_bytes=8,
@@ -256,13 +257,14 @@ async def test_engines_that_are_full_are_an_overload(stage: Stage) -> None:
 
 
 async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
-    """504 after router.openai.timeout_s, and the request is aborted in the engine."""
+    """504 after its deadline, and the request is aborted in the engine."""
     port = free_port()
-    config = RouterConfig(http_port=port, openai=OpenAIConfig(timeout_s=1.0, model="slow"))
+    config = RouterConfig(http_port=port, openai=OpenAIConfig(model="slow"))
+    tuning = Tuning(openai=OpenAITuning(timeout_s=1.0))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
     async with (
         SimulatedEngine(bus, delay_s=60.0).running() as engine,
-        routing(config, bus, grace_s=0.0, backend=backend),
+        routing(config, bus, grace_s=0.0, backend=backend, tuning=tuning),
     ):
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
             with pytest.raises(openai.InternalServerError) as caught:
@@ -275,10 +277,11 @@ async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
 async def test_a_client_that_does_not_read_holds_no_replica(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, reads_on: bool
 ) -> None:
-    """After router.openai.timeout_s its slots are free. If it soon reads on it gets the error, else it is cut off."""
+    """After its deadline its slots are free. If it soon reads on it gets the error, else it is cut off."""
     monkeypatch.setattr(event_stream, "_REPORT_S", 60.0 if reads_on else 0.0)
     port, loop = free_port(), asyncio.get_running_loop()
-    config = RouterConfig(http_port=port, openai=OpenAIConfig(timeout_s=2.0, model="slow"))
+    config = RouterConfig(http_port=port, openai=OpenAIConfig(model="slow"))
+    tuning = Tuning(openai=OpenAITuning(timeout_s=2.0))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
     # The prompt's ids come back with each choice: together more than sockets hold for somebody who does not read.
     fields = {"model": "slow", "prompt": [2**31 - 1] * 100_000, "n": 8, "stream": True, "return_token_ids": True}
@@ -286,7 +289,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SimulatedEngine(bus, answer=Saying([5] * 1000)).running())
-        server = await stack.enter_async_context(routing(config, bus, grace_s=0.0, backend=backend))
+        server = await stack.enter_async_context(routing(config, bus, grace_s=0.0, backend=backend, tuning=tuning))
         client = stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
         client.setblocking(False)
@@ -341,9 +344,9 @@ async def test_one_choice_that_fails_fails_the_answer(stage: Stage) -> None:
 
 
 async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:
-    """413, by router.openai.max_body_mb."""
+    """413, above 64 MiB."""
     async with stage.http() as client:
-        text = base64.b64encode(bytes(4 * 2**20)).decode()
+        text = base64.b64encode(bytes(48 * 2**20)).decode()
         body = {"model": stage.run, "messages": [{"role": "user", "content": text}]}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 413
 

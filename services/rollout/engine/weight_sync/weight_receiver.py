@@ -112,8 +112,8 @@ class WeightReceiver:
         require_digest_kind(digest)
         if not 0 < deadline_s <= self._max_deadline_s:
             raise InvalidRequestError(
-                f"deadline_s = {deadline_s:g} must be above 0 and at most rollout.push_deadline_s = "
-                f"{self._max_deadline_s:g} of this engine; raise that, or lower trainer.weight_sync.transfer_timeout_s"
+                f"deadline_s = {deadline_s:g} must be above 0 and at most "
+                f"{self._max_deadline_s:g}; lower trainer.weight_sync.transfer_timeout_s"
             )
         if version < max(1, self.version):
             raise InvalidRequestError(

@@ -11,7 +11,6 @@ from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
-from services.router.config import OpenAIConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, UnknownModelError
@@ -28,6 +27,7 @@ from services.router.frontends.openai.request_parser import (
 )
 from services.router.frontends.openai.responses import ChatFormat, CompletionFormat, ResponseFormat
 from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from services.router.tuning import OpenAITuning
 
 _CHUNK_TOKENS = 64
 """Tokens per chunk of answers that nobody reads before they are whole."""
@@ -38,7 +38,7 @@ class ChatApi:
 
     def __init__(
         self,
-        config: OpenAIConfig,
+        tuning: OpenAITuning,
         sampling: SamplingConfig,
         *,
         model: str,
@@ -49,7 +49,7 @@ class ChatApi:
         """Serve the policy as `model`.
 
         Args:
-            config: Bounds and times.
+            tuning: Bounds and times.
             sampling: Defaults of requests.
             model: The name.
             renderers: `NUM_THREADS` copies of the model's template and tokenizer.
@@ -61,14 +61,14 @@ class ChatApi:
         """
         self.model = model
         self.created = int(time.time())
-        self._config = config
+        self._tuning = tuning
         self._forwarder = forwarder
         self._recordings = recordings
         self._texts = renderers[0].token_texts()
         self._parsing = ParsingThreads(
             [
                 RequestParser(
-                    config,
+                    tuning,
                     sampling,
                     renderer,
                     longest_token_bytes=self._texts.longest_bytes,
@@ -140,7 +140,7 @@ class ChatApi:
             return EventStream(lambda send: self._stream(request, choices, form, send), lambda: form.headers)
         chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
         async with generating(
-            self._forwarder, request, choices, timeout_s=self._config.timeout_s, chunk_tokens=chunk_tokens
+            self._forwarder, request, choices, timeout_s=self._tuning.timeout_s, chunk_tokens=chunk_tokens
         ) as deltas:
             async for _ in deltas:
                 pass
@@ -159,7 +159,7 @@ class ChatApi:
         opened: set[int] = set()
         num_left = len(choices)
         async with generating(
-            self._forwarder, request, choices, timeout_s=self._config.timeout_s, chunk_tokens=0
+            self._forwarder, request, choices, timeout_s=self._tuning.timeout_s, chunk_tokens=0
         ) as deltas:
             async for index, delta in deltas:
                 if index not in opened and (event := form.opening(index)):

@@ -29,7 +29,7 @@ def read_image(url: str, *, param: str, max_bytes: int) -> bytes:
         )
     text = url[head.end() :]
     if len(text) > 4 * (max_bytes // 3 + 1):
-        raise ParameterError(param, f"{param} is larger than {max_bytes} bytes (router.openai.max_image_mb)")
+        raise ParameterError(param, f"{param} is larger than {max_bytes} bytes; send a smaller one")
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

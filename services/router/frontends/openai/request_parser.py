@@ -12,7 +12,6 @@ from penstock.config import SamplingConfig
 from penstock.model.chat_template import CallingMessage, Renderer, ToolCall
 from penstock.records import ImagePart, Message, TextPart
 from penstock.v1 import generate_pb2
-from services.router.config import OpenAIConfig
 from services.router.frontends.openai.errors import ParameterError, TextTooLongError
 from services.router.frontends.openai.images import read_image
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
@@ -25,6 +24,7 @@ from services.router.frontends.openai.schemas import (
 )
 from services.router.frontends.openai.schemas import TextPart as TextPartIn
 from services.router.frontends.openai.tool_calls import arguments_json
+from services.router.tuning import OpenAITuning
 
 _MAX_NAME_CHARS = 256
 
@@ -34,7 +34,7 @@ class RequestParser:
 
     def __init__(
         self,
-        config: OpenAIConfig,
+        tuning: OpenAITuning,
         sampling: SamplingConfig,
         renderer: Renderer,
         *,
@@ -44,13 +44,13 @@ class RequestParser:
         """Prepare to parse.
 
         Args:
-            config: Bounds.
+            tuning: Bounds.
             sampling: Defaults of requests.
             renderer: Makes ids of messages.
             longest_token_bytes: Size of the longest token of the vocabulary.
             context_length: Most tokens that an engine takes at the moment; None: unknown.
         """
-        self._config = config
+        self._tuning = tuning
         self._sampling = sampling
         self._renderer = renderer
         self._context_length = context_length
@@ -144,10 +144,10 @@ class RequestParser:
 
     def _require_few(self, body: GenerationRequest, *, num_prompts: int) -> None:
         """Checked before anything is rendered, which takes long for many prompts."""
-        if body.n * num_prompts > self._config.max_choices:
+        if body.n * num_prompts > self._tuning.max_choices:
             raise ParameterError(
-                "n", f"n = {body.n} for {num_prompts} prompts is over router.openai.max_choices = "
-                f"{self._config.max_choices}; send several requests"
+                "n", f"n = {body.n} for {num_prompts} prompts is over the "
+                f"{self._tuning.max_choices} choices of one request; send several requests"
             )  # fmt: skip
 
     def _require_short(self, param: str, num_bytes: int) -> None:
@@ -176,11 +176,11 @@ class RequestParser:
             where = f"{param}.content.{index}.image_url.url"
             if role not in ("user", "tool"):
                 raise ParameterError(where, f"{where}: messages of role {role} hold no images; let the user show it")
-            if len(images) == self._config.max_images:
-                raise ParameterError(where, f"{where}: more than router.openai.max_images = {len(images)} images")
+            if len(images) == self._tuning.max_images:
+                raise ParameterError(where, f"{where}: more than {len(images)} images; leave out the oldest")
             parts.append(ImagePart(index=len(images)))
             images.append(
-                read_image(part.image_url.url, param=where, max_bytes=self._config.max_image_mb * 2**20)
+                read_image(part.image_url.url, param=where, max_bytes=self._tuning.max_image_bytes)
             )  # fmt: skip
         template_role: Any = "system" if role == "developer" else role
         if message.tool_calls:

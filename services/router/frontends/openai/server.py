@@ -20,6 +20,7 @@ from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import error_body
 from services.router.frontends.openai.parsing_threads import NUM_THREADS
+from services.router.tuning import OpenAITuning
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +56,17 @@ async def serving(
     security: Security,
     *,
     host: str,
+    tuning: OpenAITuning,
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP during the context; the caller drains it before it leaves.
 
     Raises:
         SetupError: the port is in use, or NATS does not create the stream of recorded calls.
     """
-    settings = config.openai
     recordings = Recordings(bus)
-    await recordings.ensure(max_age_s=settings.recordings_max_age_s, max_bytes=settings.recordings_max_mb * 2**20)
+    await recordings.ensure(max_age_s=tuning.recordings_max_age_s, max_bytes=config.openai.recordings_max_mb * 2**20)
     api = ChatApi(
-        settings,
+        tuning,
         backend.sampling,
         model=backend.model,
         renderers=await asyncio.to_thread(backend.renderers),
@@ -76,7 +77,7 @@ async def serving(
         make_openai_app(api),
         host=host,
         port=config.http_port or 0,
-        max_body_bytes=settings.max_body_mb * 2**20,
+        max_body_bytes=tuning.max_body_bytes,
         make_error_body=error_body,
         security=security,
     )
