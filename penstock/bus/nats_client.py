@@ -80,8 +80,8 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
         if isinstance(last_error, ssl.SSLError | _PlainTextError):
             reason = f"no answer that TLS allows ({last_error})"
         raise SetupError(
-            f"bus.url = {config.url!r}: {reason} within {timeout_s:g} s; start one with "
-            "`penstock serve nats` there, or give --bus.url=nats://host:port"
+            f"bus.url = {config.url!r}: {reason} within {timeout_s:g} s; correct the URL, or start a server there with "
+            "`penstock serve nats`"
         ) from None
     try:
         yield client

@@ -1,4 +1,4 @@
-"""`penstock bus`: what waits in a run's streams, and its dead letters."""
+"""`penstock bus`: the messages in a run's streams, and its dead letters."""
 
 import asyncio
 import dataclasses
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock import config as configuration
+from penstock.config import LogConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
+from penstock.telemetry import log
 from services.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,29 +22,31 @@ if TYPE_CHECKING:
     from penstock.bus.stream_report import StreamReport
 
 app = typer.Typer(
-    help="List the streams of a run with what waits in them; show or re-queue dead letters.",
+    help="List the streams of a run and how much waits in each; show or re-queue dead letters.",
     invoke_without_command=True,
 )
 
 ResultT = TypeVar("ResultT")
 
-Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML): the live.toml in the folder of a run.")]
+Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML): the live.toml in a run folder.")]
 Url = Annotated[str, typer.Option("--url", metavar="NATS_URL", help="NATS; default: the recipe's bus.url.")]
 Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run; default: the recipe's.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The letter, as `penstock bus letters` numbers it.")]
+Number = Annotated[
+    int, typer.Argument(metavar="NUMBER", help="The letter's number, as `penstock bus letters` lists it.")
+]
 
 
 @app.callback()
 def list_streams(
     context: typer.Context, config: Config = None, url: Url = "", run: Run = "", as_json: Json = False
 ) -> int:
-    """List the streams of a run: messages, bytes, age of the oldest, and what each consumer still has to do."""
+    """List the streams of a run: messages, bytes, age of the oldest message, and what each consumer has yet to do."""
     if context.invoked_subcommand is not None:
         if config is not None or url or run or as_json:
             raise ConfigError(f"options of `penstock bus {context.invoked_subcommand}` come after its name")
         return 0
-    from penstock.bus.stream_report import report_streams  # NATS: not before the arguments are known to be sound
+    from penstock.bus.stream_report import report_streams  # imports NATS, so only once the arguments are checked
 
     streams = _on_bus(report_streams, config, url, run)
     if as_json:
@@ -61,7 +65,7 @@ def letters(
     after: Annotated[int, typer.Option("--after", min=0, help="Only letters with a higher number.")] = 0,
     limit: Annotated[int, typer.Option("--limit", min=1, help="The most letters to list.")] = 100,
 ) -> int:
-    """List the dead letters: messages that were given up, with the reason."""
+    """List the dead letters: messages that were given up, each with its reason."""
     from penstock.bus.dead_letters import list_letters
 
     found = _on_bus(lambda bus: list_letters(bus, after=after, limit=limit), config, url, run)
@@ -75,7 +79,7 @@ def letters(
 
 @app.command()
 def show(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
-    """Print a dead letter as JSON, whatever record it holds: bytes and arrays as their sizes, long text cut."""
+    """Print a dead letter as JSON, whatever record it holds: sizes in place of bytes and arrays, long text cut."""
     from penstock.bus.dead_letters import read_letter, show_payload
 
     letter = _on_bus(lambda bus: read_letter(bus, number), config, url, run)
@@ -87,23 +91,21 @@ def show(number: Number, config: Config = None, url: Url = "", run: Run = "") ->
 def requeue(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
     """Put a dead letter back on its queue.
 
-    A trainer ignores a group that it has counted already; once a checkpoint settled it, its letter is for looking only.
+    A trainer ignores a group that it has already counted, so re-queueing the letter of a settled group has no effect.
     """
     from penstock.bus.dead_letters import requeue_letter
 
     letter = _on_bus(lambda bus: requeue_letter(bus, number), config, url, run)
-    sys.stdout.write(f"message {letter.message_id} is on queue {letter.subject} again\n")
+    sys.stdout.write(f"message {letter.message_id} is back on queue {letter.subject}\n")
     return 0
 
 
 def _on_bus(ask: "Callable[[Bus], Awaitable[ResultT]]", config: Path | None, url: str, run: str) -> ResultT:
     recipe = configuration.load(Recipe, [config] if config else ())
+    log.configure(LogConfig(level="warning"), service="bus")
     settings = recipe.bus.model_copy(update={"url": url}) if url else recipe.bus
     if not settings.url:
-        raise ConfigError(
-            "bus.url is empty: give --url nats://HOST:PORT and --run NAME, or with --config the live.toml in the "
-            "folder of a run"
-        )
+        raise ConfigError("bus.url is empty: give --url nats://HOST:PORT and --run NAME, or --config RUN/live.toml")
 
     async def asking() -> ResultT:
         from penstock.bus.connection import connect

@@ -1,4 +1,4 @@
-"""`penstock replay`: compute a recorded optimizer step again and show it beside what the run logged."""
+"""`penstock replay`: recompute a recorded optimizer step and show it beside what the run logged."""
 
 import sys
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: 
 
     Args:
         source: A run folder, or a file that an export wrote.
-        step: Its number; None takes the only recorded one.
-        overrides: `--section.key=value`, to see the same step under other settings.
-        export: File to write the step to, with everything its replay needs.
+        step: The step's number; None takes the only recorded step.
+        overrides: `--section.key=value`, to show the same step under other settings.
+        export: File to write the step to, with everything that its replay needs.
 
     Raises:
-        UserError: something that the replay needs is missing or wrong.
+        UserError: an input of the replay is missing or wrong.
     """
     other_settings = [override for override in overrides if not override.startswith("--model.")]
     if export is not None and other_settings:
-        raise ConfigError(f"--export writes the step as it was recorded; leave out {other_settings[0]}")
+        raise ConfigError(f"--export writes the step as recorded; leave out {other_settings[0]}")
     with opened_run(source) as run, TemporaryDirectory(prefix="penstock-replay-") as scratch:
         step = run.only_step() if step is None else step
         recording, wanted = run.recording(step), run.recording(step, overrides).settings
@@ -45,8 +45,8 @@ def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: 
     agrees = verdict(lines)
     said = {
         True: "is reproduced bit for bit",
-        False: "differs from what was recorded",
-        None: "has no recorded results: the run ended in it, or resumed from before it",
+        False: "differs from the recorded step",
+        None: "has no recorded results: the run ended during it, or resumed from an earlier step",
     }[agrees]
     sys.stdout.write(f"step {step} of {recording.inputs.run_id} {said}\n")
     if agrees is False:

@@ -1,4 +1,4 @@
-"""`penstock replay`: the command; the replay itself is in `replay`."""
+"""The command `penstock replay`; `replay` has the replay itself."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,16 +18,16 @@ def replay(
         Path, typer.Argument(metavar="RUN", help="Run folder, or a file that --export wrote.", show_default=False)
     ],
     step: Annotated[
-        int | None, typer.Option("--step", help="Optimizer step; default: the one that is recorded.", min=1)
+        int | None, typer.Option("--step", help="Optimizer step; default: the only recorded one.", min=1)
     ] = None,
     export: Annotated[
         Path | None, typer.Option("--export", metavar="FILE", help="Write the step to one file, for a bug report.")
     ] = None,
 ) -> int:
-    """Compute a recorded optimizer step again, without engine or bus, and show it beside what the run logged.
+    """Recompute a recorded optimizer step, without engine or bus, and show it beside what the run logged.
 
-    The run must have trainer.record_groups = true. Any --section.key=value shows what the same step would have done
-    with another loss, bound or optimizer. Exits with 1 where the replay differs from the run.
+    The run needs trainer.record_groups = true. Any --section.key=value shows what the same step would have done with
+    another loss, bound or optimizer. Exits with 1 if the replay differs from the run.
     """
     sources, overrides = sort_arguments(source, context.args)
     if len(sources) != 1:

@@ -74,7 +74,6 @@ def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
     if router.port == 0:
         source = f"recipe {config}" if config is not None else "without a recipe it"
         raise ConfigError(
-            f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or with --config the live.toml "
-            "in the folder of a run"
+            f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or --config RUN/live.toml"
         )
     return f"{recipe.network.local}:{router.port}", Security.load(recipe.security)

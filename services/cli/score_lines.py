@@ -158,7 +158,7 @@ def _fields(text: bytes | None, *, is_first: bool) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON that can be read: {error}; write one JSON object per line") from None
     if not isinstance(fields, dict):
-        raise ValueError(f'{_shown(fields)} is no JSON object; write {{"id": ..., "gold": ..., "response": ...}}')
+        raise ValueError(f'{_shown(fields)} is not a JSON object; write {{"id": ..., "gold": ..., "response": ...}}')
     return fields
 
 
@@ -191,7 +191,7 @@ def _golds(fields: dict[str, Any], key: str) -> list[str]:
 def _deadline_s(fields: dict[str, Any]) -> float:
     value = fields.get("deadline_s", 0.0)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f'field "deadline_s" = {_shown(value)} is no length of time; give seconds > 0')
+        raise ValueError(f'field "deadline_s" = {_shown(value)} is not a duration; give seconds > 0')
     return float(min(value, 1e6))  # the service has a limit of its own, and the contract's float one of 3e38
 
 

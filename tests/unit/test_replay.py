@@ -208,7 +208,7 @@ def test_the_command_names_what_differs_between_the_environments(
     )
     assert replay(run.path, step=1, overrides=[f"--model.path={MODEL}"], export=None) == 1
     output = capsys.readouterr().out
-    assert f"step 1 of {inputs['run_id']} differs from what was recorded" in output
+    assert f"step 1 of {inputs['run_id']} differs from the recorded step" in output
     assert "pillow: recorded with 1.0, replayed with" in output
 
 
