@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--typical", type=int, default=20_000, help="items of the throughput without workers")
     parser.add_argument("--symbolic", type=int, default=1_000, help="items of the throughput of a worker")
     parser.add_argument("--batches", type=int, default=50, help="gRPC batches of 500")
-    parser.add_argument("--calls", type=int, default=5_000, help="calls of one item, for each face")
+    parser.add_argument("--calls", type=int, default=5_000, help="calls of one item, for each frontend")
     parser.add_argument("--clients", type=int, default=1_000, help="clients at once")
     parser.add_argument("--calls-per-client", type=int, default=10)
     parser.add_argument("--soak", action="store_true", help="send a day's worth of items, and nothing else")

@@ -21,9 +21,9 @@ async def measure(report: Report, *, num_clients: int, num_calls: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     rows, num_bad = [], 0
-    for face, client in (("gRPC", _rpc_client), ("HTTP", _http_client)):
+    for frontend, client in (("gRPC", _rpc_client), ("HTTP", _http_client)):
         with ServiceProcess() as service:
-            address = service.address if face == "gRPC" else service.http_address
+            address = service.address if frontend == "gRPC" else service.http_address
             outcomes: list[str] = []
             times_s: list[float] = []
             started = time.perf_counter()
@@ -36,7 +36,7 @@ async def measure(report: Report, *, num_clients: int, num_calls: int) -> None:
         num_bad += total - good
         rows.append(
             (
-                face,
+                frontend,
                 num_clients,
                 total,
                 total - good - mismatched,
@@ -48,10 +48,10 @@ async def measure(report: Report, *, num_clients: int, num_calls: int) -> None:
         )
         errors = sorted({outcome for outcome in outcomes if outcome not in ("good", "mismatched")})
         for error in errors[:5]:
-            rows.append((f"{face}: {error}", "", "", "", "", "", "", ""))
+            rows.append((f"{frontend}: {error}", "", "", "", "", "", "", ""))
     report.table(
         "Many clients at once",
-        ("face", "clients", "calls", "lost", "mismatched", "calls/s", "p50 ms", "p99 ms"),
+        ("frontend", "clients", "calls", "lost", "mismatched", "calls/s", "p50 ms", "p99 ms"),
         rows,
         note="All clients are one process, on the service's cores.",
     )

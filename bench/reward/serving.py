@@ -1,4 +1,4 @@
-"""The running service: its start, its memory, how long a batch takes, and how much each face carries."""
+"""The running service: its start, its memory, how long a batch takes, and how much each frontend carries."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _IN_FLIGHT = 64
 
 
 async def measure(report: Report, *, num_batches: int, num_calls: int) -> None:
-    """Print the table of batches, that of the faces and that of the start."""
+    """Print the table of batches, that of the frontends and that of the start."""
     with ServiceProcess() as service:
         memory_at_start = service.memory_bytes()
         async with RewardClient(service.address) as client:
@@ -52,7 +52,7 @@ async def measure(report: Report, *, num_batches: int, num_calls: int) -> None:
             ),
             ("HTTP POST / (slime)", _IN_FLIGHT, *_rates(await _http(service.http_address, num_calls, True), num_calls)),
         ]
-        report.table("One item per call", ("face", "in flight", "calls", "calls/s"), rows)
+        report.table("One item per call", ("frontend", "in flight", "calls", "calls/s"), rows)
         memory = service.memory_bytes()
         report.table(
             "Start and memory, two workers",

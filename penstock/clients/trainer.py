@@ -7,7 +7,7 @@ from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 
 
 class TrainerClient(Client):
-    """The trainer's face."""
+    """A client of the trainer."""
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the trainer at `address` (host:port)."""

@@ -1,4 +1,4 @@
-"""A FastAPI application with one form of errors and strict JSON."""
+"""A FastAPI application with one error format and strict JSON."""
 
 import reprlib
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +16,7 @@ from penstock.http.json_body import parse_json
 from penstock.http.status import status_of
 
 _MAX_ERRORS = 5
-_SHORT = reprlib.Repr()  # takes the same time whatever is shown
+_SHORT = reprlib.Repr()  # takes constant time for any value
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
@@ -48,7 +48,7 @@ def make_app(*, title: str, description: str, version: str) -> FastAPI:
 
 
 class StrictJsonRoute(APIRoute):
-    """Reads bodies with `penstock.http.json_body`; an object with a duplicate key is refused."""
+    """Reads bodies with `penstock.http.json_body`, which refuses duplicate keys."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -63,7 +63,7 @@ class _StrictRequest(Request):
     async def json(self) -> Any:
         try:
             return parse_json(await self.body(), unique_keys=True)
-        except PenstockError as error:  # FastAPI would make a message of its own
+        except PenstockError as error:  # otherwise FastAPI writes its own message
             raise HTTPException(status_of(error), str(error)) from None
 
 
@@ -72,7 +72,7 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 
 
 async def _answer_crash(_: Request, error: Exception) -> Response:
-    return error_response(500, f"{type(error).__name__}: {error}")  # Starlette raises it again, and it is logged
+    return error_response(500, f"{type(error).__name__}: {error}")  # Starlette raises it again, so that it is logged
 
 
 async def _answer_http_error(_: Request, error: Exception) -> Response:
@@ -88,7 +88,7 @@ async def _answer_validation_error(_: Request, error: Exception) -> Response:
 
 
 def describe(errors: Sequence[Any]) -> str:
-    """The first of pydantic's errors in a line: field, what is wrong, and the value."""
+    """The first of pydantic's errors in one line: field, fault and value."""
     lines = []
     for error in errors[:_MAX_ERRORS]:
         field = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"

@@ -1,7 +1,7 @@
-"""Bodies of requests, read whole, within a bound on each one's bytes and one on the bytes of all of them together.
+"""Reads request bodies whole, within a bound on each body and a bound on all bodies together.
 
-Invariant: a body counts from when its first byte arrives until its request is answered, and what does not fit is
-refused before it is kept. Large bodies may take seven eighths of the room, so that small ones always find some.
+Invariant: a body counts from its first byte until its request is answered, and a part that does not fit is refused
+before it is kept. Large bodies may take seven eighths of the room, so that small ones always find some.
 """
 
 import asyncio
@@ -12,21 +12,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
 _BODIES_OF_MAX_SIZE = 2
-"""All bodies together may take as much as this many of the largest; and 4 to 10 times that, once read as JSON."""
+"""All bodies together may hold this many times `max_body_bytes`; parsed as JSON they take 4 to 10 times that."""
 _LARGE_SHARE = 7 / 8
 _SMALL_BYTES = 64 * 2**10
 _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
-"""A client that sends nothing of its body for this long is refused: what it has sent holds room for nothing."""
+"""A client that sends nothing of its body for this long is refused, because its part holds room that others need."""
 _CLOSE = {"Connection": "close"}
 
 
 class GoneError(Exception):
-    """The client went away before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 class Bodies:
-    """All bodies that a server holds."""
+    """The bodies that a server holds."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.num_bytes = 0
@@ -36,11 +36,11 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def whole(self, receive: Receive) -> AsyncIterator[bytes]:
-        """The body, whose bytes count while the context lasts.
+        """The body, whose bytes count during the context.
 
         Raises:
-            GoneError: the client went away.
-            HTTPException: the body is too large (413), finds no room (429), or ceased to arrive (408).
+            GoneError: the client disconnected.
+            HTTPException: the body is too large (413), finds no room (429), or stopped arriving (408).
         """
         held = _HeldBytes(self)
         try:
@@ -56,7 +56,7 @@ class Bodies:
                 async with asyncio.timeout(_MAX_PAUSE_S):
                     message = await receive()
             except TimeoutError:
-                detail = f"nothing more of the body came for {_MAX_PAUSE_S:.0f} s; send the request again"
+                detail = f"no more of the body arrived for {_MAX_PAUSE_S:.0f} s; send the request again"
                 raise HTTPException(408, detail, _CLOSE) from None
             if message["type"] == "http.disconnect":
                 raise GoneError
@@ -70,17 +70,17 @@ class Bodies:
                     refusal = error
                     parts.clear()
                     held.release()
-            # A refused body is read on, in bounds: a client that is still sending would not hear the answer.
+            # The rest of a refused body is read, within a bound: a client reads the answer only after it has sent all.
             if refusal is not None and (is_last or size_bytes > _MAX_DISCARDED * self._max_body_bytes):
                 raise HTTPException(refusal.status_code, refusal.detail, None if is_last else _CLOSE)
             if is_last:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _require_room(self, size_bytes: int, held: "_HeldBytes") -> None:
-        """Count `size_bytes` for this body from now on.
+        """Count `size_bytes` for this body.
 
         Raises:
-            HTTPException: the body is larger than any may be (413), or others leave it no room (429).
+            HTTPException: the body is too large (413), or other bodies leave it no room (429).
         """
         if size_bytes > self._max_body_bytes:
             detail = f"the body is larger than {self._max_body_bytes} bytes; send fewer or shorter items in one request"
@@ -95,7 +95,7 @@ class Bodies:
 
 
 class _HeldBytes:
-    """What one body counts."""
+    """The bytes that one body counts for."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.num_bytes = 0

@@ -1,8 +1,8 @@
 """Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
-Invariants: nothing is read of a request without the token. It is refused with the same answer whatever it asks for;
-only the health page (GET, HEAD) is everybody's. The application runs with a complete body, and is cancelled when its
-client has gone.
+Invariants: the body of a request without the token is not read, and every such request gets the same answer; only the
+health page (GET, HEAD) needs no token. The application runs with a complete body, and is cancelled when its client
+disconnects.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from penstock.runtime.security import REFUSAL, Security
 log = structlog.get_logger()
 
 _HEALTH = "/healthz"
-_STOPPING = "this server is stopping; send the request to another, or again when it is back"
+_STOPPING = "this server is stopping; send the request to another server, or again later"
 
 
 def error_response(status: int, message: str, make_body: ErrorBodyMaker = error_body) -> JSONResponse:
-    """An answer that says what went wrong."""
+    """The response for an error."""
     return JSONResponse(make_body(status, message), status, headers=headers_of(status))
 
 
 class Boundary:
-    """An ASGI application around another. The only broad `except` of the HTTP servers."""
+    """An ASGI application around another one. It has the only broad `except` of the HTTP servers."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: int, make_error_body: ErrorBodyMaker, security: Security
@@ -46,7 +46,7 @@ class Boundary:
         self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Wait up to `grace_s` seconds until no request is running, then cancel the rest."""
+        """Wait up to `grace_s` seconds for running requests, then cancel the rest."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
@@ -84,7 +84,7 @@ class Boundary:
             await self._refusal(503, _STOPPING)(scope, receive, send)
             return
         if _asks_for_health(scope):
-            # Everybody may ask, so nothing is read. uvicorn leaves out the body of an answer to HEAD.
+            # Anyone may ask, so the body is not read. uvicorn omits the body of an answer to HEAD.
             await self._app({**scope, "method": "GET"}, _replayed(b""), send)
             return
         task = asyncio.current_task()
@@ -138,20 +138,20 @@ def _asks_for_health(scope: Scope) -> bool:
 
 
 def _replayed(body: bytes) -> Receive:
-    """A `receive` that returns the whole body to its first caller."""
+    """A `receive` whose first call returns the whole body."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()  # who waits for the disconnect is cancelled by it
+        await asyncio.Event().wait()  # the disconnect cancels whoever waits for it
         raise AssertionError
 
     return receive
 
 
 class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.timeout
-    """Cancel `task`, the one in this context, when the client disconnects; the context then raises GoneError."""
+    """Cancel `task`, which runs this context, when the client disconnects; the context then raises GoneError."""
 
     def __init__(self, task: asyncio.Task[None], receive: Receive) -> None:
         self._task = task

@@ -1,7 +1,7 @@
-"""Reads JSON from clients, so that every text in it can be encoded again.
+"""Parses JSON from clients into values whose text can always be encoded again.
 
-Lone surrogates, which JSON can escape but no encoding can carry, become U+FFFD. NaN, Infinity, bytes that are not UTF-8
-and absurdly deep nesting are refused.
+Lone surrogates, which JSON can escape but UTF-8 cannot encode, become U+FFFD. NaN, Infinity, bytes that are not UTF-8
+and very deep nesting are refused.
 """
 
 import collections
@@ -16,7 +16,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_DEPTH = 64
 _MAX_KEYS = 4096
-"""Far more than any request needs, and few enough to report each as unknown."""
+"""Far more than any request needs, and few enough to report each unknown key."""
 
 
 class MalformedJsonError(InvalidRequestError):
@@ -29,10 +29,10 @@ def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool 
     Args:
         data: JSON, in UTF-8.
         unique_keys: Refuse an object with a duplicate key or with thousands of keys; otherwise the last value counts.
-        numbers_as_text: Return numbers as written, as `str`.
+        numbers_as_text: Return numbers as `str`, as they were written.
 
     Raises:
-        MalformedJsonError: it is not JSON, holds NaN or Infinity, is nested too deeply, or an object is refused.
+        MalformedJsonError: `data` is not JSON, holds NaN or Infinity, is nested too deeply, or an object is refused.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -48,14 +48,14 @@ def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool 
     except UnicodeDecodeError as error:
         raise MalformedJsonError(f"the body is not UTF-8: byte {error.start} is {data[error.start]:#04x}") from None
     except json.JSONDecodeError as error:
-        raise MalformedJsonError(f"the body is no JSON: {error.msg} at character {error.pos}") from None
+        raise MalformedJsonError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise MalformedJsonError("the body is nested too deeply") from None
     return value
 
 
 def _refuse_constant(name: str) -> Any:
-    raise MalformedJsonError(f"the body holds {name}, which is no JSON number; send a finite one, or leave it out")
+    raise MalformedJsonError(f"the body holds {name}, which is not a JSON number; send a finite number or leave it out")
 
 
 def _integer(digits: str) -> int | float:
@@ -88,5 +88,5 @@ def _mended(value: Any, depth: int) -> Any:
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate."""
+    """The text with each lone surrogate replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""The scaffold of every HTTP server: one event loop with the gRPC server, one mapping of errors, orderly drain.
+"""Runs an HTTP server: on the event loop of the gRPC server, with one mapping of errors and an orderly drain.
 
 While it drains, a server answers 503 to every new request, health checks included; running requests may finish within
 the grace period. A client that disconnects cancels its request.
@@ -28,7 +28,7 @@ _KEEP_ALIVE_S = 75
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers, which belong to the process, and with an event for the start."""
+    """uvicorn without signal handlers, which belong to the process, and with an event for its start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """One HTTP server: `start` it, and `drain` it at the end."""
+    """One HTTP server: `start` it, and at the end `drain` it."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class HttpServer:
         """Serve `app` on `host`:`port`; port 0 takes any that is free.
 
         Args:
-            app: The application. It raises errors of `penstock.errors`.
+            app: The application; it raises the errors of `penstock.errors`.
             host: Address to listen on.
             port: Port to listen on.
-            max_body_bytes: A request with a larger body is answered 413. All bodies together may take twice as much,
-                from when they arrive until they are answered; a request whose body does not fit is answered 429.
-            make_error_body: The JSON of an answer that the application never sees, such as 401, from its status and
+            max_body_bytes: A larger body is answered 413. All bodies together may hold twice as much, from their first
+                byte until they are answered; a body that does not fit is answered 429.
+            make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
-            security: What is asked of callers; None: the tokens of the environment.
+            security: Token and certificates; None reads them from the environment.
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.
@@ -96,7 +96,7 @@ class HttpServer:
         """Start serving and return the port.
 
         Raises:
-            SetupError: the port is in use, or the host is not one of this machine.
+            SetupError: the port is in use, or the host is not one of this machine's.
         """
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -106,8 +106,8 @@ class HttpServer:
                 f"cannot listen on {self._host}:{self._port}: {error.strerror}; choose another port, or 0 for any "
                 "that is free"
             ) from None
-        # Accepted sockets inherit it. asyncio sets it on those of listeners with proto TCP, and `create_server` leaves
-        # that 0. Without it, head and body, which uvicorn writes apart, are 40 ms apart on a kept-alive connection.
+        # Accepted sockets inherit TCP_NODELAY. asyncio sets it only for listeners with proto TCP, and `create_server`
+        # leaves proto 0. Without it, uvicorn's head and body arrive 40 ms apart on a kept-alive connection.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listener.getsockname()[1]
         self._server = _Uvicorn(self._config)
@@ -118,7 +118,7 @@ class HttpServer:
         return self._port
 
     def set_serving(self, serving: bool) -> None:
-        """Set whether new requests are answered; otherwise each gets 503, health checks too."""
+        """Set whether new requests are served; otherwise each gets 503, health checks included."""
         self._boundary.is_serving = serving
 
     async def drain(self, grace_s: float) -> None:

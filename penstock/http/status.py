@@ -1,4 +1,4 @@
-"""The one place where Penstock's errors become HTTP statuses."""
+"""Maps Penstock's errors to HTTP statuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ ErrorBodyMaker = Callable[[int, str], dict[str, Any]]
 """Makes the JSON body of an error from its status and message."""
 
 RETRY_AFTER_S = 1
-"""What a client that may succeed later is told to wait."""
+"""How long a client that may succeed later is told to wait."""
 
 _STATUS_OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (MalformedJsonError, 400),
-    (errors.AccessError, 503),  # another server refused: the caller cannot fix that
+    (errors.AccessError, 503),  # another server refused this one: the caller cannot fix that
     (errors.UserError, 422),
     (errors.InvalidRequestError, 422),
     (errors.NotReadyError, 503),
@@ -39,7 +39,7 @@ _CODE_OF_STATUS = {
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of `error`; 500 for everything that was not raised on purpose."""
+    """The HTTP status of `error`; 500 if Penstock did not raise it on purpose."""
     for kind, status in _STATUS_OF_ERROR:
         if isinstance(error, kind):
             return status
@@ -47,12 +47,12 @@ def status_of(error: BaseException) -> int:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """The JSON body of an error with that status."""
+    """The JSON body of an error with this status."""
     return {"error": {"code": _CODE_OF_STATUS.get(status, f"HTTP_{status}"), "message": printable(message)}}
 
 
 def headers_of(status: int) -> dict[str, str]:
-    """The headers of an error with that status."""
+    """The headers of an error with this status."""
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}

@@ -12,7 +12,7 @@ from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, Versio
 
 
 class RecordedCall(Envelope, frozen=True, kw_only=True):
-    """One answer that a client of the OpenAI-compatible face got, with all that training on it needs.
+    """One answer to a client of the OpenAI-compatible frontend, with all that training on it needs.
 
     P = tokens of the prompt with one placeholder id per image.
     """

@@ -32,7 +32,7 @@ class ProfileConfig(Config):
             try:
                 re.compile(pattern, re.DOTALL)
             except (re.error, OverflowError, RecursionError) as error:
-                raise ValueError(f"is no regular expression: {error}") from None
+                raise ValueError(f"is not a regular expression: {error}") from None
         return pattern
 
 

@@ -134,7 +134,7 @@ def _read_number(content: bytes) -> float:
     try:
         value: Any = json.loads(content, parse_int=float)
     except (ValueError, RecursionError):
-        raise _RemoteError(f"it answered what is no JSON: {content[:200]!r}") from None
+        raise _RemoteError(f"the answer is not JSON: {content[:200]!r}") from None
     if isinstance(value, dict):
         value = value.get("score", value.get("reward"))
     if not isinstance(value, float) or not math.isfinite(value):

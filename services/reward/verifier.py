@@ -1,4 +1,4 @@
-"""The service without its faces: items in, verdicts out, in order. Both faces call this."""
+"""The service without its frontends: items in, verdicts out, in order. Both frontends call this."""
 
 import asyncio
 import math

@@ -126,8 +126,8 @@ async def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
     ("body", "status", "message"),
     [
         (b'{"a": 1, "b": 2}', 200, ""),
-        (b"{", 400, "the body is no JSON: "),
-        (b'{"a": NaN}', 400, "the body holds NaN, which is no JSON number"),
+        (b"{", 400, "the body is not JSON: "),
+        (b'{"a": NaN}', 400, "the body holds NaN, which is not a JSON number"),
         (b'{"a": -Infinity}', 400, "the body holds -Infinity"),
         (b'{"a": 1, "a": 2}', 400, "the body has 'a' twice"),
         (b'{"a": "\xff"}', 400, "the body is not UTF-8"),
@@ -138,7 +138,7 @@ async def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
     ],
 )
 async def test_json_is_read_with_care(body: bytes, status: int, message: str) -> None:
-    """What is no JSON is refused, and says why; nothing that a client sends is an internal error."""
+    """What is not JSON is refused with the reason; nothing that a client sends is an internal error."""
     async with serving() as (_, client):
         response = await client.post("/sum", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text

@@ -25,7 +25,7 @@ HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_veri
 
 @contextlib.asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, RunningService]]:
-    """A service and a client of its HTTP face."""
+    """A service and a client of its HTTP frontend."""
     async with running(RewardConfig.model_validate(settings)) as service:
         limits = httpx.Limits(max_connections=None)
         url = f"http://{service.http.address}"
@@ -77,7 +77,7 @@ async def test_an_empty_batch_has_no_verdicts(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/v1/verify", b"{", 400, "the body is no JSON: "),
+        ("/v1/verify", b"{", 400, "the body is not JSON: "),
         ("/v1/verify", item(deadline_s=-1), 422, "deadline_s = -1: "),
         ("/v1/verify", item(deadline_s=True), 422, "deadline_s = True: "),
         ("/v1/verify", item(**{f"k{n}": 0 for n in range(5000)}), 400, "the body has an object with 5003 keys"),
@@ -232,11 +232,11 @@ async def test_openrlhf_gets_rewards_scores_and_logs() -> None:
     [
         ({"query": ["5"]}, "labels is missing; set --data.label_key"),
         ({"labels": ["5"]}, "query is missing"),
-        ({"query": ["5", "6"], "labels": ["5"]}, "labels has 1 entries and query 2"),
-        ({"query": ["5"], "labels": ["5"], "prompts": ["a", "b"]}, "prompts has 2 entries and query 1"),
-        ({"query": [5.0, None], "labels": ["5", "5"]}, "query.1 is no string"),
+        ({"query": ["5", "6"], "labels": ["5"]}, "labels has 1 entries and query has 2"),
+        ({"query": ["5"], "labels": ["5"], "prompts": ["a", "b"]}, "prompts has 2 entries and query has 1"),
+        ({"query": [5.0, None], "labels": ["5", "5"]}, "query.1 is not a string"),
         ({"query": ["5"], "labels": [True]}, "labels.0 = True: a label is"),
-        ([], "the body is no JSON object"),
+        ([], "the body is not a JSON object"),
     ],
 )
 async def test_openrlhf_is_told_what_is_wrong(http: httpx.AsyncClient, body: object, message: str) -> None:

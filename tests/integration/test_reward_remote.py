@@ -117,7 +117,7 @@ async def test_tries_again_what_may_pass() -> None:
     [
         (500, "", 2, "500"),
         (404, "no such path", 1, "it answered with HTTP status 404: 'no such path'"),
-        (200, "fine", 1, "what is no JSON"),
+        (200, "fine", 1, "is not JSON"),
         (200, "NaN", 1, "it must answer a number"),
         (200, '"1"', 1, "it must answer a number"),
         (200, "true", 1, "it must answer a number"),

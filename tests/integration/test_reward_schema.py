@@ -1,4 +1,4 @@
-"""The HTTP face against its own OpenAPI page: whatever a client sends, the answer is one that the page promises."""
+"""The HTTP frontend against its own OpenAPI page: whatever a client sends, the answer is one that the page promises."""
 
 import contextlib
 from collections.abc import Iterator

@@ -195,7 +195,7 @@ async def test_draining_answers_what_a_stream_has_sent_and_then_ends_it() -> Non
         reading = asyncio.create_task(read())
         await until(lambda: service.pool.num_busy == 1)
         await stack.aclose()
-        with pytest.raises(UnavailableError, match="stopping; send the items that have no verdict again"):
+        with pytest.raises(UnavailableError, match="stopping; send the items without a verdict again"):
             await reading
     assert got == ["quick", "hangs"]
     done.set()

@@ -56,7 +56,7 @@ def turn(**fields: object) -> generate_pb2.GenerateRequest:
 
 
 async def test_reward(certificates: SecurityConfig, secured: Security) -> None:
-    """Both faces, with a judge in a worker process."""
+    """Both frontends, with a judge in a worker process."""
     async with running(RewardConfig(workers=1), security=secured) as service:
         for token in ("", WRONG):
             stranger = stranger_of(certificates, token)

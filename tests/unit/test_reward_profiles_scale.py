@@ -86,7 +86,7 @@ def test_a_pattern_that_is_none_is_an_error_of_the_settings(tmp_path: Path) -> N
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[profiles.math]\nformat_weight = 0.1\nformat_pattern = '(<think>'\n")
     with pytest.raises(
-        ConfigError, match=r"profiles.math.format_pattern = '\(<think>': is no regular expression: missing \)"
+        ConfigError, match=r"profiles.math.format_pattern = '\(<think>': is not a regular expression: missing \)"
     ):
         load(RewardConfig, [recipe])
 

@@ -1,4 +1,4 @@
-"""The service without its faces: what one item's fault does to the others."""
+"""The service without its frontends: what one item's fault does to the others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The gRPC face: translates between the contract and the verifier."""
+"""The gRPC frontend: `penstock.v1.RewardService` over the verifier."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -16,20 +16,20 @@ from services.reward.verifier import Scored, Verifier
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_IN_FLIGHT = 256
-"""Items of one stream that were read and not answered; with so many, the stream reads no further."""
+"""Items of one stream that were read but not answered; at this number the stream stops reading."""
 _STATUS = {status: reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}") for status in Status}
 _METHOD = {method: reward_pb2.VerdictMethod.Value(f"VERDICT_METHOD_{method}") for method in Method}
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Translates between the contract and the verifier."""
+    """Converts requests to items, and verdicts to responses."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
         self._stopping = asyncio.Event()
 
     def end_streams(self) -> None:
-        """Have streams read no further items; they end when those that they read are answered."""
+        """Stop streams from reading; each ends when the items that it has read are answered."""
         self._stopping.set()
 
     async def Verify(self, request: reward_pb2.VerifyRequest, context: Context) -> reward_pb2.VerifyResponse:  # noqa: N802 - the contract's name
@@ -45,10 +45,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Verify many responses, in order."""
         return reward_pb2.VerifyBatchResponse(verdicts=await self._verify(request.items, context))
 
-    async def VerifyStream(  # type: ignore[override]  # noqa: N802 - it writes by itself: verdicts come from many tasks
+    async def VerifyStream(  # type: ignore[override]  # noqa: N802 - writes by itself: verdicts come from many tasks
         self, request_iterator: AsyncIterator[reward_pb2.VerifyStreamRequest], context: Context
     ) -> None:
-        """Verify responses as they come, many at a time."""
+        """Verify responses as they arrive, many at a time."""
         slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         writing = asyncio.Lock()
 
@@ -72,12 +72,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             stopping.cancel()
             is_cut_short = reading.cancel()
         if is_cut_short:
-            raise UnavailableError("the service is stopping; send the items that have no verdict again")
+            raise UnavailableError("the service is stopping; send the items without a verdict again")
 
     async def ListProfiles(  # noqa: N802 - the contract's name
         self, request: reward_pb2.ListProfilesRequest, context: Context
     ) -> reward_pb2.ListProfilesResponse:
-        """Tell which profiles there are."""
+        """List the profiles."""
         profiles = sorted(self._verifier.profiles.values(), key=lambda profile: profile.name)
         return reward_pb2.ListProfilesResponse(
             profiles=[reward_pb2.Profile(name=profile.name, description=profile.description) for profile in profiles]

@@ -1,4 +1,4 @@
-"""A router with its OpenAI-compatible face, as a process of its own."""
+"""A router with its OpenAI-compatible frontend, as a process of its own."""
 
 import asyncio
 import contextlib

@@ -1,1 +1,1 @@
-"""The HTTP face: a JSON mirror of the contract, and what slime and OpenRLHF ask."""
+"""The HTTP frontends: the gRPC contract as JSON, and the endpoints that slime and OpenRLHF call."""

@@ -1,4 +1,4 @@
-"""All pages of the HTTP face over one verifier."""
+"""The HTTP application: all frontends over one verifier."""
 
 import importlib.metadata
 
@@ -12,10 +12,10 @@ from services.reward.profiles.registry import find_profile
 from services.reward.verifier import Verifier
 
 _DESCRIPTION = """
-Is this response right? Send gold answers and a response; get a score, a status that says how it was reached, and the
-answer that was found. A response that cannot be verified has a status that says so, never an error or a silent 0.
+Is this response right? Send gold answers and a response; get a score, a status that explains it, and the answer that
+was found. The status says when a response could not be verified: that is never an error or a silent 0.
 
-The same service speaks gRPC (`penstock.v1.RewardService`), and two dialects of trainers: slime's `remote_rm` at `/`
+The same service speaks gRPC (`penstock.v1.RewardService`) and the protocols of two trainers: slime's `remote_rm` at `/`
 and OpenRLHF's remote reward model at `/get_reward`.
 """
 
@@ -24,7 +24,7 @@ def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
     """The application.
 
     Raises:
-        InvalidRequestError: reward.http_profile is no profile.
+        InvalidRequestError: reward.http_profile names no profile.
     """
     find_profile(verifier.profiles, config.http_profile)
     app = make_app(
@@ -36,7 +36,7 @@ def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
 
     @app.get("/healthz", tags=["operation"])
     async def healthz() -> dict[str, str]:
-        """200 while the service takes work; 503 while it stops."""
+        """200 while the service takes work; 503 while it is stopping."""
         return {"status": "serving"}
 
     @app.get(
@@ -54,7 +54,7 @@ def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
 
 
 def _name_profiles(app: FastAPI, names: list[str]) -> None:
-    """Have the OpenAPI page tell which profiles there are, wherever one is to be named."""
+    """List the profiles in the OpenAPI page wherever a field names one."""
     page = app.openapi()  # FastAPI keeps it
     page["components"]["schemas"]["VerifyItem"]["properties"]["profile"]["enum"] = names
     for path in page["paths"].values():

@@ -1,4 +1,4 @@
-"""What trainers send as the label of a sample: a text, a number or a list of them."""
+"""Reads the label that a trainer sends with a sample: a string, a number or a list of these."""
 
 import json
 import reprlib
@@ -9,10 +9,10 @@ from penstock.errors import InvalidRequestError
 
 
 def golds_of(label: Any, *, field: str) -> Sequence[str]:
-    """The gold answers that a label holds; none for null. Numbers must come as text, as they were written.
+    """The gold answers in a label; none for null. Numbers must be given as text, as they were written.
 
     Raises:
-        InvalidRequestError: it is nothing of the kind.
+        InvalidRequestError: the label is something else.
     """
     match label:
         case None:
@@ -25,5 +25,5 @@ def golds_of(label: Any, *, field: str) -> Sequence[str]:
 
 
 def text_of(value: Any) -> str:
-    """A prompt as text: a chat is its JSON."""
+    """A prompt as text: a chat as its JSON."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -13,15 +13,15 @@ from services.reward.verdict import Method
 from services.reward.verifier import Scored, Verifier
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The body is no JSON."},
+    400: {"model": ErrorBody, "description": "The body is not JSON."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range; the message names it."},
-    429: {"model": ErrorBody, "description": "The queue is full; come back after the header Retry-After."},
-    503: {"model": ErrorBody, "description": "The service is stopping; come back after the header Retry-After."},
+    429: {"model": ErrorBody, "description": "The queue is full; try again after Retry-After."},
+    503: {"model": ErrorBody, "description": "The service is stopping; try again after Retry-After."},
 }
 
 _Strings = Annotated[list[str], pydantic.FailFast()]
-"""The first that is none is told; a kilobyte for each would be memory for whoever sends many."""
+"""Only the first entry that is not a string is reported: an error takes a kilobyte, and a client may send many."""
 
 
 class _Model(pydantic.BaseModel):
@@ -34,15 +34,15 @@ class VerifyItem(_Model):
     golds: _Strings
     """Gold answers; one match suffices. At least one."""
     response: str
-    """The model's own text."""
+    """The model's output."""
     profile: str
-    """Profile by name, such as "math" or "geo3k"; /v1/profiles has them all."""
+    """Name of a profile, such as "math" or "geo3k"; /v1/profiles lists them."""
     item_id: str = ""
-    """Your name for it, given back in the verdict."""
+    """Your name for the item, returned in the verdict."""
     deadline_s: Annotated[float, pydantic.Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
-    """Wall-clock limit in seconds; 0 takes the service's."""
+    """Wall-clock limit in seconds; 0 takes the service's limit."""
     prompt: str = ""
-    """What was asked. Only custom verifiers and the profile "remote" look at it."""
+    """The prompt. Only custom verifiers and the profile "remote" read it."""
 
 
 class VerifyBatch(_Model):
@@ -60,13 +60,13 @@ class Verdict(_Model):
     score: float
     """The reward."""
     status: Status
-    """How it was reached; only with OK does the score say something of the answer."""
+    """How the score was reached; only with OK does it judge the answer."""
     extracted: str
-    """The answer found in the response; empty if there was none."""
+    """The answer found in the response; empty if there is none."""
     method: Method
-    """What decided."""
+    """The method that decided."""
     elapsed_s: float
-    """Seconds that it took, queueing excluded."""
+    """Seconds, without queueing."""
 
 
 class Verdicts(_Model):
@@ -77,19 +77,19 @@ class Verdicts(_Model):
 
 
 class ProfileText(_Model):
-    """What a profile is."""
+    """A profile."""
 
     name: str
     """Its name."""
     description: str
-    """What it does, in a sentence."""
+    """What it does, in one sentence."""
 
 
 class Profiles(_Model):
     """All profiles."""
 
     profiles: list[ProfileText]
-    """By name."""
+    """Sorted by name."""
 
 
 _ONE = {"item_id": "a", "golds": ["5"], "response": "It is \\boxed{5}", "profile": "math"}
@@ -106,14 +106,14 @@ def add_routes(app: FastAPI, verifier: Verifier) -> None:
 
     @app.post("/v1/verify:batch", tags=["verify"], response_model=Verdicts, responses=_REFUSALS)
     async def verify_batch(batch: Annotated[VerifyBatch, Body(examples=[{"items": [_ONE]}])]) -> JSONResponse:
-        """Verify many responses; the verdicts come in their order."""
+        """Verify many responses; verdicts are in the order of the items."""
         verdicts = await verifier.verify([_item(item) for item in batch.items])
         pairs = zip(batch.items, verdicts, strict=True)
         return JSONResponse({"verdicts": [_verdict(item.item_id, verdict) for item, verdict in pairs]})
 
     @app.get("/v1/profiles", tags=["verify"], response_model=Profiles)
     async def list_profiles() -> Any:
-        """Tell which profiles there are."""
+        """List the profiles."""
         profiles = sorted(verifier.profiles.values(), key=lambda profile: profile.name)
         return {"profiles": [{"name": each.name, "description": each.description} for each in profiles]}
 

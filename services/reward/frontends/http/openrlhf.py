@@ -1,9 +1,9 @@
-"""OpenRLHF's `--reward.remote_url http://HOST:PORT/get_reward` (formerly `--remote_rm_url`).
+"""The frontend for OpenRLHF: `--reward.remote_url http://HOST:PORT/get_reward` (formerly `--remote_rm_url`).
 
-It posts {"query": [...], "prompts": [...], "labels": [...]}, tries five times on a status other than 2xx, and reads
-"rewards" (for advantages), "scores" (0 to 1, for dynamic filtering) and "extra_logs" (numbers to log), one entry for
-each query (openrlhf/utils/agent.py, examples/python/reward_func.py; before 0.8 openrlhf/utils/remote_rm_utils.py, which
-reads "rewards" only). A query is decoded from tokens with the special ones: prompt, response, end of text.
+OpenRLHF posts {"query": [...], "prompts": [...], "labels": [...]}, tries five times on a status other than 2xx, and
+reads "rewards" (for advantages), "scores" (0 to 1, for dynamic filtering) and "extra_logs" (numbers to log), one entry
+for each query (openrlhf/utils/agent.py, examples/python/reward_func.py; before 0.8 openrlhf/utils/remote_rm_utils.py,
+which reads only "rewards"). A query is prompt, response and end-of-text token, decoded with special tokens.
 """
 
 import re
@@ -23,12 +23,12 @@ from services.reward.profiles.registry import find_profile
 from services.reward.verifier import Verifier
 
 _TAIL_CHARS = 64
-"""So much of a prompt is enough to know it by."""
+"""This much of a prompt identifies it."""
 _MAX_CUTS = 64
 _EOS_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
 """Those of Qwen, GPT-2, Llama and Gemma."""
 _ENDS_OF_TEXT = re.compile("|".join([r"(?:\s", *(re.escape(token[::-1]) for token in _EOS_TOKENS)]) + ")*+")
-"""White space and these tokens, spelt backwards: so the end of a text is stripped in linear time."""
+"""White space and these tokens spelt backwards, to strip the end of a text in linear time."""
 _JUDGED = frozenset({Status.OK, Status.NO_ANSWER, Status.UNPARSEABLE, Status.TOO_LARGE})
 
 _OPENAPI = {
@@ -43,11 +43,11 @@ _OPENAPI = {
                         "query": {
                             "type": "array",
                             "items": {"type": "string"},
-                            "description": "Prompt, response and end of text, in one.",
+                            "description": "Prompt, response and end-of-text token in one string.",
                         },
                         "prompts": {
                             "type": "array",
-                            "description": "What to strip from the front of each query; absent if it holds none.",
+                            "description": "Prompts to strip from the front of queries; absent if they hold none.",
                         },
                         "labels": {
                             "type": "array",
@@ -57,7 +57,7 @@ _OPENAPI = {
                                     {"type": "array", "items": {"type": ["string", "number"]}},
                                 ]
                             },
-                            "description": "Gold answers for each query: one, or several of which one must match.",
+                            "description": "Gold answers for each query: one, or several, of which one must match.",
                         },
                     },
                 },
@@ -89,10 +89,10 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
             }
         },
     },
-    400: {"model": ErrorBody, "description": "The body is no JSON."},
+    400: {"model": ErrorBody, "description": "The body is not JSON."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "A field is missing or no list of the right length."},
-    429: {"model": ErrorBody, "description": "Bodies take all memory that is theirs; come back later."},
+    422: {"model": ErrorBody, "description": "A field is missing, or not a list of the right length."},
+    429: {"model": ErrorBody, "description": "The room for bodies is full; try again later."},
     503: {"model": ErrorBody, "description": "The service is stopping."},
 }
 
@@ -102,7 +102,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
 
     @app.post("/get_reward", tags=["openrlhf"], response_model=None, responses=_RESPONSES, openapi_extra=_OPENAPI)
     async def get_reward(request: Request, profile: str = config.http_profile) -> JSONResponse:
-        """Verify samples for OpenRLHF; prompt and end of text are stripped from each query."""
+        """Verify samples for OpenRLHF, after prompt and end of text are stripped from each query."""
         find_profile(verifier.profiles, profile)
         items = _items(await request.body(), profile)
         verdicts = await verifier.verify_when_free(items)
@@ -123,14 +123,14 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
 def _items(body: bytes, profile: str) -> list[Item]:
     request = parse_json(body, numbers_as_text=True)
     if not isinstance(request, dict):
-        raise InvalidRequestError("the body is no JSON object; send query, prompts and labels")
+        raise InvalidRequestError("the body is not a JSON object; send query, prompts and labels")
     queries = _list(request, "query")
     labels = _list(request, "labels", len(queries))
     prompts = _list(request, "prompts", len(queries)) if request.get("prompts") else [""] * len(queries)
     items = []
     for index, (query, prompt, label) in enumerate(zip(queries, prompts, labels, strict=True)):
         if not isinstance(query, str):
-            raise InvalidRequestError(f"query.{index} is no string")
+            raise InvalidRequestError(f"query.{index} is not a string")
         prompt_text = text_of(prompt)
         response = response_in(query, prompt_text)
         golds = golds_of(label, field=f"labels.{index}")
@@ -145,15 +145,15 @@ def _list(request: dict[str, Any], field: str, length: int | None = None) -> lis
         raise InvalidRequestError(f"{field} is missing{remedy}")
     found = value if isinstance(value, list) else [value]
     if length is not None and len(found) != length:
-        raise InvalidRequestError(f"{field} has {len(found)} entries and query {length}; send as many")
+        raise InvalidRequestError(f"{field} has {len(found)} entries and query has {length}; send one for each query")
     return found
 
 
 def response_in(query: str, prompt: str) -> str:
-    """The response in `query`: what follows the prompt, without ends of text and white space after it.
+    """The response in `query`: the text after the prompt, without end-of-text tokens and white space at its end.
 
-    Decoding may have put a token before the prompt, and a prompt that was too long lost its beginning: then its end
-    tells where the response begins. A query that holds no prompt at all is all response.
+    Decoding may add a token before the prompt, and truncation may remove the beginning of a long prompt; then the end
+    of the prompt is searched. A query without the prompt is all response.
     """
     response = query[_end_of_prompt(query, prompt) :]
     ends = _ENDS_OF_TEXT.match(response[::-1])

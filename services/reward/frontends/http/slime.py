@@ -1,8 +1,8 @@
-"""slime's `--rm-type remote_rm --rm-url http://HOST:PORT`.
+"""The frontend for slime: `--rm-type remote_rm --rm-url http://HOST:PORT`.
 
-It posts {"prompt", "response", "label"} for each sample, raises on a status other than 2xx, tries ten times, and takes
-the whole JSON body for the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). So a sample that cannot be verified
-is answered 200 and 0.0, and the header X-Penstock-Status says why.
+slime posts {"prompt", "response", "label"} for each sample, tries ten times on a status other than 2xx, then raises,
+and takes the whole JSON body as the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). A sample that cannot be
+verified is therefore answered 200 with 0.0, and the header X-Penstock-Status says why.
 """
 
 from typing import Any
@@ -44,15 +44,15 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "number"}}},
         "headers": {
             STATUS_HEADER: {
-                "description": f"The verdict's status, or {_INVALID} for a body that holds no sample.",
+                "description": f"The verdict's status, or {_INVALID} for a body without a sample.",
                 "schema": {"type": "string"},
             },
             ERROR_HEADER: {"description": f"With {_INVALID}: what is wrong.", "schema": {"type": "string"}},
         },
     },
     413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "There is no such profile: no sample could be verified."},
-    429: {"model": ErrorBody, "description": "Bodies take all memory that is theirs; come back later."},
+    422: {"model": ErrorBody, "description": "There is no such profile."},
+    429: {"model": ErrorBody, "description": "The room for bodies is full; try again later."},
     503: {"model": ErrorBody, "description": "The service is stopping."},
 }
 
@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
         try:
             item = _item(await request.body(), profile)
         except InvalidRequestError as error:
-            log.warning("sample.refused", face="slime", reason=str(error))
+            log.warning("sample.refused", frontend="slime", reason=str(error))
             reason = str(error)[:_MAX_HEADER_CHARS].encode("ascii", "replace").decode()
             reason = "".join(character if character.isprintable() else " " for character in reason)
             return JSONResponse(0.0, headers={STATUS_HEADER: _INVALID, ERROR_HEADER: reason})
@@ -81,10 +81,10 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
 def _item(body: bytes, profile: str) -> Item:
     sample = parse_json(body, numbers_as_text=True)
     if not isinstance(sample, dict):
-        raise InvalidRequestError("the body is no JSON object; send prompt, response and label")
+        raise InvalidRequestError("the body is not a JSON object; send prompt, response and label")
     response = sample.get("response")
     if not isinstance(response, str):
-        raise InvalidRequestError("response is missing or no string")
+        raise InvalidRequestError("response is missing or not a string")
     if "label" not in sample:
         raise InvalidRequestError("label is missing; set --label-key to the dataset's column of answers")
     return Item(
