@@ -7,7 +7,6 @@ from typing import Any
 
 import structlog
 import torch
-from accelerate import Accelerator
 
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
@@ -75,7 +74,7 @@ class InProcessBackend:
         self._temperature = temperature
         self._adam_eps = adam_eps
         self._max_skipped_steps = max_skipped_steps
-        self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if dtype == "bfloat16" else "no")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
     @property
     def config(self) -> BackendConfig:
@@ -90,23 +89,21 @@ class InProcessBackend:
             temperature=self._temperature,
             forbidden_ids=forbidden_token_ids(self._model_path),
             gradient_checkpointing=self._config.gradient_checkpointing,
-        )
+        ).to(self._device)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        self._accelerator.free_memory()  # what an earlier load prepared
-        made = make_adamw(parameters, self._config.optimizer, eps=self._adam_eps)
-        model, adamw = self._accelerator.prepare(self.policy, made)
+        adamw = make_adamw(parameters, self._config.optimizer, eps=self._adam_eps)
         self._optimizer = Optimizer(
             adamw, parameters, self._config.optimizer, max_skipped_steps=self._max_skipped_steps
         )
         self._step = TrainStep(
-            model=model,
+            model=self._logprobs,
             optimizer=self._optimizer,
-            device=self._accelerator.device,
+            device=self._device,
             config=self._config,
             algorithm=self._algorithm,
         )
         if checkpoint is not None:
-            state = torch.load(checkpoint / _STATE_FILE, map_location=self._accelerator.device, weights_only=True)
+            state = torch.load(checkpoint / _STATE_FILE, map_location=self._device, weights_only=True)
             self._log_changes(state["settings"])
             self._optimizer.load_state_dict(state["optimizer"])
             restore_random_state(state["random"])
@@ -114,6 +111,12 @@ class InProcessBackend:
     def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
         """Take one optimizer step over the whole batch; see `TrainBackend.step`."""
         return self._step(groups, policy_version)
+
+    def _logprobs(self, *inputs: Any) -> torch.Tensor:
+        """Compute in the configured precision; the weights stay float32."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
+            logprobs: torch.Tensor = self.policy(*inputs)
+        return logprobs
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine loads; see `TrainBackend.export`."""
@@ -137,7 +140,7 @@ class InProcessBackend:
 
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
-        return current_environment(self._accelerator.device)
+        return current_environment(self._device)
 
     def _settings(self) -> dict[str, Any]:
         """Every setting of a step by its name in a recipe, as plain data."""

@@ -33,7 +33,7 @@ class Optimizer:
         *,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
     ) -> None:
-        """Use `adamw` from `make_adamw`, or what accelerate wraps it in, over `parameters`."""
+        """Use `adamw` from `make_adamw` over `parameters`."""
         self._adamw = adamw
         self._parameters = parameters
         self._config = config

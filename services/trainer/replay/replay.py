@@ -10,7 +10,6 @@ from pathlib import Path
 
 import structlog
 import torch
-from accelerate.state import AcceleratorState
 
 from penstock.errors import InvalidRequestError, SetupError
 from services.trainer.backend.environment import Environment, computing_threads
@@ -104,8 +103,6 @@ class _Trainer:
             config = config.model_copy(update={"device": "cpu"})
         self.settings = settings
         self._base_path = model_path if start is None else start.model_path
-        # accelerate fixes the precision for a process; here one step may follow another in other precision.
-        AcceleratorState._reset_state(reset_partial_state=True)
         self.backend = InProcessBackend(
             self._base_path,
             config,
