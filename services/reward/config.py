@@ -43,11 +43,7 @@ class RemoteConfig(Config):
     """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. No user and
     password in it: `PENSTOCK_REMOTE_TOKEN` is shown to it."""
     timeout_s: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
-    """Limit of one attempt."""
-    attempts: int = pydantic.Field(default=3, ge=1, le=100)
-    """How often to try in all, with growing pauses, where the connection or the service fails."""
-    deadline_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)
-    """Limit of all attempts of an item that asks for none; reward.max_deadline_s bounds it too."""
+    """Limit of one attempt, of three. An item that asks for no deadline has the time of all three, 30 s at most."""
     max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
     """Requests at once; further items wait."""
 
@@ -86,9 +82,8 @@ class RewardConfig(Config):
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
     deadline_s: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Wall-clock limit of one item that asks for none, from when a worker takes it; then the worker is killed."""
-    max_deadline_s: float = pydantic.Field(default=30.0, gt=0, allow_inf_nan=False)
-    """The most an item may ask for."""
+    """Wall-clock limit of one item that asks for none, from when a worker takes it; then the worker is killed.
+    An item may ask for 30 s at most."""
     memory_limit_mb: int = pydantic.Field(default=256, ge=128)
     """Address space of a worker process, in MiB; about 100 of it are its own libraries."""
     sandbox: Literal["auto", "require", "off"] = "auto"
@@ -101,9 +96,6 @@ class RewardConfig(Config):
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
     """Profile geo3k: largest |answer - gold| that is right for gold answers that are rounded labels: written with a
     decimal point, or an integer of at least 100 in absolute value; 0 is strict."""
-    decimal_figures: int = pydantic.Field(default=4, ge=0, le=50)
-    """Profiles math and geo3k: a gold answer in exact form (a fraction, a root, a multiple of pi) also takes the
-    decimal that it rounds to, in at least so many significant figures; 0: it does not."""
     profiles: dict[str, ProfileConfig] = pydantic.Field(default_factory=dict)
     """Scales of the profiles, by profile: [reward.profiles.math] reward_min = -1."""
     verifiers: dict[str, str] = pydantic.Field(default_factory=dict)

@@ -26,6 +26,8 @@ from services.reward.verdict import Finding, Method
 
 log = structlog.get_logger()
 
+ATTEMPTS = 3
+"""How often to try in all, where the connection or the service fails: two more bridge a restart of seconds."""
 _BACKOFF = wait_random_exponential(multiplier=0.2, max=5.0)
 _WORTH_ANOTHER_TRY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 
@@ -37,9 +39,10 @@ class _RemoteError(Exception):
 class RemoteVerifier:
     """A client of the remote service, with connections that are kept. Close it."""
 
-    def __init__(self, config: RemoteConfig, tls: Tls | None = None) -> None:
+    def __init__(self, config: RemoteConfig, tls: Tls | None = None, *, attempts: int = ATTEMPTS) -> None:
         """Use the authorities of `tls`, beside the public ones, where the service speaks https."""
         self._config = config
+        self._attempts = attempts
         self._slots = asyncio.Semaphore(config.max_concurrency)
         # Its token is not that of this process's own ports, for it may be anybody's service.
         token = read_secret(REMOTE_TOKEN)
@@ -69,7 +72,7 @@ class RemoteVerifier:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type((TimeoutError, httpx.HTTPError)),
             wait=_BACKOFF,
-            stop=stop_after_attempt(self._config.attempts),
+            stop=stop_after_attempt(self._attempts),
             reraise=True,
         )
         deadline = asyncio.timeout(deadline_s)

@@ -26,6 +26,9 @@ log = structlog.get_logger()
 
 _TURN_S = 0.005
 """So long may the cheap decisions of a batch hold the event loop at a time."""
+_MAX_DEADLINE_S = 30.0
+"""The most an item may ask for: enough for three attempts of a remote service, and for hostile items too short to hold
+the workers for long."""
 _SHARE_FOR_ITEM = 0.9
 """Of the time that a caller still waits; the rest is for the answer's way back."""
 _LEAST_S = 0.01
@@ -110,7 +113,7 @@ class Verifier:
             return await self._verify(plans)
 
     def _plans(self, items: Sequence[Item], within_s: float | None) -> list[_Plan]:
-        longest_s = self._config.max_deadline_s
+        longest_s = _MAX_DEADLINE_S
         if within_s is not None:
             longest_s = min(longest_s, _SHARE_FOR_ITEM * max(0.0, within_s))
         return [

@@ -106,7 +106,7 @@ async def test_tries_again_what_may_pass() -> None:
     statuses = iter([500, 429, 200])
     async with (
         reward_model(lambda _: (next(statuses), "1")) as model,
-        reward_service(remote={"url": model.url, "attempts": 3}) as (client, _),
+        reward_service(remote={"url": model.url}) as (client, _),
     ):
         (verdict,) = await client.verify_batch([_item("r", deadline_s=20.0)], timeout_s=30.0)
     assert (verdict.status, verdict.score, len(model.requests)) == (OK, 1.0, 3)
@@ -115,7 +115,7 @@ async def test_tries_again_what_may_pass() -> None:
 @pytest.mark.parametrize(
     ("status", "text", "num_requests", "reason"),
     [
-        (500, "", 2, "500"),
+        (500, "", 3, "500"),
         (404, "no such path", 1, "it answered with HTTP status 404: 'no such path'"),
         (200, "fine", 1, "is not JSON"),
         (200, "NaN", 1, "it must answer a number"),
@@ -130,7 +130,7 @@ async def test_what_fails_is_a_status_with_a_logged_reason(
 ) -> None:
     """A remote service that gives no number is never a silent 0."""
     async with reward_model(lambda _: (status, text)) as model:
-        settings = {"remote": {"url": model.url, "attempts": 2}, "profiles": {"remote": {"reward_min": 0.0}}}
+        settings = {"remote": {"url": model.url}, "profiles": {"remote": {"reward_min": 0.0}}}
         async with reward_service(**settings) as (client, _):
             (verdict,) = await client.verify_batch([_item("r")], timeout_s=30.0)
     assert (verdict.status, verdict.score, len(model.requests)) == (_FAILED, 0.0, num_requests)
@@ -141,7 +141,7 @@ async def test_what_fails_is_a_status_with_a_logged_reason(
 
 async def test_a_service_out_of_reach_is_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     """Refused connections are tried again, and then FAILED."""
-    async with reward_service(remote={"url": "http://127.0.0.1:9/", "attempts": 2}) as (client, _):
+    async with reward_service(remote={"url": "http://127.0.0.1:9/"}) as (client, _):
         (verdict,) = await client.verify_batch([_item("r")], timeout_s=30.0)
     assert verdict.status == _FAILED
     assert "ConnectError" in capsys.readouterr().out
@@ -151,7 +151,7 @@ async def test_the_items_deadline_bounds_all_attempts() -> None:
     """A service that hangs costs the item its deadline, not the attempts' limits together."""
     async with reward_model(lambda _: (200, "1")) as model:
         model.hangs = True
-        async with reward_service(remote={"url": model.url, "timeout_s": 0.2, "attempts": 100}) as (client, _):
+        async with reward_service(remote={"url": model.url, "timeout_s": 0.2}) as (client, _):
             (verdict,) = await client.verify_batch([_item("r", deadline_s=0.5)], timeout_s=30.0)
     assert (verdict.status, verdict.score) == (TIMEOUT, 0.0)
     assert len(model.requests) >= 1
@@ -170,7 +170,7 @@ async def test_an_attempt_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[s
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        verify = RemoteVerifier(RemoteConfig(url=url, timeout_s=0.2, attempts=2))
+        verify = RemoteVerifier(RemoteConfig(url=url, timeout_s=0.2), attempts=2)
         finding, elapsed_s = await verify.verify(Item(golds=["5"], response="r", profile="remote"), 30.0)
         await verify.close()
     assert finding.status is Status.FAILED

@@ -17,6 +17,7 @@ from services.reward.profiles.prm800k import DEEPSCALER, SLIME_MATH, VERL_GEO3K,
 from services.reward.profiles.profile import MAX_RESPONSE_CHARS, Profile, Scoring
 from services.reward.profiles.remote import RemoteProfile
 from services.reward.profiles.value import ValueProfile
+from services.reward.remote import ATTEMPTS
 
 _VERL_GEO3K_FORMAT = r"<think>.*</think>.*\\boxed\{.*\}.*"
 
@@ -76,14 +77,13 @@ def find_profile(profiles: dict[str, Profile], name: str) -> Profile:
 def _kinds(config: RewardConfig) -> dict[str, _Kind]:
     kinds = {
         "math": _Kind(
-            make=partial(ValueProfile, tolerance=Fraction(0), decimal_figures=config.decimal_figures),
+            make=partial(ValueProfile, tolerance=Fraction(0)),
             description="The last box, compared by value: 1 if equal to a gold answer, else 0.",
         ),
         "geo3k": _Kind(
             make=partial(
                 ValueProfile,
                 tolerance=Fraction(config.geo3k_tolerance),
-                decimal_figures=config.decimal_figures,
             ),
             description="As math; where the gold answer is a rounded label (written with a decimal point, or an "
             f"integer of at least 100), an answer within {config.geo3k_tolerance} of it is right.",
@@ -124,7 +124,7 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
     }
     if config.remote.url:
         kinds["remote"] = _Kind(
-            make=partial(RemoteProfile, default_deadline_s=config.remote.deadline_s),
+            make=partial(RemoteProfile, default_deadline_s=ATTEMPTS * config.remote.timeout_s),
             description="The number that another service answers, asked in the format of slime's remote_rm.",
         )
     return kinds
