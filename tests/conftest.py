@@ -80,8 +80,8 @@ def run_name() -> str:
 
 @pytest.fixture
 def bus_config(nats_url: str) -> BusConfig:
-    """The session's server, with the shortest leases and waits that are allowed."""
-    return BusConfig(url=nats_url, lease_ttl_s=1.0, ack_wait_s=1.0)
+    """The session's server, with leases and waits that lapse within seconds of a kill."""
+    return BusConfig(url=nats_url, lease_ttl_s=3.0, ack_wait_s=1.0)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ async def bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
 @pytest.fixture
 async def steady_bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
     """As `bus`, with leases that do not lapse while this process, which holds all of them, is busy."""
-    async with temporary_run(bus_config.model_copy(update={"lease_ttl_s": 5.0}), run_name) as connection:
+    async with temporary_run(bus_config.model_copy(update={"lease_ttl_s": 10.0}), run_name) as connection:
         yield connection
 
 

@@ -14,6 +14,7 @@ import pytest
 from penstock.clients.stream_attempt import stream_attempt
 from penstock.errors import UnavailableError
 from penstock.rpc.channel import connect
+from tests.support.waiting import promptly
 
 LAST = b"last"
 
@@ -91,7 +92,7 @@ async def test_an_attempt_is_over_with_its_last_chunk() -> None:
         await asyncio.wait({replica.ended}, timeout=0.3)
         assert not replica.ended.done()
         replica.may_end.set()
-        assert await asyncio.wait_for(replica.ended, 10.0) == "by itself"
+        assert await promptly(replica.ended) == "by itself"
 
 
 async def test_an_attempt_left_early_is_cancelled() -> None:
@@ -101,7 +102,7 @@ async def test_an_attempt_left_early_is_cancelled() -> None:
         async with attempt() as chunks:
             async for _ in chunks:
                 break
-        assert await asyncio.wait_for(replica.ended, 10.0) == "cancelled"
+        assert await promptly(replica.ended) == "cancelled"
 
 
 async def test_an_attempt_without_its_last_chunk_fails_by_its_status() -> None:

@@ -8,7 +8,7 @@ import pytest
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 _INFO = b'INFO {"server_id":"x","version":"2.11.0","proto":1,"headers":true,"max_payload":1048576,"jetstream":true}\r\n'
 
@@ -16,7 +16,7 @@ _INFO = b'INFO {"server_id":"x","version":"2.11.0","proto":1,"headers":true,"max
 async def test_closing_beside_a_server_that_is_gone_ends_every_task(tmp_path: Path) -> None:
     """Also with data that was not sent, where the client's own closing breaks off."""
     before = asyncio.all_tasks()
-    async with local_server(tmp_path) as url, asyncio.timeout(30):
+    async with local_server(tmp_path) as url, asyncio.timeout(HANG_S):
         context = connect(BusConfig(url=url), run="r")
         bus = await context.__aenter__()
     client = bus.jetstream._nc
@@ -46,7 +46,7 @@ async def test_connecting_that_is_cancelled_closes_the_connection() -> None:
 
     before = asyncio.all_tasks()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, asyncio.timeout(30):
+    async with server, asyncio.timeout(HANG_S):
         host, port = server.sockets[0].getsockname()
         using = asyncio.create_task(use(f"nats://{host}:{port}"))
         await asked.wait()

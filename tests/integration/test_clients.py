@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.clients import GenerateClient, RewardClient, RouterClient, TrainerClient
@@ -25,7 +26,7 @@ from penstock.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 REQUEST = generate_pb2.GenerateRequest(
     request_id="r", session_id="s", input_ids=[1], sampling=generate_pb2.SamplingParams(max_new_tokens=3)
@@ -49,7 +50,7 @@ async def engine(bus: Bus) -> AsyncIterator[SimulatedEngine]:
 async def test_generate_returns_the_engines_answer(engine: SimulatedEngine) -> None:
     """Ids and logprobs as they were sent."""
     async with GenerateClient(engine.replica.address) as client:
-        response = await client.generate(REQUEST, timeout_s=5.0)
+        response = await client.generate(REQUEST, timeout_s=HANG_S)
     assert list(response.output_ids) == [FIRST_ID, FIRST_ID + 1, FIRST_ID + 2]
     assert list(response.logprobs) == [logprob_of(token) for token in response.output_ids]
 
@@ -58,7 +59,7 @@ async def test_what_may_succeed_later_is_tried_again_under_a_new_request_id(engi
     """The session stays, for affinity; the request id does not, or an engine might take it for a repetition."""
     engine.error = OverloadedError("the queue is full")
     async with GenerateClient(engine.replica.address) as client:
-        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=5.0, retry_until=time.monotonic() + 30))
+        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=HANG_S, retry_until=time.monotonic() + 600))
         await until(lambda: engine.num_calls >= 3)
         engine.error = None
         await playing
@@ -72,8 +73,11 @@ async def test_a_server_that_comes_late_is_waited_for(bus: Bus) -> None:
     """Nobody listens at first; the client connects by itself when somebody does."""
     port = free_port()
     async with GenerateClient(f"127.0.0.1:{port}") as client:
-        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=5.0, retry_until=time.monotonic() + 30))
-        await asyncio.sleep(0.5)
+        with capture_logs() as events:
+            playing = asyncio.create_task(
+                client.generate(REQUEST, timeout_s=HANG_S, retry_until=time.monotonic() + 600)
+            )
+            await until(lambda: "call.retried" in [event["event"] for event in events])
         assert not playing.done()
         async with SimulatedEngine(bus, port=port).running():
             assert (await playing).output_ids
@@ -84,16 +88,14 @@ async def test_without_retries_the_first_failure_is_raised_and_names_the_server(
     address = f"127.0.0.1:{free_port()}"
     async with GenerateClient(address) as client:
         with pytest.raises(UnavailableError, match=f"generate at {address}"):
-            await client.generate(REQUEST, timeout_s=5.0)
+            await client.generate(REQUEST, timeout_s=HANG_S)
 
 
 async def test_retries_end_in_time_with_the_last_reason() -> None:
     """The caller hears why, not just that time is up."""
-    started = time.monotonic()
     async with GenerateClient(f"127.0.0.1:{free_port()}") as client:
         with pytest.raises(UnavailableError):
-            await client.generate(REQUEST, timeout_s=5.0, retry_until=started + 0.6)
-    assert time.monotonic() - started < 1.5
+            await promptly(client.generate(REQUEST, timeout_s=600.0, retry_until=time.monotonic() + 0.6))
 
 
 async def test_what_can_never_succeed_is_not_tried_again(engine: SimulatedEngine) -> None:
@@ -101,26 +103,26 @@ async def test_what_can_never_succeed_is_not_tried_again(engine: SimulatedEngine
     engine.error = InvalidRequestError("the prompt is too long")
     async with GenerateClient(engine.replica.address) as client:
         with pytest.raises(InvalidRequestError, match="the prompt is too long"):
-            await client.generate(REQUEST, timeout_s=5.0, retry_until=time.monotonic() + 30)
+            await client.generate(REQUEST, timeout_s=HANG_S, retry_until=time.monotonic() + 600)
     assert engine.num_calls == 1
 
 
 async def test_a_deadline_reaches_the_server_and_ends_the_call(engine: SimulatedEngine) -> None:
     """The server knows how long the caller waits, and is cancelled after it."""
-    engine.delay_s = 30.0
+    engine.delay_s = 600.0
     async with GenerateClient(engine.replica.address) as client:
         with pytest.raises(DeadlineError):
-            await client.generate(REQUEST, timeout_s=0.3)
+            await client.generate(REQUEST, timeout_s=1.0)
     assert engine.deadlines_s[0] is not None
-    assert engine.deadlines_s[0] <= 0.3
+    assert engine.deadlines_s[0] <= 1.0
     await until(lambda: engine.num_running == 0)
 
 
 async def test_cancelling_a_caller_cancels_the_call(engine: SimulatedEngine) -> None:
     """So that an engine does not generate for nobody."""
-    engine.delay_s = 30.0
+    engine.delay_s = 600.0
     async with GenerateClient(engine.replica.address) as client:
-        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=60.0, retry_until=time.monotonic() + 60))
+        playing = asyncio.create_task(client.generate(REQUEST, timeout_s=60.0, retry_until=time.monotonic() + 600))
         await until(lambda: engine.num_running == 1)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -167,12 +169,12 @@ async def other_address() -> AsyncIterator[str]:
 
 async def streamed(client: GenerateClient, request: generate_pb2.GenerateRequest) -> list[generate_pb2.GenerateChunk]:
     """All chunks of a stream."""
-    return [chunk async for chunk in client.stream(request, timeout_s=5.0)]
+    return [chunk async for chunk in client.stream(request, timeout_s=HANG_S)]
 
 
 async def play(client: GenerateClient, continuation: ResumableTurn) -> None:
     """One leg."""
-    async for chunk in client.stream(continuation.remaining(), timeout_s=5.0):
+    async for chunk in client.stream(continuation.remaining(), timeout_s=HANG_S):
         continuation.add(chunk)
 
 
@@ -186,7 +188,7 @@ async def test_a_stream_yields_tokens_as_they_come(engine: SimulatedEngine) -> N
             continuation = ResumableTurn(request)
             assert [len(chunk.output_ids) for chunk in await streamed(client, request)] == sizes
             await play(client, continuation)
-            assert continuation.response() == await client.generate(request, timeout_s=5.0)
+            assert continuation.response() == await client.generate(request, timeout_s=HANG_S)
 
 
 async def test_a_stream_that_breaks_gives_its_tokens_and_then_the_reason(engine: SimulatedEngine, bus: Bus) -> None:
@@ -198,7 +200,7 @@ async def test_a_stream_that_breaks_gives_its_tokens_and_then_the_reason(engine:
             await play(client, continuation)
     assert continuation.num_tokens == 2
     async with SimulatedEngine(bus).running() as other, GenerateClient(other.replica.address) as client:
-        unbroken = await client.generate(REQUEST, timeout_s=5.0)
+        unbroken = await client.generate(REQUEST, timeout_s=HANG_S)
         await play(client, continuation)
     assert continuation.response() == unbroken
     assert other.requests[-1].request_id == "r#1"
@@ -253,9 +255,9 @@ async def test_verdicts_of_other_items_are_refused(other_address: str) -> None:
     """Verdicts in another order would give every sample its neighbour's reward."""
     items = [reward_pb2.VerifyItem(item_id=name) for name in ("a", "b")]
     async with RewardClient(other_address) as client:
-        assert [verdict.item_id for verdict in await client.verify_batch(items[:1], timeout_s=5.0)] == ["a"]
+        assert [verdict.item_id for verdict in await client.verify_batch(items[:1], timeout_s=HANG_S)] == ["a"]
         with pytest.raises(PenstockError, match="other verdicts than theirs"):
-            await client.verify_batch(items, timeout_s=5.0)
+            await client.verify_batch(items, timeout_s=HANG_S)
 
 
 async def test_the_small_calls_return_what_the_servers_say(other_address: str) -> None:

@@ -38,7 +38,7 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
 from tests.support.cuttable_link import CuttableLink
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 RUN = "run"
 """The run id of `make_group`."""
@@ -65,7 +65,7 @@ class Flow:
     async def next_batch(self, version: int) -> list[Finished]:
         """The batch that trains `version`, which is announced, within the time of a test."""
         self.announce(version)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             return await self.batches.next()
 
     async def settle(self) -> int:
@@ -194,7 +194,7 @@ async def test_restart_brings_back_what_was_not_settled(bus: Bus, tiny_model_pat
 async def test_groups_in_hand_are_not_played_again_after_a_restart(bus: Bus, tiny_model_path: Path) -> None:
     """Only what neither the bus holds nor the state knows as finished is published again, in place of the old queue."""
     await publish(bus, make_group(tiny_model_path, index=1, version=1))
-    async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(20):
+    async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(HANG_S):
         flow.announce(1)
         await until(lambda: flow.ledger.num_untrained == 3)
         await flow.collector.wait_until_caught_up()
@@ -246,7 +246,7 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
     """Failure after failure is a fault of data or set-up, and the error names the last."""
     for index in range(3):
         await publish_failed(bus, make_group(tiny_model_path, index=index, version=1), reason="unknown profile: geo4k")
-    async with open_flow(bus, tiny_model_path, groups_per_step=4) as flow, asyncio.timeout(20):
+    async with open_flow(bus, tiny_model_path, groups_per_step=4) as flow, asyncio.timeout(HANG_S):
         with pytest.raises(DataError, match=r"3 groups in a row failed.*max_failures_in_a_row = 2.*geo4k"):
             await flow.collector.run()
 
@@ -271,7 +271,7 @@ async def test_group_cut_off_on_its_way_comes_again_after_the_ack_wait(
 async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
     """A group of another run on the same bus is not trained and not kept."""
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
-    async with running(bus, tiny_model_path, run_id="this-run") as flow, asyncio.timeout(20):
+    async with running(bus, tiny_model_path, run_id="this-run") as flow, asyncio.timeout(HANG_S):
         while await num_stored(bus):
             await asyncio.sleep(0.05)
     assert flow.collector.num_foreign == 1
@@ -283,7 +283,7 @@ async def test_trainer_that_was_replaced_leaves_its_successors_groups(bus: Bus, 
     async with open_flow(bus, tiny_model_path, run_id="replaced-run") as flow:
         await claim(bus, "trainer", ttl_s=0.0)
         await publish(bus, make_group(tiny_model_path, index=0, version=1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(SupersededError):
                 await flow.collector.run()
     assert await num_stored(bus) == 1
@@ -414,7 +414,7 @@ async def test_stream_of_images_that_is_gone_ends_the_run(bus: Bus, tiny_model_p
         await publish(bus, make_group_with_picture(tiny_model_path))
         flow.collector.images = ImageStore(bus)
         await bus.jetstream.delete_stream(bus.images.name)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(SetupError, match=rf"stream {bus.images.name} is gone from NATS"):
                 await flow.collector.run()
 
@@ -518,6 +518,6 @@ async def test_caught_up_means_that_everything_stored_is_here(bus: Bus, tiny_mod
     """What was on the bus before the start is in hand when the wait ends."""
     for index in range(3):
         await publish(bus, make_group(tiny_model_path, index=index, version=1))
-    async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(20):
+    async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(HANG_S):
         await flow.collector.wait_until_caught_up()
         assert not any(flow.ledger.wants(index, 0) for index in range(3))

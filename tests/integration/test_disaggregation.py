@@ -335,7 +335,7 @@ async def test_a_run_loses_nothing_when_both_halves_are_killed(
     version = await share_policy(engine, pair)
     made = [turn(kind, max_new_tokens=150, seed=seed) for kind in PICTURES for seed in range(5)]
     async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus, router(bus) as caller:
-        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 3, within_s=20.0)
+        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 3)
         playing = [
             asyncio.ensure_future(
                 caller.generate(

@@ -22,6 +22,7 @@ from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.reference import Reference, picture, prompt, request, require_logprobs, until_replica
 from tests.support.router.routers import Caller, router
+from tests.support.waiting import HANG_S
 from tests.support.weights.publishing import kept_current
 
 pytestmark = [
@@ -100,8 +101,8 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         )
         stack.push_async_callback(publisher.close)
         caller = await stack.enter_async_context(router(bus, wait_for_replica_s=60.0))
-        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2, within_s=20.0)
-        async with asyncio.timeout(20):
+        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2)
+        async with asyncio.timeout(HANG_S):
             while publisher.num_live_replicas < 2:
                 await watch.changed(0.2)
         first = await publisher.publish(publisher.take(1, policies[1].weights.items()))
@@ -109,7 +110,7 @@ async def test_an_engine_is_killed_while_it_receives_weights(
 
         made: list[generate_pb2.GenerateRequest] = []
         playing: list[asyncio.Future[generate_pb2.GenerateResponse]] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while min([(await engine.replica()).num_running for engine in (survivor, victim)]) < 3:
                 for index in range(len(made), len(made) + 6):  # more, for some turns of this policy end at once
                     made.append(turn(index))
@@ -132,7 +133,7 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         async with kept_current(publisher):
             successor = await start("successor")
             await until_serving(successor, 2)
-        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2, within_s=20.0)
+        await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2)
         short = [turn(len(made) + index) for index in range(NUM_TURNS)]
         answers = await asyncio.gather(*(play(caller, len(made) + index, each) for index, each in enumerate(short)))
         for each, answer in zip(short, answers, strict=True):

@@ -20,7 +20,7 @@ from penstock.config import BusConfig
 from penstock.errors import UnavailableError
 from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -48,9 +48,7 @@ def _replicas(watch: Watch) -> list[common_pb2.Replica]:
 
 
 async def _gone(pids: list[int], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while any(_runs(pid) for pid in pids):
-            await asyncio.sleep(0.05)
+    await until(lambda: not any(_runs(pid) for pid in pids))
 
 
 def _runs(pid: int) -> bool:
@@ -75,7 +73,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while not watch.values:
                 await watch.changed(1.0)
         (leased,) = _replicas(watch)
@@ -97,14 +95,14 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         handed_over = await asyncio.gather(*plays, return_exceptions=True)
         assert {type(each) for each in handed_over} == {UnavailableError}
-        assert await asyncio.wait_for(engine.process.wait(), 20) == 0
+        assert await promptly(engine.process.wait()) == 0
         assert not any(_runs(pid) for pid in children)
         assert not watch.values
 
 
 async def _until_refused(engine: EngineProcess) -> None:
     """The calls before may all have ended before the signal was noticed."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             await engine.generation.Generate(_request(5), timeout=10)
 
@@ -145,7 +143,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         (leased,) = _replicas(watch)
         assert (leased.state, leased.num_running) == (common_pb2.REPLICA_STATE_DRAINING, 0)
         engine.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(engine.process.wait(), 20) == 0
+        assert await promptly(engine.process.wait()) == 0
         assert not watch.values
 
 
@@ -175,7 +173,7 @@ async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: st
         answers = await asyncio.gather(*calls, return_exceptions=True)  # some may have been short enough
         codes = {answer.code() for answer in answers if isinstance(answer, grpc.aio.AioRpcError)}
         assert codes == {grpc.StatusCode.UNAVAILABLE}
-        assert await asyncio.wait_for(engine.process.wait(), 20) == 1
+        assert await promptly(engine.process.wait()) == 1
         assert "engine.died" in [event["event"] for event in log_events(engine.log)]
         assert "error: the engine died" in engine.log.read_text()
         assert not any(_runs(pid) for pid in children)

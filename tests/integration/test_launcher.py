@@ -26,6 +26,7 @@ from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
 from services.launch.run_status import describe_phase, fetch_run
 from services.trainer.telemetry.progress import Progress, TrainerServicer
+from tests.support.waiting import HANG_S
 
 FAKE_RUN = Path(__file__).parents[1] / "support" / "fake_run.py"
 
@@ -331,7 +332,7 @@ while True:
     running = asyncio.create_task(
         run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
     )
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG_S):
         while not folder.metrics_file.exists():
             await asyncio.sleep(0.02)
         stop.set()
@@ -370,7 +371,7 @@ asyncio.run(main())
     child = Child(spec, log=BoundedLog(tmp_path / "router.log"), reaper=reaper)
     assert not await child.check_ready()
     running = asyncio.create_task(child.run())
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG_S):
         while "server.started" not in "".join(child.log.last_lines(1)):
             await asyncio.sleep(0.02)
         assert not await child.check_ready()
@@ -387,7 +388,7 @@ asyncio.run(main())
     assert await running == -signal.SIGKILL
     first = child.address
     running = asyncio.create_task(child.run())
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG_S):
         while not await child.check_ready():
             await asyncio.sleep(0.02)
     assert child.address != first

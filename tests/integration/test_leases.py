@@ -6,6 +6,7 @@ import itertools
 import signal
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from penstock.bus.local_server import local_server
 from penstock.bus.watch import Watch, watched
 from penstock.config import BusConfig
 from penstock.errors import SetupError
+from tests.support import waiting
+from tests.support.waiting import HANG_S, promptly
 
 TTL_S = 1.0
 
@@ -44,7 +47,7 @@ async def killed_at_the_end(url: str, run: str):
         sys.executable, "-c", _HOLD_A_LEASE, url, run, stdout=asyncio.subprocess.PIPE
     )
     assert holder.stdout is not None
-    assert await asyncio.wait_for(holder.stdout.readline(), 20.0) == b"holding\n"
+    assert await promptly(holder.stdout.readline()) == b"holding\n"
     try:
         yield holder
     finally:
@@ -53,12 +56,10 @@ async def killed_at_the_end(url: str, run: str):
         await holder.wait()
 
 
-async def until(watch: Watch, condition: Callable[[dict[str, bytes]], bool], *, within_s: float = 5.0) -> float:
-    started = time.monotonic()
-    while not condition(watch.values):
-        assert time.monotonic() - started < within_s, watch.values
-        await watch.changed(0.05)
-    return time.monotonic() - started
+async def until(watch: Watch, condition: Callable[[dict[str, bytes]], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition(watch.values):
+            await watch.changed(0.05)
 
 
 async def test_a_watch_knows_what_is_there_on_entry_and_what_comes(bus: Bus) -> None:
@@ -82,17 +83,17 @@ async def test_an_idle_watch_of_one_key_costs_the_same_whatever_else_the_bucket_
     for version in range(300):
         await bucket.put(f"version.{version}", b"x" * 100)
     await bucket.put("current", b"1")
-    async with (
-        connect(bus_config, run=run_name) as other,
-        watched(await other.bucket("policy"), keys="current") as watch,
-    ):
-        assert watch.values == {"current": b"1"}
-        before = other.jetstream._nc.stats["in_msgs"]
-        await asyncio.sleep(5.0)
-        assert other.jetstream._nc.stats["in_msgs"] - before < 30
-        await bucket.put("version.300", b"x")
-        await bucket.put("current", b"2")
-        await until(watch, lambda values: values == {"current": b"2"})
+    async with connect(bus_config, run=run_name) as other:
+        its = await other.bucket("policy")
+        with unittest.mock.patch.object(its, "watch", wraps=its.watch) as opened:
+            async with watched(its, keys="current") as watch:
+                assert watch.values == {"current": b"1"}
+                before = other.jetstream._nc.stats["in_msgs"]
+                await waiting.until(lambda: opened.call_count == 3)
+                assert other.jetstream._nc.stats["in_msgs"] - before < 30
+                await bucket.put("version.300", b"x")
+                await bucket.put("current", b"2")
+                await until(watch, lambda values: values == {"current": b"2"})
 
 
 async def test_a_watch_goes_on_when_the_bucket_was_lost_and_made_again(bus: Bus) -> None:
@@ -102,50 +103,54 @@ async def test_a_watch_goes_on_when_the_bucket_was_lost_and_made_again(bus: Bus)
     async with watched(bucket, keys="current") as watch:
         await bus.jetstream.delete_key_value((await bucket.status()).bucket)
         await (await bus.bucket("policy")).put("current", b"new")
-        await until(watch, lambda values: values == {"current": b"new"}, within_s=10.0)
+        await until(watch, lambda values: values == {"current": b"new"})
 
 
 async def test_a_watch_of_an_empty_bucket_opens_at_once(bus: Bus) -> None:
     """Nothing there is an answer, too."""
-    started = time.monotonic()
     async with watched(await bus.bucket("replicas", ttl_s=TTL_S), ttl_s=TTL_S) as watch:
         assert watch.values == {}
-    assert time.monotonic() - started < 2.0
 
 
 async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
     """Several may wait at once, and a change between two waits is not lost to either."""
     bucket = await bus.bucket("policy")
     async with watched(bucket) as watch:
-        waiting = [asyncio.create_task(watch.changed(5.0)) for _ in range(5)]
+        waiting = [asyncio.create_task(watch.changed(HANG_S)) for _ in range(5)]
         await asyncio.sleep(0)
         await bucket.put("current", b"1")
         assert await asyncio.gather(*waiting) == [True] * 5
         assert not await watch.changed(0.05)
 
 
-async def test_a_held_lease_outlives_its_ttl_and_ends_with_its_holder(bus: Bus) -> None:
-    """Renewed while held, with the value of now; gone at once when given back."""
-    bucket = await bus.bucket("replicas", ttl_s=TTL_S)
-    numbers = itertools.count()
-    async with watched(bucket, ttl_s=TTL_S) as watch:
-        async with held(bucket, "r", lambda: str(next(numbers)).encode(), ttl_s=TTL_S) as lease:
-            await until(watch, lambda values: "r" in values)
-            for _ in range(25):
-                await asyncio.sleep(0.1)
-                assert "r" in watch.values
-            assert int(watch.values["r"]) >= 6
-            before = next(numbers)
+async def test_a_held_lease_outlives_its_ttl(bus: Bus) -> None:
+    """It is renewed three times in its ttl while held, each time with the value of now."""
+    bucket, numbers = await bus.bucket("replicas", ttl_s=3.0), itertools.count()
+    async with (
+        watched(bucket, ttl_s=3.0) as watch,
+        held(bucket, "r", lambda: str(next(numbers)).encode(), ttl_s=3.0),
+    ):
+        await until(watch, lambda values: "r" in values)
+        await until(watch, lambda values: int(values["r"]) >= 4)
+
+
+async def test_a_lease_tells_a_change_at_once_and_ends_with_its_holder(bus: Bus) -> None:
+    """Neither waits for a renewal or for the ttl, which come after minutes."""
+    bucket, ttl_s, value = await bus.bucket("replicas", ttl_s=600.0), 600.0, b"1"
+    async with watched(bucket, ttl_s=ttl_s) as watch:
+        async with held(bucket, "r", lambda: value, ttl_s=ttl_s) as lease:
+            await until(watch, lambda values: values == {"r": b"1"})
+            value = b"2"
             await lease.renew()
-            assert await until(watch, lambda values: int(values["r"]) > before) < 0.3
-        assert await until(watch, lambda values: values == {}) < 0.5
+            await until(watch, lambda values: values == {"r": b"2"})
+        await until(watch, lambda values: values == {})
 
 
 @pytest.mark.parametrize("others", [0, 1])
 async def test_a_killed_holders_lease_ends_within_seconds(
     bus: Bus, bus_config: BusConfig, run_name: str, others: int
 ) -> None:
-    """After kill -9 a lease is gone within its ttl and a little, whether or not others keep the bucket busy."""
+    """After kill -9 a lease goes by itself, whether or not others keep the bucket busy."""
     bucket = await bus.bucket("leases", ttl_s=TTL_S)
     async with contextlib.AsyncExitStack() as stack:
         for index in range(others):
@@ -153,13 +158,12 @@ async def test_a_killed_holders_lease_ends_within_seconds(
         watch = await stack.enter_async_context(watched(bucket, ttl_s=TTL_S))
         async with killed_at_the_end(bus_config.url, run_name):
             await until(watch, lambda values: "trainer" in values)
-        assert await until(watch, lambda values: "trainer" not in values) <= TTL_S + 0.3
-        assert len(watch.values) == others
+        await until(watch, lambda values: values.keys() == {f"other-{index}" for index in range(others)})
 
 
 async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:
     """On the same store and port: leases go on, values are kept, changes are seen; the end is in order without it."""
-    ttl_s = 3.0
+    ttl_s, numbers = 6.0, itertools.count()
     async with contextlib.AsyncExitStack() as first:
         url = await first.enter_async_context(local_server(tmp_path))
         port = int(url.rsplit(":", 1)[1])
@@ -167,16 +171,16 @@ async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path
             replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket("policy")
             await policy.put("current", b"1")
             async with (
-                held(replicas, "r", lambda: b"alive", ttl_s=ttl_s),
+                held(replicas, "r", lambda: str(next(numbers)).encode(), ttl_s=ttl_s),
                 watched(replicas, ttl_s=ttl_s) as replica_watch,
                 watched(policy) as policy_watch,
             ):
                 await until(replica_watch, lambda values: "r" in values)
                 await first.aclose()
                 async with local_server(tmp_path, port=port):
-                    for _ in range(60):  # longer than the ttl: the lease is renewed, and that is seen
-                        await asyncio.sleep(0.1)
-                        assert replica_watch.values == {"r": b"alive"}
+                    back_at = int(replica_watch.values["r"])
+                    # Longer than the ttl: the lease is renewed, and that is seen.
+                    await until(replica_watch, lambda values: int(values["r"]) >= back_at + 4)
                     assert policy_watch.values == {"current": b"1"}
                     await policy.put("current", b"2")
                     await until(policy_watch, lambda values: values == {"current": b"2"})

@@ -15,7 +15,7 @@ from penstock.bus.register import open_register
 from penstock.config import BusConfig
 from penstock.errors import SetupError, SupersededError
 from penstock.runtime.process import end_task
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 
 class Clock:
@@ -97,7 +97,7 @@ async def test_losing_the_lock_ends_a_holder_that_swallows_a_cancellation(bus: B
                 num_swallowed += 1
             await asyncio.Event().wait()
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(SupersededError):
             await hold_until_replaced()
     task = asyncio.current_task()

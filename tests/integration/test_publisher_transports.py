@@ -19,7 +19,9 @@ from services.rollout.testing.memory_sink import Action, Fault
 from services.rollout.testing.simulated_replica import simulated_replica, weights_of
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports import delta
+from tests.support.waiting import until
 from tests.support.weights.publishing import (
+    assert_serving,
     digests,
     kept_current,
     publishing,
@@ -97,9 +99,7 @@ def _write_other(folder: Path) -> None:
 
 
 async def until_file(publisher: WeightPublisher, version: int) -> None:
-    async with asyncio.timeout(10):
-        while publisher.files.folder_of(version) is None:
-            await asyncio.sleep(0.02)
+    await until(lambda: publisher.files.folder_of(version) is not None)
 
 
 async def test_a_replica_that_holds_the_version_before_gets_the_delta(bus: Bus) -> None:
@@ -224,7 +224,7 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
     ):
         report = await publisher.publish(snapshot(1, shared=True))
         assert (report.num_replicas, report.num_failed) == (1, 1)
-        await until_serving(first, 1, timeout_s=1)
+        await assert_serving(first, 1)
 
 
 @pytest.mark.parametrize(

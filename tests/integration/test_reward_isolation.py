@@ -17,7 +17,7 @@ from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, Verifier
 from services.reward.isolation.worker_process import WorkerDiedError
 from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import is_alive, parent_of
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
 
@@ -176,7 +176,7 @@ async def test_workers_come_back_after_open_files_ran_out() -> None:
             await until(lambda: pool.num_workers == 0)
             await asyncio.sleep(0.3)
             assert not pending.done()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             assert (await pending)[0].credit == 1.0
 
 
@@ -323,7 +323,7 @@ async def test_no_worker_outlives_a_killed_server() -> None:
         stderr=asyncio.subprocess.DEVNULL,
     )
     assert process.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         workers = [int(pid) for pid in (await process.stdout.readline()).split()]
     forkserver = parent_of(workers[0])
     await asyncio.sleep(0.5)

@@ -28,7 +28,7 @@ from services.router.config import RouterConfig
 from services.router.server import routing
 from services.router.tuning import Tuning
 from tests.support.router.routers import configured
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
 
@@ -57,13 +57,13 @@ async def num_in_flight(router: RouterClient) -> int:
 
 
 async def until_idle(router: RouterClient) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(HANG_S):
         while await num_in_flight(router):
             await asyncio.sleep(0.02)
 
 
 async def until_routable(router: RouterClient, count: int) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(HANG_S):
         while sum(each.routable for each in (await router.list_replicas()).replicas) != count:
             await asyncio.sleep(0.02)
 
@@ -130,7 +130,7 @@ async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(
         async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
             await until_routable(router, 2)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 30.0)
+            await promptly(playing)
             assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 60))
             assert parts[-1].usage == generate_pb2.Usage(num_prompt_tokens=2, num_output_tokens=60)
             assert {part.replica_id for part in parts} == {"a-victim", "b-heir"}
@@ -305,7 +305,7 @@ async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
         await stub.Route(router_pb2.RouteRequest(ttl_s=1e6), timeout=20.0)  # waits for the first to end
         await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=5.0)
         assert await num_in_flight(router) == 1
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(HANG_S):
             while await num_in_flight(router):
                 await asyncio.sleep(0.05)
 

@@ -17,7 +17,7 @@ from penstock.v1 import generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
 from tests.integration.test_routed_client import num_in_flight, request, routed, until_idle, until_routable
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN
 
@@ -32,7 +32,7 @@ async def test_a_turn_is_played_by_the_pair_that_the_router_names(steady_bus: Bu
         await until_routable(router, 2)
         playing = asyncio.create_task(client.generate(request(30), timeout_s=10.0))
         await until(lambda: p.num_answered == 1, timeout_s=5.0)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(HANG_S):
             while [each.num_in_flight for each in (await router.list_replicas()).replicas] != [1, 0]:
                 await asyncio.sleep(0.01)
         assert not playing.done()
@@ -72,7 +72,7 @@ async def test_a_turn_whose_peer_is_killed_goes_on_with_another(bus: Bus, run_na
         async with kind(bus, replica_id="heir", **waits).running() as heir:
             await until_routable(router, 3)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 30.0)
+            await promptly(playing)
             assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 40))
             await until(lambda: heir.num_answered == 1, timeout_s=5.0)
             assert len(set(stays.rooms)) == len(stays.rooms) == 2
@@ -111,7 +111,7 @@ async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
             listed = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
             return sum(each.num_in_flight for each in listed.replicas)
 
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(HANG_S):
             while len((await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)).replicas) < 2:
                 await asyncio.sleep(0.02)
         route = await stub.Route(router_pb2.RouteRequest(ttl_s=5.0), timeout=5.0)
@@ -123,7 +123,7 @@ async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
             assert await in_flight() == left
         await stub.Route(router_pb2.RouteRequest(ttl_s=0.3), timeout=5.0)
         assert await in_flight() == 2
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(HANG_S):
             while await in_flight():
                 await asyncio.sleep(0.05)
 
@@ -177,7 +177,7 @@ async def test_pushes_are_no_failures(steady_bus: Bus) -> None:
             await until(lambda: d.num_running == 0)
             for engine in (p, d):
                 await engine.end_push(version)
-        await asyncio.wait_for(playing, 30.0)
+        await promptly(playing)
         assert tokens == list(range(FIRST_ID, FIRST_ID + 400))
         assert d.num_streams > 14
         assert [each.breaker for each in (await router.list_replicas()).replicas] == [CLOSED, CLOSED]

@@ -28,7 +28,7 @@ from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, t
 from services.router.config import RouterConfig, RouterSettings
 from services.router.server import routing, serve
 from tests.support.router.routers import Caller, failure, pool, router
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 DRAINING = common_pb2.REPLICA_STATE_DRAINING
 UPDATING = common_pb2.REPLICA_STATE_UPDATING
@@ -77,7 +77,7 @@ async def test_a_call_whose_engine_is_killed_is_played_by_another(bus: Bus, run_
         async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
             await caller.until_routable(2)
             victim.send_signal(signal.SIGKILL)
-            answer = await asyncio.wait_for(pending, 30.0)
+            answer = await promptly(pending)
             assert answer.replica_id == "b-heir"
             assert heir.num_calls == 1
             assert (await caller.generate("s")).replica_id == "b-heir"
@@ -101,21 +101,21 @@ async def test_killed_engines_leave_the_pool_within_seconds(bus: Bus, run_name: 
 
 async def test_waits_for_a_replica_and_then_uses_it(steady_bus: Bus) -> None:
     """A call that finds nobody is answered by the engine that comes a moment later."""
-    async with router(steady_bus, wait_for_replica_s=10.0) as caller:
+    async with router(steady_bus, wait_for_replica_s=HANG_S) as caller:
         pending = asyncio.ensure_future(caller.generate())
-        await asyncio.sleep(0.5)
+        await caller.until(lambda pool: pool.num_waiting == 1)
         async with SimulatedEngine(steady_bus, replica_id="late").running():
-            assert (await asyncio.wait_for(pending, 30.0)).replica_id == "late"
+            assert (await promptly(pending)).replica_id == "late"
 
 
 async def test_without_a_replica_a_call_fails_and_says_why(steady_bus: Bus) -> None:
     """After wait_for_replica_s: UNAVAILABLE, and what to do."""
     async with router(steady_bus, wait_for_replica_s=0.5) as caller:
-        started = time.monotonic()
         error = await failure(caller.generate())
-        assert time.monotonic() - started >= 0.4
         assert error.code() == grpc.StatusCode.UNAVAILABLE
-        assert "no replica is registered; start one with `penstock serve rollout`" in (error.details() or "")
+        assert "within 0.5 s: no replica is registered; start one with `penstock serve rollout`" in (
+            error.details() or ""
+        )
 
 
 async def test_waiting_ends_before_the_callers_deadline(steady_bus: Bus) -> None:
@@ -157,15 +157,15 @@ async def test_a_replica_that_turns_out_too_old_is_passed_over(bus: Bus) -> None
 
 async def test_a_full_replica_is_passed_over(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED sends the call to another; when all are full it waits for a slot."""
-    async with pool(steady_bus, 2, wait_for_replica_s=5.0) as (caller, engines):
+    async with pool(steady_bus, 2, wait_for_replica_s=HANG_S) as (caller, engines):
         engines[0].error = OverloadedError("queue full")
         assert (await caller.generate()).replica_id == "r1"
         engines[1].error = OverloadedError("queue full")
         pending = asyncio.ensure_future(caller.generate())
-        await asyncio.sleep(0.6)
+        await until(lambda: engines[1].num_calls == 3)  # asked again
         assert not pending.done()
         engines[0].error = None
-        assert (await asyncio.wait_for(pending, 30.0)).replica_id == "r0"
+        assert (await promptly(pending)).replica_id == "r0"
 
 
 async def test_when_all_stay_full_the_caller_is_told(steady_bus: Bus) -> None:
@@ -254,10 +254,10 @@ async def test_cancelling_the_call_cancels_it_in_the_engine(steady_bus: Bus) -> 
         engine.delay_s = 30.0
         pending = caller.generate()
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
-        await until(lambda: engine.num_running == 1, timeout_s=5.0)
+        await until(lambda: engine.num_running == 1)
         pending.cancel()
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 0)
-        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: engine.num_cancelled == 1)
         assert engine.num_answered == 0
 
 
@@ -265,12 +265,12 @@ async def test_the_deadline_reaches_the_engine(steady_bus: Bus) -> None:
     """The engine is given what is left of the caller's time, and is cancelled when that has passed."""
     async with pool(steady_bus, 1) as (caller, [engine]):
         engine.delay_s = 30.0
-        error = await failure(caller.generate(timeout_s=0.5))
+        error = await failure(caller.generate(timeout_s=2.0))
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: engine.num_cancelled == 1)
         [remaining_s] = engine.deadlines_s
         assert remaining_s is not None
-        assert 0.1 < remaining_s <= 0.6
+        assert 0.0 < remaining_s < 3.0
 
 
 async def test_a_draining_replica_finishes_what_runs_and_gets_nothing_new(bus: Bus) -> None:
@@ -331,9 +331,9 @@ async def test_an_unreadable_lease_is_left_out(bus: Bus) -> None:
         bucket = await bus.bucket("replicas", ttl_s=bus.config.lease_ttl_s)
         await bucket.put("broken", b"{")
         await bucket.put("other", b'{"replica_id": "not-other", "address": "127.0.0.1:1"}')
-        await asyncio.sleep(0.3)
-        assert [each.replica.replica_id for each in (await caller.replicas()).replicas] == ["r0"]
-        assert (await caller.generate()).replica_id == "r0"
+        async with SimulatedEngine(bus, replica_id="r1").running():
+            await caller.until_routable(2)
+            assert [each.replica.replica_id for each in (await caller.replicas()).replicas] == ["r0", "r1"]
 
 
 async def test_a_frozen_engine_loses_its_call_to_another(bus: Bus, run_name: str) -> None:
@@ -344,7 +344,7 @@ async def test_a_frozen_engine_loses_its_call_to_another(bus: Bus, run_name: str
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
         frozen.send_signal(signal.SIGSTOP)
         async with SimulatedEngine(bus, replica_id="b-heir").running():
-            assert (await asyncio.wait_for(pending, 25.0)).replica_id == "b-heir"
+            assert (await promptly(pending)).replica_id == "b-heir"
 
 
 async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_name: str) -> None:
@@ -359,7 +359,7 @@ async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_nam
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=10.0, wait_for_ready=True)
     stop.set()
-    await asyncio.wait_for(task, 30.0)
+    await promptly(task)
 
 
 @contextlib.asynccontextmanager

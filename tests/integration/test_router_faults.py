@@ -2,13 +2,14 @@
 
 import asyncio
 import signal
-import time
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.clients.generate import GenerateClient
+from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PoisonError, UnavailableError
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -18,7 +19,7 @@ from services.rollout.worker.turn import TurnPlayer
 from services.router.config import RouterConfig, RouterSettings
 from services.router.server import serve
 from tests.support.router.routers import failure, ids, pool, router
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 CLOSED, OPEN, HALF_OPEN = (
     router_pb2.BREAKER_STATE_CLOSED,
@@ -27,8 +28,18 @@ CLOSED, OPEN, HALF_OPEN = (
 )
 
 
-async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus, run_name: str) -> None:
+async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(
+    bus: Bus, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9 in mid-answer: the caller gets the answer that an unbroken replica gives, and no second one is begun."""
+    num_added, add = 0, ResumableTurn.add
+
+    def add_and_count(turn: ResumableTurn, chunk: generate_pb2.GenerateChunk) -> None:
+        nonlocal num_added
+        num_added += len(chunk.output_ids)
+        add(turn, chunk)
+
+    monkeypatch.setattr(ResumableTurn, "add", add_and_count)
     async with (
         SimulatedEngine(bus, replica_id="unbroken", policy_version=2).running() as unbroken,
         router(bus, chunk_tokens=4) as caller,
@@ -39,11 +50,11 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus
         async with simulated_process(bus, run_name, "a-victim", token_s=0.02, hang_after=30) as victim:
             await caller.until(lambda pool: pool.replicas[0].routable)
             pending = asyncio.ensure_future(caller.generate("s", num_tokens=60, input_ids=[5, 6], request_id="q"))
-            await asyncio.sleep(0.5)
+            await until(lambda: num_added >= 60 + 4)  # of the unbroken one's answer, and of the victim's
             async with SimulatedEngine(bus, replica_id="b-heir", policy_version=2).running() as heir:
                 await caller.until_routable(2)
                 victim.send_signal(signal.SIGKILL)
-                answer = await asyncio.wait_for(pending, 30.0)
+                answer = await promptly(pending)
         [rest] = heir.requests
         num_delivered = len(rest.input_ids) - 2
         assert 4 <= num_delivered < 60
@@ -76,7 +87,7 @@ async def test_a_stream_goes_on_from_the_tokens_of_a_killed_replica(bus: Bus, ru
         async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
             await caller.until_routable(2)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 30.0)
+            await promptly(playing)
         assert [token for chunk in chunks for token in chunk.output_ids] == ids(60)
         assert [chunk.finish_reason for chunk in chunks[:-1]] == [0] * (len(chunks) - 1)
         assert chunks[-1].finish_reason == generate_pb2.FINISH_REASON_LENGTH
@@ -126,7 +137,7 @@ async def test_a_call_gets_the_replica_that_can_be_reached_again(steady_bus: Bus
         pending = asyncio.ensure_future(caller.generate(timeout_s=30.0))
         await caller.until(lambda pool: pool.replicas[0].breaker == OPEN)
         await engine.serve_again()
-        assert (await asyncio.wait_for(pending, 30.0)).replica_id == "r0"
+        assert (await promptly(pending)).replica_id == "r0"
 
 
 async def test_a_pool_that_nobody_can_reach_is_given_up_in_time(steady_bus: Bus) -> None:
@@ -213,7 +224,11 @@ async def test_progress_resets_the_count_of_tries_but_not_for_ever(steady_bus: B
 async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> None:
     """A failing replica gets no calls but a probe now and then; when one succeeds it is used as before."""
     async with pool(
-        steady_bus, 2, balancing="round_robin", breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8}
+        steady_bus,
+        2,
+        balancing="round_robin",
+        breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8},
+        wait_for_replica_s=HANG_S,
     ) as (
         caller,
         [bad, good],
@@ -223,11 +238,9 @@ async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> Non
             assert (await caller.generate()).replica_id == "r1"
         assert [each.breaker for each in (await caller.replicas()).replicas] == [OPEN, CLOSED]
         assert bad.num_calls == 2
-        until_s = time.monotonic() + 2.0
-        while time.monotonic() < until_s:
+        while bad.num_calls < 5:  # tests/unit/test_router_breaker.py: when it is probed
             assert (await caller.generate()).replica_id == "r1"
-            await asyncio.sleep(0.02)
-        assert 3 <= bad.num_calls <= 6  # probes after 0.4, 0.8, 0.8, ... seconds
+        assert (await caller.replicas()).replicas[0].breaker == OPEN
         bad.error, good.error = None, UnavailableError("now this one")
         answers = await asyncio.gather(*(caller.generate() for _ in range(4)))
         assert {answer.replica_id for answer in answers} == {"r0"}
@@ -261,7 +274,8 @@ async def test_a_router_that_can_no_longer_follow_the_pool_ends(
     recipe = RouterSettings(router=RouterConfig(), bus=bus_config, run=RunConfig(name=run_name))
     serving = asyncio.create_task(serve(recipe, asyncio.Event()))
     async with SimulatedEngine(bus, replica_id="one").running() as engine:
-        await asyncio.sleep(0.5)
+        with capture_logs() as events:
+            await until(lambda: "replica.joined" in [event["event"] for event in events])
         assert not serving.done()
 
         def fail(*_: object) -> None:
@@ -270,4 +284,4 @@ async def test_a_router_that_can_no_longer_follow_the_pool_ends(
         monkeypatch.setattr(broken, fail)
         await engine.update(num_queued=1)
         with pytest.raises(ZeroDivisionError, match="a bug"):
-            await asyncio.wait_for(serving, 30.0)
+            await promptly(serving)

@@ -3,23 +3,25 @@
 import asyncio
 
 import grpc
+import pytest
 
 from penstock.bus.connection import Bus
 from penstock.errors import OverloadedError
-from penstock.v1 import common_pb2
 from tests.support.router.routers import failure, pool
+from tests.support.waiting import HANG_S, promptly
 
 
 async def test_calls_beyond_the_limit_wait_in_line(steady_bus: Bus) -> None:
     """First come, first served, one slot at a time; a cancelled call leaves the queue, and all others are answered."""
     limit = {"factor": 1.0}
-    async with pool(steady_bus, 1, engine={"max_running": 1, "delay_s": 0.05}, limit=limit) as (caller, [engine]):
+    async with pool(steady_bus, 1, engine={"max_running": 1, "hang_after": 0}, limit=limit) as (caller, [engine]):
         pending = []
         for index in range(10):
             pending.append(caller.generate(request_id=f"q{index}"))
-            await caller.until(lambda pool, index=index: pool.num_waiting + pool.replicas[0].num_in_flight > 0)
-            await asyncio.sleep(0.005)
+            await caller.until(lambda pool, index=index: pool.num_waiting + pool.replicas[0].num_in_flight == index + 1)
         pending[6].cancel()
+        await caller.until(lambda pool: pool.num_waiting == 8)
+        engine.released.set()
         await asyncio.gather(*(call for index, call in enumerate(pending) if index != 6))
         served = [request.request_id for request in engine.requests if request.request_id != "q6"]
         assert served == [f"q{index}" for index in range(10) if index != 6]
@@ -29,7 +31,9 @@ async def test_calls_beyond_the_limit_wait_in_line(steady_bus: Bus) -> None:
 
 async def test_a_full_line_turns_calls_away(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED names the setting; waiting calls are answered, and then there is room again."""
-    async with pool(steady_bus, 1, engine={"max_running": 1, "delay_s": 0.4}, limit={"factor": 1.0}, max_waiting=2) as (
+    async with pool(
+        steady_bus, 1, engine={"max_running": 1, "hang_after": 0}, limit={"factor": 1.0}, max_waiting=2
+    ) as (
         caller,
         [engine],
     ):
@@ -38,14 +42,13 @@ async def test_a_full_line_turns_calls_away(steady_bus: Bus) -> None:
         error = await failure(caller.generate())
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "router.max_waiting = 2" in (error.details() or "")
-        engine.delay_s = 0.0
+        engine.released.set()
         await asyncio.gather(*pending)
         await caller.generate()
 
 
 async def test_a_call_waits_for_a_busy_replica_beyond_wait_for_replica_s(steady_bus: Bus) -> None:
-    """That is for pools without a usable replica. (tests/unit/test_router_slot_pool.py: what a call hears that cannot
-    wait so long.)"""
+    """That is for pools without a usable replica."""
     async with pool(
         steady_bus, 1, engine={"max_running": 1, "delay_s": 1.0}, limit={"factor": 1.0}, wait_for_replica_s=0.2
     ) as (caller, _):
@@ -55,9 +58,27 @@ async def test_a_call_waits_for_a_busy_replica_beyond_wait_for_replica_s(steady_
         assert list((await first).output_ids) == list((await patient).output_ids)
 
 
+async def test_a_call_that_cannot_wait_so_long_hears_why_before_its_deadline(
+    steady_bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RESOURCE_EXHAUSTED with the reason, not DEADLINE_EXCEEDED without one."""
+    monkeypatch.setattr("services.router.slot_pool._TIME_TO_ANSWER_S", HANG_S)
+    async with pool(steady_bus, 1, engine={"max_running": 1, "hang_after": 0}, limit={"factor": 1.0}) as (
+        caller,
+        [engine],
+    ):
+        running = asyncio.ensure_future(caller.generate())
+        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        error = await failure(caller.generate(timeout_s=HANG_S + 1.0))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "no slot became free in time: the only replica is at the limit of calls" in (error.details() or "")
+        engine.released.set()
+        await running
+
+
 async def test_calls_that_wait_for_different_things_do_not_wait_for_each_other(steady_bus: Bus) -> None:
     """One that wants a version that nobody has is passed by those that want less."""
-    async with pool(steady_bus, 1, engine={"max_running": 1, "delay_s": 0.05}, wait_for_replica_s=20.0) as (
+    async with pool(steady_bus, 1, engine={"max_running": 1, "delay_s": 0.05}, wait_for_replica_s=HANG_S) as (
         caller,
         [engine],
     ):
@@ -66,7 +87,7 @@ async def test_calls_that_wait_for_different_things_do_not_wait_for_each_other(s
         await asyncio.gather(*(caller.generate() for _ in range(5)))
         assert not newest.done()
         await engine.update(policy_version=7)
-        assert (await asyncio.wait_for(newest, 30.0)).version_spans[0].policy_version == 7
+        assert (await promptly(newest)).version_spans[0].policy_version == 7
 
 
 async def test_limits_follow_what_replicas_report(bus: Bus) -> None:
@@ -84,24 +105,12 @@ async def test_limits_follow_what_replicas_report(bus: Bus) -> None:
             await caller.generate()
             most = max(most, engine.num_running)
 
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(HANG_S):
             while (await caller.replicas()).replicas[0].limit < 8:
                 await asyncio.gather(*(call() for _ in range(12)))
         assert most <= 8
         await engine.update(kv_use=0.99)
         await caller.until(lambda pool: pool.replicas[0].limit == 1)
-
-
-async def test_a_push_does_not_shrink_the_limit(bus: Bus) -> None:
-    """While weights change all calls are queued, and its lease may say so for a moment longer."""
-    async with pool(bus, 1, engine={"max_running": 8}) as (caller, [engine]):
-        await engine.update(state=common_pb2.REPLICA_STATE_UPDATING, num_queued=64)
-        await asyncio.sleep(1.5)
-        await engine.update(state=common_pb2.REPLICA_STATE_READY)
-        await asyncio.sleep(0.1)
-        await engine.update(num_queued=0)
-        await asyncio.sleep(0.8)
-        assert (await caller.replicas()).replicas[0].limit == 8
 
 
 async def test_an_engine_that_says_it_is_full_is_left_alone_for_a_moment(steady_bus: Bus) -> None:

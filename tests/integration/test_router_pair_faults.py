@@ -15,7 +15,7 @@ from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2
 from tests.support.router.pd_pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
 from tests.support.router.routers import Caller, router
-from tests.support.waiting import until
+from tests.support.waiting import promptly, until
 
 
 async def test_a_prefill_replica_is_free_when_its_part_is_done_and_may_die_then(bus: Bus, run_name: str) -> None:
@@ -55,7 +55,7 @@ async def test_a_prefill_replica_that_is_killed_before_its_part_is_done_costs_th
         async with SimulatedPrefill(bus, replica_id="b-heir").running() as heir:
             await caller.until_routable(3)
             victim.send_signal(signal.SIGKILL)
-            answer = await asyncio.wait_for(pending, 30.0)
+            answer = await promptly(pending)
             assert list(answer.output_ids) == ids(6)
             await until(lambda: heir.num_answered == 1, timeout_s=5.0)
             assert (d.num_calls, d.num_answered) == (2, 1)
@@ -79,7 +79,7 @@ async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so
         first.drop_passes()
         await first.stop_serving()
         d.error = None
-        assert list((await asyncio.wait_for(pending, 30.0)).output_ids) == ids(4)
+        assert list((await promptly(pending)).output_ids) == ids(4)
         assert (await breakers(caller))["d0"] == CLOSED
         await until(lambda: second.num_answered == 1, timeout_s=5.0)
         await until_idle(caller)
@@ -122,7 +122,7 @@ async def test_a_decode_replica_that_is_killed_in_mid_stream_costs_nothing_deliv
         async with SimulatedDecode(bus, replica_id="b-heir").running() as heir:
             await caller.until_routable(3)
             victim.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(playing, 30.0)
+            await promptly(playing)
             assert [token for chunk in chunks for token in chunk.output_ids] == ids(60)
             [rest] = heir.requests
             assert 5 <= len(rest.input_ids) - 2 < 60

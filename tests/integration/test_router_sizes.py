@@ -12,6 +12,7 @@ from penstock.testing.answers import FIRST_ID
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2
 from tests.support.router.routers import pool, router
+from tests.support.waiting import promptly
 
 
 async def test_prompts_go_where_they_fit(steady_bus: Bus) -> None:
@@ -99,4 +100,4 @@ async def test_a_replica_of_another_size_frees_the_calls_that_fit_it(steady_bus:
             assert {answer.replica_id for answer in answers} == {"small"}
             assert not long.done()
             async with SimulatedEngine(steady_bus, replica_id="large").running():
-                assert (await asyncio.wait_for(long, 30.0)).replica_id == "large"
+                assert (await promptly(long)).replica_id == "large"

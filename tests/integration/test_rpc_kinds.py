@@ -11,7 +11,7 @@ import structlog
 from penstock import errors
 from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
-from tests.support.waiting import until
+from tests.support.waiting import promptly, until
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -125,7 +125,7 @@ async def test_every_kind_of_handler_is_cancelled(kind: str, how: str) -> None:
 
     async with serving_kind(kind, handle) as (channel, ask):
         calling = asyncio.create_task(ask(channel, timeout=20.0 if how == "cancelled" else 0.4))
-        await asyncio.wait_for(begun.wait(), 5.0)
+        await promptly(begun.wait())
         if how == "cancelled":
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -134,7 +134,7 @@ async def test_every_kind_of_handler_is_cancelled(kind: str, how: str) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await calling
             assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.wait_for(closed.wait(), 5.0)
+        await promptly(closed.wait())
 
 
 async def test_a_stream_that_nobody_reads_holds_its_handler() -> None:

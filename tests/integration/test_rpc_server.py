@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -14,6 +13,7 @@ from penstock import errors
 from penstock.rpc.channel import call, connect
 from penstock.rpc.server import RpcServer, deadline_s, service_name
 from penstock.v1 import router_pb2, router_pb2_grpc
+from tests.support.waiting import HANG_S, promptly
 
 NAME = "penstock.v1.RouterService"
 REQUEST = router_pb2.ListReplicasRequest()
@@ -46,7 +46,7 @@ async def serving(handle=nothing) -> AsyncIterator[tuple[RpcServer, grpc.aio.Cha
 
 
 def list_replicas(channel: grpc.aio.Channel, **options):
-    return router_pb2_grpc.RouterServiceStub(channel).ListReplicas(REQUEST, **({"timeout": 5.0} | options))
+    return router_pb2_grpc.RouterServiceStub(channel).ListReplicas(REQUEST, **({"timeout": HANG_S} | options))
 
 
 async def health_of(channel: grpc.aio.Channel, name: str) -> int:
@@ -127,18 +127,16 @@ async def test_a_long_or_strange_message_keeps_its_code(text: str) -> None:
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
-    """A client hears UnavailableError with the peer's name, at once."""
+    """A client hears UnavailableError with the peer's name, not that its time is up."""
     async with serving() as (server, _):
         address = server.address
     async with connect(address) as channel:
-        started = time.monotonic()
         with pytest.raises(errors.UnavailableError, match="the router"):
-            await call(list_replicas(channel), peer="the router")
-        assert time.monotonic() - started < 3.0
+            await promptly(call(list_replicas(channel, timeout=600.0), peer="the router"))
 
 
 async def test_a_client_finds_a_server_that_came_back() -> None:
-    """The same channel works again within two seconds of a restart on the same port."""
+    """The same channel works again after a restart on the same port."""
     async with serving() as (server, _):
         address = server.address
     async with connect(address) as channel:
@@ -147,7 +145,7 @@ async def test_a_client_finds_a_server_that_came_back() -> None:
         again = RpcServer(host="127.0.0.1", port=int(address.split(":")[1]))
         again.add(router_pb2_grpc.add_RouterServiceServicer_to_server, Servicer(nothing), NAME)
         await again.start()
-        assert (await list_replicas(channel, wait_for_ready=True, timeout=2.0)).published_version == 7
+        assert (await list_replicas(channel, wait_for_ready=True)).published_version == 7
         await again.drain(0.0)
 
 
@@ -168,16 +166,16 @@ async def test_the_deadline_is_known_to_the_handler_and_cancels_it() -> None:
     async def handle(context: grpc.aio.ServicerContext) -> None:
         seen.extend([deadline_s(context, default=100.0), deadline_s(context, default=0.01)])
         try:
-            await asyncio.sleep(30)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     async with serving(handle) as (_, channel):
         with pytest.raises(errors.DeadlineError):
-            await call(list_replicas(channel, timeout=0.4), peer="the router")
-        await asyncio.wait_for(cancelled.wait(), 2.0)
-    assert 0.1 < seen[0] <= 0.5
+            await call(list_replicas(channel, timeout=2.0), peer="the router")
+        await promptly(cancelled.wait())
+    assert 0.0 < seen[0] <= 2.0
     assert seen[1] == 0.01
 
 
@@ -200,18 +198,18 @@ async def test_a_callers_cancellation_cancels_the_handler() -> None:
     async def handle(context: grpc.aio.ServicerContext) -> None:
         begun.set()
         try:
-            await asyncio.sleep(30)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     async with serving(handle) as (_, channel):
         task = asyncio.create_task(call(list_replicas(channel), peer="the router"))
-        await asyncio.wait_for(begun.wait(), 5.0)
+        await promptly(begun.wait())
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(cancelled.wait(), 2.0)
+        await promptly(cancelled.wait())
 
 
 async def test_draining_lets_calls_finish_and_takes_no_new_ones() -> None:
@@ -224,31 +222,29 @@ async def test_draining_lets_calls_finish_and_takes_no_new_ones() -> None:
 
     async with serving(handle) as (server, channel):
         running = asyncio.ensure_future(list_replicas(channel))
-        await asyncio.wait_for(begun.wait(), 5.0)
-        draining = asyncio.create_task(server.drain(5.0))
-        await asyncio.sleep(0.1)
+        await promptly(begun.wait())
+        draining = asyncio.create_task(server.drain(600.0))
+        await promptly(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))  # it has heard of it
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await list_replicas(channel)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert not draining.done()
         release.set()
         assert (await running).published_version == 7
-        await asyncio.wait_for(draining, 1.0)
+        await promptly(draining)
 
 
 async def test_draining_cancels_what_outlives_the_grace() -> None:
-    """The server ends soon after the grace, whatever its handlers do."""
+    """The server ends after the grace, whatever its handlers do."""
     begun = asyncio.Event()
 
     async def handle(context: grpc.aio.ServicerContext) -> None:
         begun.set()
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()
 
     async with serving(handle) as (server, channel):
-        running = asyncio.ensure_future(call(list_replicas(channel, timeout=20.0), peer="the router"))
-        await asyncio.wait_for(begun.wait(), 5.0)
-        started = time.monotonic()
-        await server.drain(0.3)
-        assert 0.2 < time.monotonic() - started < 2.0
+        running = asyncio.ensure_future(call(list_replicas(channel, timeout=600.0), peer="the router"))
+        await promptly(begun.wait())
+        await promptly(server.drain(0.3))
         with pytest.raises(errors.UnavailableError):
             await running

@@ -22,7 +22,7 @@ from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from tests.support.certificates import security_of
 from tests.support.strangers import TOKEN, WRONG
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 async def enter(url: str, security: Security, *, timeout_s: float = 5.0) -> None:
@@ -59,7 +59,7 @@ async def test_who_was_in_waits_for_a_server_that_refuses(tmp_path: Path) -> Non
                 async with local_server(tmp_path, port=port, security=security_of(nats_token=WRONG)):
                     await until(lambda: "bus.refused" in {line["event"] for line in logs})
             async with local_server(tmp_path, port=port, security=security):
-                await asyncio.wait_for(bus.publish(bus.prompts, b"prompt", message_id="a"), 30.0)
+                await promptly(bus.publish(bus.prompts, b"prompt", message_id="a"))
     gc.collect()
 
 
@@ -171,7 +171,7 @@ async def test_a_server_that_is_left_open_says_so(
     )
     assert process.stderr is not None
     warnings = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while b"Server is ready" not in (line := await process.stderr.readline()):
             assert line, "it did not start"
             warnings += [json.loads(line)] if b"server.left_open" in line else []
@@ -191,7 +191,7 @@ async def test_a_handler_that_is_let_in_nowhere_ends_the_work_and_keeps_the_mess
 
     async with consuming(bus, bus.prompts, "workers", ack_wait_s=1.0, max_ack_pending=10) as consumer:
         with structlog.testing.capture_logs() as logs, pytest.raises(AccessError, match="router at x"):
-            await asyncio.wait_for(work(consumer, refused, **options), 10.0)
+            await promptly(work(consumer, refused, **options))
         assert "message.buried" not in {line["event"] for line in logs}
         [delivery] = await consumer.fetch(1) or await consumer.fetch(1) or await consumer.fetch(1)
         assert delivery.payload == b"prompt"

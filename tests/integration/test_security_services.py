@@ -36,6 +36,7 @@ from services.trainer.telemetry.progress import Progress, TrainerServicer
 from tests.support.certificates import security_of
 from tests.support.reward.service import EASY, item_of
 from tests.support.strangers import TOKEN, WRONG, assert_http_is_closed, assert_rpc_is_closed
+from tests.support.waiting import HANG_S
 
 GENERATE = "/penstock.v1.GenerateService/Generate"
 
@@ -107,7 +108,7 @@ async def test_processes_that_judge_cannot_read_the_secret_of_their_server(tmp_p
     neighbour = await asyncio.create_subprocess_exec(*UNPRIVILEGED, "sleep", "60", env=environment)
     assert server.stderr is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while b"server.started" not in (line := await server.stderr.readline()):
                 assert line, "the service did not start"
             items = [

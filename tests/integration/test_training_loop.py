@@ -24,6 +24,7 @@ from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
+from tests.support.waiting import HANG_S
 
 
 class PowerCutError(Exception):
@@ -204,7 +205,7 @@ async def test_a_checkpoint_settles_the_groups_that_it_accounts_for(bus: Bus, tm
         await bus.publish(bus.groups, b"group", message_id=each.message)
     async with consuming(bus, bus.groups, "trainer", ack_wait_s=60.0, max_ack_pending=10) as consumer:
         deliveries: list[Delivery] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while len(deliveries) < 2:
                 deliveries += await consumer.fetch(2)
         trainer.ledger.drop(0, 0, GroupStatus.FAILED)

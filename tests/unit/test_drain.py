@@ -3,6 +3,7 @@
 import asyncio
 
 from services.rollout.engine.drain import Drain, Drained
+from tests.support.waiting import until
 
 
 class Calls:
@@ -85,9 +86,7 @@ async def test_it_goes_on_when_whoever_asked_is_gone() -> None:
     await settle()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    async with asyncio.timeout(10):
-        while not calls.reasons:
-            await asyncio.sleep(0.01)
+    await until(lambda: calls.reasons)
 
 
 async def test_an_idle_replica_is_drained_at_once() -> None:

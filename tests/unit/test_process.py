@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
 from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, run
+from tests.support.waiting import HANG_S
 
 
 def ending(*errors: Exception) -> int:
@@ -87,7 +88,7 @@ async def test_a_process_whose_log_nobody_reads_any_more_still_ends_in_order() -
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         assert await process.stdout.readline() == b"running\n"
         process.stderr._transport.close()  # type: ignore[attr-defined]  # the reading end of the pipe
         process.send_signal(signal.SIGTERM)

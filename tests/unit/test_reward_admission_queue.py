@@ -7,6 +7,7 @@ import pytest
 
 from penstock.errors import InvalidRequestError, OverloadedError
 from services.reward.admission_queue import AdmissionQueue
+from tests.support.waiting import promptly
 
 
 def test_who_brings_more_than_is_left_is_refused() -> None:
@@ -62,7 +63,7 @@ async def test_a_place_that_comes_free_as_its_waiter_is_cancelled_goes_to_the_ne
         behind = asyncio.create_task(wait(7))
         await asyncio.sleep(0)
         leaving.cancel()
-    await asyncio.wait_for(behind, 5)
+    await promptly(behind)
     assert leaving.cancelled()
     assert queue.num_admitted == 0
 
@@ -85,5 +86,5 @@ async def test_a_waiter_that_is_cancelled_holds_nothing(its_turn_came: bool) -> 
             stack.close()
         leaving.cancel()
         await asyncio.wait((leaving,))
-        await asyncio.wait_for(behind, 5)
+        await promptly(behind)
     assert queue.num_admitted == 0

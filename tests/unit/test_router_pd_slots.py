@@ -28,6 +28,7 @@ from tests.support.router.replica_statuses import (
     replica,
     slot_pool,
 )
+from tests.support.waiting import promptly
 
 
 @contextlib.asynccontextmanager
@@ -61,7 +62,7 @@ async def test_a_call_has_both_slots_or_none() -> None:
         assert not second.done()
         assert in_flight(given) == {"d": 1, "e": 0, "p": 1}
         first.prefill.release()
-        other = await asyncio.wait_for(second, 5.0)
+        other = await promptly(second)
         assert other.replica_id == "e"
         third = asyncio.create_task(given.take(ticket()))
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.errors import OverloadedError, UnavailableError
+from penstock.v1 import common_pb2
 from services.router.balancing import Query
 from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
@@ -152,3 +153,21 @@ async def test_a_limit_adapts_to_leases() -> None:
         assert some.view.replicas["a"].max_in_flight == 6
         for slot in taken:
             slot.release()
+
+
+async def test_a_push_does_not_shrink_a_limit() -> None:
+    """While weights change all calls are queued, and the lease may say so for one interval longer; after that, less."""
+    ready, updating = common_pb2.REPLICA_STATE_READY, common_pb2.REPLICA_STATE_UPDATING
+    limits = []
+    async with slot_pool(replica("a", max_running=8), tuning=Tuning(limit=LimitTuning(factor=1.0))) as (
+        some,
+        pool,
+        leases,
+    ):
+        for state, num_queued in ((updating, 64), (updating, 64), (ready, 64), (ready, 0), (ready, 64)):
+            leases.put(replica("a", max_running=8, state=state, queued=num_queued))
+            pool.refresh()
+            pool.on_change()
+            pool.on_lease_interval()
+            limits.append(some.view.replicas["a"].max_in_flight)
+    assert limits == [8, 8, 8, 8, 5]

@@ -12,6 +12,7 @@ from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
+from tests.support.waiting import promptly
 from tests.support.weights.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
 
 
@@ -127,7 +128,7 @@ async def until_ended(one: WeightReceiver) -> None:
     """The prepared push has ended, and what it left was cleaned up."""
     watchdog = one._watchdog
     assert watchdog is not None
-    await asyncio.wait_for(watchdog, 20)
+    await promptly(watchdog)
     with pytest.raises(NotReadyError, match="is not prepared"):
         await one.pause("p1")
 
@@ -150,7 +151,7 @@ async def test_a_hanging_stage_ends_at_the_deadline() -> None:
     one = await receiver(sink, on_change=lambda: broken.set() if one.state == REPLICA_STATE_BROKEN else None)
     with pytest.raises((DeadlineError, UnavailableError)):
         await push(one, "p1", 1, deadline_s=0.2)
-    await asyncio.wait_for(broken.wait(), 20)
+    await promptly(broken.wait())
 
 
 async def test_a_version_never_stands_for_two_sets_of_weights() -> None:

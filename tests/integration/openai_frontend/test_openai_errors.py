@@ -27,7 +27,7 @@ from services.router.frontends.openai.server import ChatBackend
 from services.router.server import routing, serve
 from services.router.tuning import OpenAITuning, Tuning
 from tests.support.router.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 from tests.support.worker.prompts import free_port
 
 
@@ -297,7 +297,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
         await loop.sock_sendall(client, head.encode() + body)
         await until(lambda: engine.num_calls == 8)
         await until_idle(server.address)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(HANG_S):
             received = b"".join([data async for data in _received(client)])
     assert received.startswith(b"HTTP/1.1 200")
     assert (b'"code": "deadline_exceeded"' in received) == reads_on
@@ -338,9 +338,7 @@ async def test_one_choice_that_fails_fails_the_answer(stage: Stage) -> None:
     stage.engines[0].fail_after, stage.engines[0].fail_with = 3, InvalidRequestError("went wrong")
     with pytest.raises(openai.BadRequestError, match="went wrong"):
         await stage.chat(n=4, max_tokens=1000)
-    async with asyncio.timeout(5.0):
-        while sum(engine.num_running for engine in stage.engines):
-            await asyncio.sleep(0.02)
+    await until(lambda: sum(engine.num_running for engine in stage.engines) == 0)
 
 
 async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:

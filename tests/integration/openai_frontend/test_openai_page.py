@@ -13,6 +13,7 @@ import pytest
 from services.router.config import OpenAIConfig
 from services.router.frontends.openai.schemas import REFUSED, ChatRequest, CompletionRequest
 from tests.support.router.openai_stage import PNG, Stage
+from tests.support.waiting import promptly
 
 PAGE = (Path(__file__).parents[3] / "docs/openai.md").read_text()
 
@@ -46,7 +47,7 @@ async def run_python(code: str, stage: Stage) -> str:
         sys.executable, "-c", placed(code, stage), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        output, errors = await asyncio.wait_for(process.communicate(), 60.0)
+        output, errors = await promptly(process.communicate())
     finally:
         if process.returncode is None:
             process.kill()
@@ -58,7 +59,7 @@ async def run_python(code: str, stage: Stage) -> str:
 async def run_command(command: str, stage: Stage) -> Any:
     """The JSON that the command prints."""
     process = await asyncio.create_subprocess_exec("sh", "-c", placed(command, stage), stdout=asyncio.subprocess.PIPE)
-    output, _ = await asyncio.wait_for(process.communicate(), 60.0)
+    output, _ = await promptly(process.communicate())
     assert process.returncode == 0
     return json.loads(output)
 

@@ -1,6 +1,5 @@
 """Calls that are to be trained on: kept with ids, images and logprobs, or the call fails."""
 
-import asyncio
 import base64
 import contextlib
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.config import BusConfig
 from penstock.errors import UnavailableError
 from penstock.records import RecordedCall, Verdict, VersionSpan
 from tests.support.router.openai_stage import HI, PNG, Stage, data_url
+from tests.support.waiting import until
 
 RECORD = {"record": True}
 
@@ -149,9 +149,7 @@ async def test_a_client_that_goes_away_leaves_no_record(stage: Stage) -> None:
     stream = await stage.chat(stream=True, user="gone", extra_body=RECORD, max_tokens=1000)
     await anext(stream)
     await stream.close()
-    async with asyncio.timeout(5.0):
-        while sum(engine.num_running for engine in stage.engines):
-            await asyncio.sleep(0.02)
+    await until(lambda: sum(engine.num_running for engine in stage.engines) == 0)
     assert await stage.recordings("gone") == []
 
 

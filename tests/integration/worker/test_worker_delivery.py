@@ -21,7 +21,7 @@ from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.prompt_handler import PromptHandler
 from services.router import server as router_server
 from services.router.config import RouterConfig
-from tests.support.waiting import until
+from tests.support.waiting import promptly, until
 from tests.support.worker.prompts import (
     ANSWER,
     PICTURE,
@@ -48,7 +48,7 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     async with working(recipe):
         [group] = await until_done(bus, 1)
     stop_router.set()
-    await asyncio.wait_for(router, timeout=10)
+    await promptly(router)
     assert group.id == prompt.id
     assert (group.error, len(group.samples), group.oldest_version) == ("", 2, 4)
     request = engine.requests[0]

@@ -12,7 +12,7 @@ from penstock.records import Prompt
 from penstock.records.codec import decode
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 from tests.support.worker.prompts import (
     count,
     make_prompt,
@@ -72,7 +72,7 @@ async def test_garbage_on_the_queue_is_buried(
     """It goes to the dead letters, and on to the trainer, whom its id tells which group will not come."""
     await bus.publish(bus.prompts, b"\xc1 garbage", message_id=f"{run_name}/7/0/a")
     async with working(make_recipe(engine.replica.address)):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while await count(bus, bus.prompts) > 0:
                 await asyncio.sleep(0.05)
     assert await read(bus, bus.groups) == [b"\xc1 garbage"]

@@ -7,6 +7,7 @@ from penstock.runtime.health import health_of
 from penstock.runtime.ports import free_ports
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
+from tests.support.waiting import HANG_S
 from tests.support.worker.prompts import working
 
 
@@ -22,7 +23,7 @@ async def test_a_worker_is_healthy_as_long_as_it_takes_prompts(
         return answers[-1] == "SERVING"
 
     async with working(make_recipe(engine.replica.address, port=port)):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not await serves():
                 await asyncio.sleep(0.05)
     assert not await serves()

@@ -18,6 +18,7 @@ from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.router.process import RouterProcess
+from tests.support.waiting import HANG_S
 
 MODEL_PATH = Path(__file__).parents[3] / "models/tiny-qwen3-vl"
 END_ID = 356
@@ -86,7 +87,7 @@ class Stage:
     @contextlib.asynccontextmanager
     async def http(self, router: int = 0) -> AsyncIterator[httpx.AsyncClient]:
         """A plain HTTP client of a router."""
-        async with httpx.AsyncClient(base_url=self.routers[router].url, timeout=30.0) as client:
+        async with httpx.AsyncClient(base_url=self.routers[router].url, timeout=HANG_S) as client:
             yield client
 
     async def recordings(self, session: str, router: int = 0, **params: Any) -> list[dict[str, Any]]:
@@ -115,10 +116,10 @@ class Stage:
     async def until_load(self, num_running: int) -> None:
         """Wait until all routers have heard that so many calls run, by what the engines say."""
         for router in self.routers:
-            async with connect(router.address) as channel, asyncio.timeout(20.0):
+            async with connect(router.address) as channel, asyncio.timeout(HANG_S):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while True:
-                    pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+                    pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S)
                     if sum(each.replica.num_running for each in pool.replicas) == num_running:
                         break
                     await asyncio.sleep(0.02)
@@ -126,10 +127,10 @@ class Stage:
 
 async def until_idle(router: str, *, num_routable: int | None = None) -> None:
     """Wait until no engine of the router at this address has a call, and so many of them may be given one."""
-    async with connect(router) as channel, asyncio.timeout(20.0):
+    async with connect(router) as channel, asyncio.timeout(HANG_S):
         stub = router_pb2_grpc.RouterServiceStub(channel)
         while True:
-            pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+            pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S)
             num_in_flight = sum(each.num_in_flight for each in pool.replicas)
             if num_in_flight == 0 and num_routable in (None, sum(each.routable for each in pool.replicas)):
                 break

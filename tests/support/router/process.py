@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.waiting import promptly
+
 _START_TIMEOUT_S = 240.0
 
 
@@ -48,7 +50,7 @@ async def router_process(nats_url: str, run: str, model_path: Path, *settings: s
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), 20.0)
+        await promptly(process.wait())
         if reading is not None:
             await reading
 

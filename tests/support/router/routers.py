@@ -1,9 +1,7 @@
 """A router over simulated engines, and what a worker is to it."""
 
-import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
@@ -17,6 +15,7 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, router_pb2, router_pb2_
 from services.router.config import RouterConfig
 from services.router.server import routing
 from services.router.tuning import BreakerTuning, LimitTuning, Tuning
+from tests.support.waiting import HANG_S, until
 
 
 class Caller:
@@ -27,24 +26,27 @@ class Caller:
         self._generate = generate_pb2_grpc.GenerateServiceStub(channel)
         self.router = router_pb2_grpc.RouterServiceStub(channel)
 
-    def generate(self, session: str = "", *, num_tokens: int = 4, version: int = 0, timeout_s: float = 10.0, **fields):
+    def generate(
+        self, session: str = "", *, num_tokens: int = 4, version: int = 0, timeout_s: float = HANG_S, **fields
+    ):
         """A unary call."""
         return self._generate.Generate(_request(session, num_tokens, version, fields), timeout=timeout_s)
 
-    def stream(self, session: str = "", *, num_tokens: int = 4, version: int = 0, timeout_s: float = 10.0, **fields):
+    def stream(self, session: str = "", *, num_tokens: int = 4, version: int = 0, timeout_s: float = HANG_S, **fields):
         """A streaming one."""
         return self._generate.GenerateStream(_request(session, num_tokens, version, fields), timeout=timeout_s)
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:
         """The pool as the router sees it."""
-        return await self.router.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
+        return await self.router.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S)
 
-    async def until(self, condition: Callable[[router_pb2.ListReplicasResponse], bool], within_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[router_pb2.ListReplicasResponse], bool]) -> None:
         """Wait until the router sees the pool so."""
-        ends_at = time.monotonic() + within_s
-        while not condition(pool := await self.replicas()):
-            assert time.monotonic() < ends_at, pool
-            await asyncio.sleep(0.02)
+
+        async def holds() -> bool:
+            return condition(await self.replicas())
+
+        await until(holds)
 
     async def until_routable(self, count: int) -> None:
         """Wait until so many replicas may be given calls."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import unittest.mock
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,14 +19,15 @@ from services.trainer.weight_sync.failed_replicas import FailedReplicas
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.disk import WeightFileStore
+from tests.support.waiting import HANG_S, promptly, until
 
-QUICK_S = 3.0
-"""A push that waits for no deadline: far less than any of them."""
+NEVER_S = 70.0
+"""Longer than `HANG_S`: what waits for it fails its test. A push adds up eight; an engine allows 600 s in all."""
 CONFIG = WeightSyncConfig(
     transport="broadcast",
     bucket_bytes=8192,
-    stage_timeout_s=30.0,
-    transfer_timeout_s=30.0,
+    stage_timeout_s=NEVER_S,
+    transfer_timeout_s=NEVER_S,
 )
 
 
@@ -56,21 +58,22 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
 async def publishing(
     bus: Bus, *, host: str = "127.0.0.1", files_dir: Path | None = None, retry_after_s: float = 0.5, **settings: Any
 ) -> AsyncIterator[WeightPublisher]:
-    """A publisher whose replicas' leases are as they are now."""
+    """A publisher whose replicas' leases are as they are now; deadlines that `settings` do not name never pass."""
     async with watching(bus) as watch:
         config = CONFIG.model_copy(update=settings)
-        publisher = WeightPublisher(
-            config=config,
-            host=host,
-            replicas=watch,
-            backend="gloo",
-            files=WeightFileStore(files_dir),
-            failed_replicas=FailedReplicas(retry_after_s),
-        )
+        with unittest.mock.patch("services.trainer.weight_sync.deadlines.CONTROL_S", NEVER_S):
+            publisher = WeightPublisher(
+                config=config,
+                host=host,
+                replicas=watch,
+                backend="gloo",
+                files=WeightFileStore(files_dir),
+                failed_replicas=FailedReplicas(retry_after_s),
+            )
         try:
             yield publisher
         finally:
-            await asyncio.wait_for(publisher.close(), 10)
+            await promptly(publisher.close())
 
 
 @asynccontextmanager
@@ -93,20 +96,42 @@ async def replicas_of(bus: Bus, num: int) -> AsyncIterator[list[SimulatedReplica
         yield [await stack.enter_async_context(simulated_replica(bus, replica_id=name)) for name in names]
 
 
-async def until_serving(replica: SimulatedReplica, version: int, timeout_s: float = 20.0) -> None:
+async def assert_serving(replica: SimulatedReplica, version: int) -> None:
     """READY at the version, with its bytes."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            report = await replica.report()
-            if (report.version, report.state) == (version, common_pb2.REPLICA_STATE_READY):
-                break
-            await asyncio.sleep(0.05)
+    report = await replica.report()
+    assert (report.version, report.state) == (version, common_pb2.REPLICA_STATE_READY)
     assert report.digests == digests(version)
+
+
+async def until_serving(replica: SimulatedReplica, version: int) -> None:
+    """Wait until it serves the version."""
+
+    async def is_serving() -> bool:
+        report = await replica.report()
+        return (report.version, report.state) == (version, common_pb2.REPLICA_STATE_READY)
+
+    await until(is_serving)
+    await assert_serving(replica, version)
+
+
+async def steps_of(replica: SimulatedReplica, point: str) -> int:
+    """How often a push has come to that point."""
+    said = await replica.report()
+    return len(said.groups) if point == "join" else said.calls.count(point)
+
+
+async def until_reached(replica: SimulatedReplica, point: str, seen: int) -> None:
+    """A push comes to that point, once more than `seen`."""
+
+    async def is_reached() -> bool:
+        return await steps_of(replica, point) > seen
+
+    await until(is_reached)
 
 
 async def until_seen(publisher: WeightPublisher, condition: Callable[[dict[str, bytes]], bool]) -> None:
     """The publisher has heard of leases of which `condition` holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not condition(publisher.replicas.values):
             await publisher.replicas.changed(0.1)
 

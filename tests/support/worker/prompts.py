@@ -13,6 +13,7 @@ from penstock.records.codec import decode, encode
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
+from tests.support.waiting import promptly
 
 # A palette PNG's beginning, a byte of every value, and \r\n: whatever a file may hold must arrive as it is.
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) + b"PLTE"
@@ -35,7 +36,7 @@ async def working(recipe: Recipe, **constants: Any) -> AsyncIterator[asyncio.Eve
         yield stop
     finally:
         stop.set()
-        await asyncio.wait_for(task, timeout=15)
+        await promptly(task)
 
 
 def make_prompt(run_name: str, index: int = 0, **changes: Any) -> Prompt:
