@@ -4,14 +4,16 @@ A watch goes on when the server comes back without its store and somebody create
 """
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nats.errors
 import structlog
+from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
 from penstock.bus.failures import BUS_ERRORS, describe
@@ -72,12 +74,8 @@ class Watch:
         silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
         while True:
             try:
-                watcher = await self._bucket.watch(self._keys, inactive_threshold=_ABANDONED_S)
-                try:
+                async with _opened(self._bucket, self._keys) as watcher:
                     await self._read(watcher, ready, silence_s)
-                finally:
-                    with suppress(*BUS_ERRORS):
-                        await watcher.stop()  # type: ignore[no-untyped-call]
             except BUS_ERRORS as error:
                 log.debug("watch.reopened", error=describe(error))
                 await asyncio.sleep(0.2)
@@ -111,6 +109,34 @@ class Watch:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+@asynccontextmanager
+async def _opened(bucket: KeyValue, keys: str) -> AsyncIterator[KeyValue.KeyWatcher]:
+    """A watcher of nats-py. At the end neither its subscription stays nor the tasks of that.
+
+    By itself it leaves both behind if it fails or is cancelled while it is opened.
+    """
+    bucket, subscriptions = copy.copy(bucket), list[JetStreamContext.PushSubscription]()
+    jetstream = bucket._js
+
+    async def subscribe(*args: Any, **options: Any) -> JetStreamContext.PushSubscription:
+        subscriptions.append(await jetstream.subscribe(*args, **options))
+        return subscriptions[-1]
+
+    bucket._js = copy.copy(jetstream)
+    bucket._js.subscribe = subscribe  # type: ignore[method-assign]
+    try:
+        yield await bucket.watch(keys, inactive_threshold=_ABANDONED_S)
+    finally:
+        for subscription in subscriptions:
+            try:
+                with suppress(*BUS_ERRORS):
+                    await subscription.unsubscribe()
+            finally:
+                state: Any = subscription._sub._jsi
+                await end_task(state._hbtask)
+                await end_task(state._fctask)
 
 
 @asynccontextmanager

@@ -10,7 +10,10 @@ import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 
+import nats.errors
 import pytest
+from nats.js import JetStreamContext, api
+from nats.js.kv import KeyValue
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.leases import held
@@ -84,9 +87,9 @@ async def test_an_idle_watch_of_one_key_costs_the_same_whatever_else_the_bucket_
         await bucket.put(f"version.{version}", b"x" * 100)
     await bucket.put("current", b"1")
     async with connect(bus_config, run=run_name) as other:
-        its = await other.bucket("policy")
-        with unittest.mock.patch.object(its, "watch", wraps=its.watch) as opened:
-            async with watched(its, keys="current") as watch:
+        opening = unittest.mock.patch.object(KeyValue, "watch", autospec=True, side_effect=KeyValue.watch)
+        with opening as opened:
+            async with watched(await other.bucket("policy"), keys="current") as watch:
                 assert watch.values == {"current": b"1"}
                 before = other.jetstream._nc.stats["in_msgs"]
                 await waiting.until(lambda: opened.call_count == 3)
@@ -110,6 +113,43 @@ async def test_a_watch_of_an_empty_bucket_opens_at_once(bus: Bus) -> None:
     """Nothing there is an answer, too."""
     async with watched(await bus.bucket("replicas", ttl_s=TTL_S), ttl_s=TTL_S) as watch:
         assert watch.values == {}
+
+
+async def test_a_watch_that_fails_to_open_leaves_no_subscription(bus: Bus) -> None:
+    """It is opened again until it works, as often as the server is away; each attempt would listen on for ever."""
+    bucket, num_before = await bus.bucket("policy"), len(bus.client._subs)
+    ask, failures = JetStreamContext.PushSubscription.consumer_info, iter([nats.errors.TimeoutError()] * 2)
+
+    async def ask_in_vain(subscription: JetStreamContext.PushSubscription) -> api.ConsumerInfo:
+        if error := next(failures, None):
+            raise error
+        return await ask(subscription)
+
+    with unittest.mock.patch.object(JetStreamContext.PushSubscription, "consumer_info", ask_in_vain):
+        async with watched(bucket):
+            assert next(failures, None) is None
+            assert len(bus.client._subs) == num_before + 1
+    assert len(bus.client._subs) == num_before
+
+
+async def test_a_watch_that_is_cancelled_while_it_opens_leaves_no_subscription(bus: Bus) -> None:
+    """Nor one that is cancelled while it ends."""
+    bucket, num_before, asked = await bus.bucket("policy"), len(bus.client._subs), asyncio.Event()
+
+    async def ask_for_ever(_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def watch() -> None:
+        async with watched(bucket):
+            raise AssertionError("no answer, and no watch")
+
+    with unittest.mock.patch.object(JetStreamContext.PushSubscription, "consumer_info", ask_for_ever):
+        opening = asyncio.create_task(watch())
+        await asked.wait()
+        opening.cancel()
+        await asyncio.wait((opening,))
+    assert len(bus.client._subs) == num_before
 
 
 async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
