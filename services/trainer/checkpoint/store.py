@@ -70,7 +70,6 @@ class CheckpointStore:
 
         `save` claims a folder that this store never claimed.
         """
-        self._is_claimed = True
         self._writer.mkdir(parents=True)
         for number, other in enumerate(self.folder.glob(f"{_WRITER}*")):
             if other == self._writer:
@@ -83,7 +82,8 @@ class CheckpointStore:
                     aside.rename(final)
             shutil.rmtree(taken)
         for partial in self.folder.glob(".*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)  # who was replaced may still be writing it
+            shutil.rmtree(partial, ignore_errors=True)  # a trainer that was replaced may still be writing it
+        self._is_claimed = True
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Checkpoint:
         """Write a checkpoint, make it the latest, and delete the oldest beyond `keep`. Blocks.
