@@ -395,6 +395,17 @@ async def test_a_group_that_is_lost_again_and_again_ends_the_run(bus: Bus, tiny_
             await flow.collector.run()
 
 
+async def test_prompts_that_the_bus_loses_again_and_again_end_the_run(bus: Bus, tiny_model_path: Path) -> None:
+    """As when something else takes the run's messages: waiting and publishing again would never end."""
+    async with running(bus, tiny_model_path) as flow:
+        flow.batches.silence_s = 0.01
+        waiting = asyncio.create_task(flow.next_batch(1))
+        while not waiting.done():
+            await bus.purge(bus.prompts)
+        with pytest.raises(DataError, match=r"group 0 was lost 3 times .*the bus holds neither its prompt nor"):
+            await waiting
+
+
 async def test_prompt_whose_images_are_gone_is_admitted_again(bus: Bus, tiny_model_path: Path) -> None:
     """A worker could not begin the group: it is lost, not failed."""
     group = make_group(tiny_model_path, index=0)
