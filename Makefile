@@ -97,7 +97,7 @@ bench-images: setup ## Count the bytes of a group's images, by value and by hash
 churn: setup ## Have 64 simulated replicas join and leave under load for ten minutes; ARGS="--minutes 3" picks.
 	@$(BIN)/python bench/churn.py $(ARGS)
 
-chaos: setup ## Kill processes of a real run at random, 50 times, and count what was lost; ARGS="--kills 5" is a taste.
+chaos: setup ## Kill and freeze processes of a real run at random and count what was lost; ARGS="--kills 5 --freezes 5" is a taste.
 	@$(BIN)/python bench/chaos.py $(ARGS)
 
 # In deploy/: a -f here would win over COMPOSE_FILE of deploy/.env, and act on another stack than that says.

@@ -1,15 +1,17 @@
-"""Kills processes of a real run at random and counts what it cost: groups lost, groups trained twice, time.
+"""Kills and freezes processes of a real run at random and counts what it cost: groups lost, groups trained twice, time.
 
-    python bench/chaos.py [--kills 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto] [--seed 0]
+    python bench/chaos.py [--kills 50] [--freezes 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto]
 
-A whole `penstock train` of the tiny recipe, every process the real one. A victim is drawn among engines of each role,
-the router and the worker (`--also trainer reward` adds more), and killed with -9 at a random moment; the next dies when
-the run has trained `--steps-between` steps more, whether or not the last is back. Every group index is trained exactly
-once, or a bar fails. It is the counting that matters here: speed is measured by bench_demo.py.
+A whole `penstock train` of the tiny recipe, every process the real one. A victim is drawn among the services, trainer
+and nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with
+all its descendants by SIGSTOP and continued after 2 to 20 s. The next is due when the run has trained `--steps-between`
+steps more, whether or not the last is back. Every group index is trained exactly once, or a bar fails. It is the
+counting that matters here: speed is measured by bench_demo.py.
 """
 
 import argparse
 import collections
+import contextlib
 import itertools
 import os
 import random
@@ -22,21 +24,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from penstock.testing.train_process import RECIPE, TrainProcess, started  # noqa: E402
 
 GROUPS_PER_STEP = 8
-SERVICES = ("rollout", "prefill", "decode", "router", "worker")
+SERVICES = ("rollout", "prefill", "decode", "router", "worker", "reward", "trainer", "nats")
+FREEZE_S = (2.0, 20.0)
+"""Shorter and longer than leases (5 s) and the time after which prompts are delivered again (10 s)."""
 STALL_S = 240.0
 """A run that trains no step for so long hangs."""
 MAX_SAME_VERSION_DLOGP = 1e-4
 
 
 @dataclass(slots=True)
-class Kills:
-    """What was killed, and how long it was away. Times are of `time.monotonic`."""
+class Faults:
+    """What was killed or frozen, and how long it was away. Times are of `time.monotonic`."""
 
     by_service: "collections.Counter[str]" = field(default_factory=collections.Counter)
     away_s: "dict[str, list[float]]" = field(default_factory=lambda: collections.defaultdict(list))
@@ -45,6 +51,8 @@ class Kills:
     """By service: those that were still away when the run ended; how long until then is counted as their time."""
     away: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By name: the process that was killed, and when."""
+    frozen_s: "dict[str, list[float]]" = field(default_factory=lambda: collections.defaultdict(list))
+    """How long processes were stopped, by service."""
 
     def add(self, name: str, pid: int, now: float) -> None:
         """The process of that name was killed. Call `look` with the same processes before."""
@@ -69,8 +77,8 @@ class Kills:
 def main() -> int:
     """Return 0 if nothing was lost."""
     arguments = parse()
-    num_steps = arguments.kills * arguments.steps_between + 2 * arguments.steps_between
-    services = {*SERVICES, *arguments.also}
+    num_steps = (arguments.kills + arguments.freezes + 2) * arguments.steps_between
+    services = {*SERVICES} - {*arguments.spare}
     settings = {
         "trainer.num_steps": num_steps,
         "trainer.groups_per_step": GROUPS_PER_STEP,
@@ -89,70 +97,101 @@ def main() -> int:
         overrides = [f"--{key}={value}" for key, value in {**settings, "run.dir": folder / "runs"}.items()]
         begun = time.monotonic()
         with started(folder, str(RECIPE), *overrides) as train:
-            kills = kill_at_random(train, services, arguments)
+            faults = break_at_random(train, services, arguments)
             exit_code = train.wait(STALL_S + 5.0 * num_steps)
             wall_s = time.monotonic() - begun
-            return tell(train, kills, exit_code, num_steps=num_steps, wall_s=wall_s)
+            return tell(train, faults, exit_code, num_steps=num_steps, wall_s=wall_s)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=50, help="kill -9")
+    parser.add_argument("--freezes", type=int, default=50, help="SIGSTOP for 2 to 20 s")
     parser.add_argument("--steps-between", type=int, default=4)
     parser.add_argument("--replicas", type=int, default=1, help="engines that both prefill and decode")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=2)
-    parser.add_argument("--also", nargs="*", default=[], choices=["trainer", "reward"], help="kill these too")
+    parser.add_argument("--spare", nargs="*", default=[], choices=SERVICES, help="leave these alone")
     parser.add_argument("--transport", default="auto", help="trainer.weight_sync.transport")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, help="where to keep the run folder; default: a folder that is removed")
     return parser.parse_args()
 
 
-def kill_at_random(train: TrainProcess, services: set[str], arguments: argparse.Namespace) -> Kills:
-    """Kill the wanted number of processes, one after the other, at random moments of the run."""
+def break_at_random(train: TrainProcess, services: set[str], arguments: argparse.Namespace) -> Faults:
+    """Kill and freeze the wanted number of processes, one after the other, at random moments of the run."""
     draw = random.Random(arguments.seed)
-    kills, due = Kills(), arguments.steps_between
+    faults, due = Faults(), arguments.steps_between
+
+    def last_step() -> int:
+        return max((row["step"] for row in train.rows()[-1:]), default=0)
 
     def is_due() -> bool:
-        kills.look(train.processes(), time.monotonic())
-        return any(row["step"] >= due for row in train.rows()[-1:])
+        faults.look(train.processes(), time.monotonic())
+        return last_step() >= due
 
     def nobody_is_away() -> bool:
         has_ended = train.process.poll() is not None
-        kills.look(train.processes(), time.monotonic())
-        return has_ended or not kills.away
+        faults.look(train.processes(), time.monotonic())
+        return has_ended or not faults.away
 
-    for number in range(arguments.kills):
+    kinds = ["kill"] * arguments.kills + ["freeze"] * arguments.freezes
+    draw.shuffle(kinds)
+    for number, kind in enumerate(kinds, start=1):
         train.wait_until(is_due, f"step {due}", STALL_S)
         time.sleep(draw.random())  # somewhere in the step, not at its end
         processes = {name: pid for name, pid in train.processes().items() if _service(name) in services}
-        kills.look(processes, time.monotonic())
+        faults.look(processes, time.monotonic())
         present = sorted({_service(name) for name in processes})
         service = draw.choice(present)
         name = draw.choice(sorted(name for name in processes if _service(name) == service))
-        os.kill(processes[name], signal.SIGKILL)
-        kills.add(name, processes[name], time.monotonic())
-        due = train.rows()[-1]["step"] + arguments.steps_between
-        _say(f"{number + 1}/{arguments.kills}: killed {name} after step {due - arguments.steps_between}")
+        step = last_step()
+        if kind == "kill":
+            os.kill(processes[name], signal.SIGKILL)
+            faults.add(name, processes[name], time.monotonic())
+            _say(f"{number}/{len(kinds)}: killed {name} after step {step}")
+        else:
+            seconds = draw.uniform(*FREEZE_S)
+            _say(f"{number}/{len(kinds)}: froze {name} for {seconds:.1f} s after step {step}")
+            freeze(processes[name], seconds)
+            faults.frozen_s[service].append(seconds)
+        due = step + arguments.steps_between
     train.wait_until(nobody_is_away, "the last to be back", STALL_S)
-    kills.end(time.monotonic())
-    return kills
+    faults.end(time.monotonic())
+    return faults
 
 
-def tell(train: TrainProcess, kills: Kills, exit_code: int, *, num_steps: int, wall_s: float) -> int:
+def freeze(pid: int, seconds: float) -> None:
+    """Stop a process and all its descendants for so long; those that end meanwhile are no error."""
+    try:
+        stopped = [psutil.Process(pid)]
+        stopped += stopped[0].children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    time.sleep(seconds)
+    for process in reversed(stopped):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def tell(train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int, wall_s: float) -> int:
     """Print the table; returns 0 if every bar holds."""
     rows = train.rows()
     trained = collections.Counter(index for row in rows for index in row["groups"])
     num_wanted = num_steps * GROUPS_PER_STEP
     same_version = [row["dlogp_max_current"] for row in rows if "dlogp_max_current" in row]
-    _say("\n| service | kills | away s, median | away s, longest | still away at the end |\n|---|---|---|---|---|")
-    for service, count in sorted(kills.by_service.items()):
-        away_s = sorted(kills.away_s[service]) or [float("nan")]
+    _say("\n| service | kills | away s, median, longest | still away at the end | freezes | frozen s, together |")
+    _say("|---|---|---|---|---|---|")
+    for service in sorted({*faults.by_service, *faults.frozen_s}):
+        away_s, frozen_s = sorted(faults.away_s[service]), faults.frozen_s[service]
+        away = f"{away_s[len(away_s) // 2]:.1f}, {away_s[-1]:.1f}" if away_s else "-"
         _say(
-            f"| {service} | {count} | {away_s[len(away_s) // 2]:.1f} | {away_s[-1]:.1f} | "
-            f"{kills.num_not_back[service]} |"
+            f"| {service} | {faults.by_service[service]} | {away} | {faults.num_not_back[service]} | {len(frozen_s)} | "
+            f"{sum(frozen_s):.0f} |"
         )
     last: dict[str, Any] = rows[-1] if rows else {}
     checks = {
@@ -176,8 +215,11 @@ def tell(train: TrainProcess, kills: Kills, exit_code: int, *, num_steps: int, w
     _say("\n| what | seen | |\n|---|---|---|")
     for what, (holds, seen) in checks.items():
         _say(f"| {what} | {seen} | {'holds' if holds else 'FAILS'} |")
-    _say(f"\n{sum(kills.by_service.values())} kills in {wall_s:.0f} s; stale groups played again: "
-         f"{last.get('num_stale_groups')}")  # fmt: skip
+    num_freezes = sum(map(len, faults.frozen_s.values()))
+    _say(
+        f"\n{faults.by_service.total()} kills and {num_freezes} freezes in {wall_s:.0f} s; played again: "
+        f"{last.get('num_stale_groups')} stale groups, {last.get('num_lost_groups')} lost by the bus"
+    )
     return 0 if all(holds for holds, _ in checks.values()) else 1
 
 

@@ -64,10 +64,12 @@ class TrainProcess:
             raise AssertionError(f"the run did not end within {timeout_s} s\n{self.tail()}") from None
 
     def processes(self) -> dict[str, int]:
-        """The services that run, by the name that the launcher gave them, and their process ids."""
+        """The services that run, by the name that the launcher gave them, and their process ids; also nats-server."""
         found = {}
         for pid in self.pids():
             arguments = _arguments(pid)
+            if Path(arguments[0]).name == "nats-server":
+                found["nats"] = pid
             if "serve" in arguments and "--name" in arguments and _leads_its_session(pid):
                 found[arguments[arguments.index("--name") + 1]] = pid
         return found
@@ -144,7 +146,7 @@ def _arguments(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return []
+        return [""]
 
 
 def _leads_its_session(pid: int) -> bool:

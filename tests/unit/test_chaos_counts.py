@@ -5,32 +5,32 @@ from typing import Any
 
 import pytest
 
-from bench.chaos import GROUPS_PER_STEP, Kills, tell
+from bench.chaos import GROUPS_PER_STEP, Faults, tell
 
 
 def test_one_that_is_killed_again_before_it_was_seen_is_counted_twice() -> None:
     """The look just before a kill sees that it was back; one that is killed twice under one number is away once."""
-    kills = Kills()
-    kills.add("router", 10, 1.0)
-    kills.look({"router": 10}, 2.0)
-    kills.look({"router": 11}, 5.0)
-    kills.add("router", 11, 5.0)
-    kills.look({}, 6.0)
-    kills.add("router", 11, 7.0)
-    kills.look({"router": 12}, 9.0)
-    assert kills.away_s == {"router": [4.0, 4.0]}
-    assert kills.by_service == {"router": 3}
+    faults = Faults()
+    faults.add("router", 10, 1.0)
+    faults.look({"router": 10}, 2.0)
+    faults.look({"router": 11}, 5.0)
+    faults.add("router", 11, 5.0)
+    faults.look({}, 6.0)
+    faults.add("router", 11, 7.0)
+    faults.look({"router": 12}, 9.0)
+    assert faults.away_s == {"router": [4.0, 4.0]}
+    assert faults.by_service == {"router": 3}
 
 
 def test_those_that_never_come_back_are_told() -> None:
     """Until the run's end at least they were away."""
-    kills = Kills()
-    kills.add("decode-0", 10, 1.0)
-    kills.add("decode-1", 11, 2.0)
-    kills.look({"decode-1": 12}, 3.0)
-    kills.end(31.0)
-    assert kills.away_s == {"decode": [1.0, 30.0]}
-    assert kills.num_not_back == {"decode": 1}
+    faults = Faults()
+    faults.add("decode-0", 10, 1.0)
+    faults.add("decode-1", 11, 2.0)
+    faults.look({"decode-1": 12}, 3.0)
+    faults.end(31.0)
+    assert faults.away_s == {"decode": [1.0, 30.0]}
+    assert faults.num_not_back == {"decode": 1}
 
 
 @pytest.mark.parametrize(("dlogp", "exit_code"), [([], 1), ([1e-6], 0), ([1e-6, 1.0], 1), ([1e-6, float("nan")], 1)])
@@ -51,4 +51,4 @@ def test_the_bar_on_logprobs_needs_a_measurement(dlogp: list[float], exit_code: 
     for row, value in zip(rows, dlogp, strict=False):
         row["dlogp_max_current"] = value
     train: Any = SimpleNamespace(rows=lambda: rows, pids=lambda: [])
-    assert tell(train, Kills(), 0, num_steps=3, wall_s=1.0) == exit_code
+    assert tell(train, Faults(), 0, num_steps=3, wall_s=1.0) == exit_code
