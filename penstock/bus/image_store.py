@@ -20,6 +20,7 @@ from nats.js import api
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, Presence, describe, setting_up
 from penstock.errors import InvalidRequestError, MissingImageError, UnavailableError
+from penstock.runtime.backoff import Backoff
 
 log = structlog.get_logger()
 
@@ -27,6 +28,8 @@ MAX_AGE_S: Final = 7 * 24 * 3600.0
 """For groups that are never settled: of an abandoned run, or of a worker that stores after the trainer removed."""
 CACHE_BYTES: Final = 256 * 2**20
 """Encoded images that a process keeps in memory."""
+
+_BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 _SCOPE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -46,6 +49,8 @@ class ImageStore:
         self._bus = bus
         self._cache = _ByteCache(cache_bytes)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
+        self._is_away = False
+        """Whether the last fetch got no answer."""
 
     async def ensure(self) -> None:
         """Create the stream if it does not exist.
@@ -94,6 +99,29 @@ class ImageStore:
         if task is None:
             task = self._start(subject, lambda: self._fetch(subject, sha256))
         return await asyncio.shield(task)
+
+    async def wait_for(self, scope: str, sha256: str) -> bytes:
+        """As `get`, but a server that is away is waited out.
+
+        Raises:
+            InvalidRequestError: as by `get`.
+            MissingImageError: as by `get`.
+            SetupError: the server has the stream no more.
+        """
+        presence, num_failures = self.presence(), 0
+        while True:
+            try:
+                data = await self.get(scope, sha256)
+            except UnavailableError as error:
+                num_failures += 1
+                level = log.debug if self._is_away else log.warning  # once for all images that an outage holds up
+                level("image.fetch_retried", reason=str(error))
+                self._is_away = True
+                await presence.check()
+                await asyncio.sleep(_BACKOFF.after(num_failures))
+            else:
+                self._is_away = False
+                return data
 
     def presence(self) -> Presence:
         """A check that the server still has the stream; see `Presence`."""

@@ -5,7 +5,7 @@ The one place where Penstock's errors become what happens to a message:
     returned                            ack
     InvalidRequestError, PoisonError    dead letter at once
     DeadlineError                       put back once; then dead letter
-    AccessError                         put back; no more is taken, and the error is raised
+    AccessError, SetupError             put back; no more is taken, and the error is raised
     any other error                     put back with a growing delay; dead letter after `max_deliveries`
     its process died or froze           delivered again; dead letter after `max_deliveries`, unhandled
 """
@@ -17,7 +17,7 @@ import structlog
 
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.failures import deliveries_allowed
-from penstock.errors import AccessError, PenstockError
+from penstock.errors import AccessError, PenstockError, SetupError
 from penstock.runtime.backoff import Backoff
 
 log = structlog.get_logger()
@@ -51,14 +51,15 @@ async def work(
 
     Raises:
         AccessError: by `handle`. Another process may be let in, so the message is left to it.
+        SetupError: by `handle`. Each delivery would fail until a person has mended it.
     """
     running: set[asyncio.Task[None]] = set()
-    refusals: list[AccessError] = []
+    refusals: list[AccessError | SetupError] = []
 
     async def run(delivery: Delivery) -> None:
         try:
             await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
-        except AccessError as error:
+        except (AccessError, SetupError) as error:
             refusals.append(error)
 
     stopped = asyncio.create_task(stop.wait())
@@ -95,7 +96,7 @@ async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, g
         return
     try:
         await handle(delivery)
-    except (asyncio.CancelledError, AccessError):
+    except (asyncio.CancelledError, AccessError, SetupError):
         await delivery.put_back()
         raise
     except Exception as error:

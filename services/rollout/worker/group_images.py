@@ -19,8 +19,8 @@ class Store(Protocol):
         """Store an image and return its hash."""
         ...
 
-    async def get(self, scope: str, sha256: str) -> bytes:
-        """A stored image."""
+    async def wait_for(self, scope: str, sha256: str) -> bytes:
+        """A stored image, when the store can be reached."""
         ...
 
 
@@ -41,9 +41,9 @@ class GroupImages:
 
         Raises:
             MissingImageError: one is not stored; only the trainer, which has the data, can store it again.
-            UnavailableError: the bus does not answer.
+            SetupError: the bus no longer stores images.
         """
-        files = await asyncio.gather(*(store.get(prompt.id.scope, sha256) for sha256 in prompt.images))
+        files = await asyncio.gather(*(store.wait_for(prompt.id.scope, sha256) for sha256 in prompt.images))
         images = cls(store, prompt.id.scope, files)
         images._hashes.update(zip(files, prompt.images, strict=True))
         return images

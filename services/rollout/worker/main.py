@@ -53,7 +53,7 @@ async def serve(
 
     Raises:
         ConfigError: an environment cannot be loaded, or the model has no tokenizer.
-        SetupError: NATS is out of reach.
+        SetupError: NATS is out of reach, or has lost what the run stores there.
     """
     config = settings.worker
     security = security or Security.from_environment()

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.errors import InvalidRequestError, PoisonError, UnavailableError
+from penstock.bus.image_store import hash_of
+from penstock.errors import InvalidRequestError, PoisonError, SetupError, UnavailableError
 from penstock.records import Prompt
-from penstock.records.codec import decode
+from penstock.records.codec import decode, encode
 from penstock.testing.simulated_engine import SimulatedEngine
+from services.cli import service_settings
 from services.recipe import Recipe
+from services.rollout.worker.main import serve
 from tests.support.waiting import HANG_S, until
 from tests.support.worker.prompts import (
     count,
@@ -131,3 +134,19 @@ async def test_a_prompt_that_finds_no_replica_in_time_is_put_back_and_cancelled(
         engine.delay_s = 0.0
         [group] = await until_done(bus, 1)
     assert group.error == ""
+
+
+async def test_a_worker_whose_stream_of_images_is_gone_ends_and_keeps_its_prompts(
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """Each delivery would fail, until the prompts were buried: a person must start the run again."""
+    settings = service_settings.for_worker(make_recipe(engine.replica.address))
+    serving = asyncio.create_task(serve(settings, asyncio.Event()))
+    await publish(bus, make_prompt(run_name))
+    await until_done(bus, 1)
+    await bus.jetstream.delete_stream(bus.images.name)
+    prompt = make_prompt(run_name, 1, images=(hash_of(b"not in the worker's cache"),))
+    await bus.publish(bus.prompts, encode(prompt), message_id=prompt.id.message)
+    with pytest.raises(SetupError, match=f"{bus.images.name} is gone"):
+        await asyncio.wait_for(serving, HANG_S)
+    assert (await count(bus, bus.prompts), await count(bus, bus.dead)) == (1, 0)
