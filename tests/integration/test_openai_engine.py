@@ -42,7 +42,7 @@ def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) 
     group_id = GroupId(run_id="r", index=0, attempt=0, trainer_epoch="a")
     group = Group(id=group_id, num_samples=1, samples=(sample,), worker_id="w")
     [sequence] = GroupReader(tokens, ImagePatcher(model_path)).read(group, images).sequences
-    return policy(pad([sequence]))
+    return policy(pad([sequence])).logprobs_N
 
 
 async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(

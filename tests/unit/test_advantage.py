@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from services.trainer.algorithm.advantage import group_advantages
+from services.trainer.algorithm.advantage import sample_advantages
+from services.trainer.algorithm.config import AdvantageConfig
+
+
+def group_advantages(rewards: np.ndarray, groups: np.ndarray, kind: str = "grpo") -> np.ndarray:
+    """Of samples of one token."""
+    config = AdvantageConfig.model_validate({"kind": kind})
+    return sample_advantages(rewards, groups, np.ones(len(rewards)), config)
 
 
 def test_grpo_divides_by_the_standard_deviation() -> None:

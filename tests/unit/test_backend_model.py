@@ -64,14 +64,14 @@ def test_logprobs_are_those_of_a_plain_forward_pass(policy: PolicyModel, sequenc
         logits[:, policy.forbidden_ids] = -math.inf
         everywhere = logits.log_softmax(-1)[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
         expected = everywhere[torch.from_numpy(sequence.loss_mask_X[1:])]
-        torch.testing.assert_close(policy(batch_of(sequence)).double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(policy(batch_of(sequence)).logprobs_N.double(), expected, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_padded_rows_equal_each_alone(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
     """Eight sequences of different lengths and images in one micro-batch."""
-    together = policy(batch_of(*sequences))
-    alone = torch.cat([policy(batch_of(sequence)) for sequence in sequences])
+    together = policy(batch_of(*sequences)).logprobs_N
+    alone = torch.cat([policy(batch_of(sequence)).logprobs_N for sequence in sequences])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
@@ -83,7 +83,7 @@ def test_slices_of_logits_change_nothing(
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         policy.zero_grad()
-        logprobs = policy(batch)
+        logprobs = policy(batch).logprobs_N
         logprobs.square().sum().backward()
         return logprobs.detach(), policy.model.get_input_embeddings().weight.grad.clone()
 
@@ -99,7 +99,7 @@ def test_the_vision_tower_learns_through_shared_features(policy: PolicyModel, se
     def gradient(batches: list[MicroBatch]) -> torch.Tensor:
         policy.zero_grad()
         for batch in batches:
-            policy(batch).sum().backward()
+            policy(batch).logprobs_N.sum().backward()
         return policy.model.model.visual.patch_embed.proj.weight.grad.clone()
 
     shared = gradient([batch_of(*with_images)])
@@ -117,7 +117,7 @@ def test_forbidden_ids_have_no_share_of_the_probability(policy: PolicyModel, seq
     """Without the mask every logprob is lower."""
     free = PolicyModel(policy.model, temperature=TEMPERATURE, forbidden_ids=())
     batch = batch_of(*sequences)
-    assert bool((policy(batch) > free(batch)).all())
+    assert bool((policy(batch).logprobs_N > free(batch).logprobs_N).all())
 
 
 def test_weights_carry_the_names_of_the_checkpoint(policy: PolicyModel, tiny_model_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_text_only_models_work_too(tmp_path: Path) -> None:
     ids = torch.from_numpy(sequence.token_ids_X)[None]
     with torch.no_grad():
         expected = policy.model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        found = policy(batch_of(sequence))
+        found = policy(batch_of(sequence)).logprobs_N
     torch.testing.assert_close(found, expected[torch.from_numpy(sequence.loss_mask_X[1:])], rtol=0, atol=1e-5)
     assert "lm_head.weight" in dict(named_weights(policy))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.algorithm.aggregation import token_weights
-from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.config import AggregationConfig, AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
 from services.trainer.algorithm.token_stats import token_stats
 from services.trainer.algorithm.tokens import Samples, Tokens
@@ -37,7 +37,23 @@ def tokens_of(logprobs: torch.Tensor, engine: torch.Tensor, versions: torch.Tens
 
 def samples_of(advantages: torch.Tensor) -> Samples:
     """Weight 1 on each token."""
-    return Samples(advantages_G=advantages, weights_G=torch.ones_like(advantages))
+    return Samples(
+        advantages_G=advantages,
+        weights_G=torch.ones_like(advantages),
+        judged_G=torch.ones_like(advantages, dtype=torch.bool),
+        version=0,
+    )
+
+
+def weights_of(counts: np.ndarray, kind: str) -> np.ndarray:
+    """Of samples of one group."""
+    return token_weights(counts, np.zeros(len(counts)), AggregationConfig.model_validate({"kind": kind}))
+
+
+def stats_of(tokens: Tokens, advantages: torch.Tensor, config: AlgorithmConfig, *, version: int) -> dict[str, float]:
+    """Metrics of samples of one token."""
+    loss = policy_loss(tokens, samples_of(advantages), config)
+    return token_stats(tokens, loss, config, version=version)
 
 
 def loss_and_gradient(
@@ -105,10 +121,10 @@ def test_huge_log_ratios_stay_finite() -> None:
 def test_token_weighs_tokens_equally_and_sequence_samples() -> None:
     """Samples of 1, 3 and 4 tokens."""
     counts = np.array([1, 3, 4])
-    assert token_weights(counts, kind="token").tolist() == [1 / 8] * 3
-    np.testing.assert_allclose(token_weights(counts, kind="sequence"), [1 / 3, 1 / 9, 1 / 12])
+    assert weights_of(counts, "token").tolist() == [1 / 8] * 3
+    np.testing.assert_allclose(weights_of(counts, "sequence"), [1 / 3, 1 / 9, 1 / 12])
     for aggregation in ("token", "sequence"):
-        assert (token_weights(counts, kind=aggregation) * counts).sum() == pytest.approx(1)
+        assert (weights_of(counts, aggregation) * counts).sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("preset", ["tis", "ppo"])
@@ -122,7 +138,9 @@ def test_micro_batches_add_up_to_the_batch(preset: str, aggregation: str) -> Non
     logprobs, engine = (torch.from_numpy(rng.normal(size=total)) for _ in range(2))
     samples = Samples(
         advantages_G=torch.from_numpy(rng.normal(size=6)),
-        weights_G=torch.from_numpy(token_weights(counts, kind=aggregation)),
+        weights_G=torch.from_numpy(weights_of(counts, aggregation)),
+        judged_G=torch.ones(6, dtype=torch.bool),
+        version=0,
     )
 
     def run(cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +162,7 @@ def test_stats_by_hand() -> None:
     log2 = math.log(2)
     tokens = tokens_of(tensor(-1 + log2, -1 - log2), tensor(-1, -1), torch.tensor([7, 5]))
     config = algorithm("tis", correction={"high": 1.5})
-    metrics = token_stats(tokens, samples_of(tensor(1, 1)), config, version=7)
+    metrics = stats_of(tokens, tensor(1, 1), config, version=7)
     assert metrics["kl_k1"] == pytest.approx(0)
     assert metrics["kl_k3"] == pytest.approx(0.25)
     assert metrics["tis_mean"] == pytest.approx((1.5 + 0.5) / 2)
@@ -160,6 +178,6 @@ def test_stats_by_hand() -> None:
 def test_stats_count_clipped_tokens_only_where_the_clip_bites() -> None:
     """Ratio 2 clips a good token, 1/2 a bad one; the other two keep their gradient."""
     tokens = tokens_of(tensor(2, 2, 0.5, 0.5).log(), tensor(0, 0, 0, 0))
-    metrics = token_stats(tokens, samples_of(tensor(1, -1, 1, -1)), algorithm("ppo"), version=0)
+    metrics = stats_of(tokens, tensor(1, -1, 1, -1), algorithm("ppo"), version=0)
     assert metrics["clip_fraction"] == 0.5
     assert "tis_mean" not in metrics

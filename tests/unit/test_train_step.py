@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import ConfigError, UserError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
-from services.trainer.algorithm.advantage import group_advantages
-from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.advantage import sample_advantages
+from services.trainer.algorithm.config import AdvantageConfig, AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
@@ -117,10 +117,10 @@ def test_the_gradient_is_that_of_the_formula(tiny_model_path: Path, groups: list
     reference = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=forbidden_token_ids(tiny_model_path))
     num_tokens = sum(sequence.num_own_tokens for group in groups for sequence in group.sequences)
     for group in groups:
-        advantages = group_advantages(group.rewards, [0] * len(group.rewards))
+        advantages = sample_advantages(group.rewards, [0] * 4, [1] * 4, AdvantageConfig())
         for sequence, advantage in zip(group.sequences, advantages, strict=True):
             batch = pad([sequence])
-            logprobs = reference(batch)
+            logprobs = reference(batch).logprobs_N
             weight = (logprobs.detach() - batch.engine_logprobs_N).exp().clamp(max=2.0)
             (-(weight * logprobs).sum() * float(advantage) / num_tokens).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
@@ -148,7 +148,7 @@ def test_good_samples_become_likelier_and_bad_ones_less(tiny_model_path: Path, g
     def gap() -> float:
         group = groups[2]
         with torch.no_grad():
-            each = [float(backend.policy(pad([s])).mean()) for s in group.sequences]
+            each = [float(backend.policy(pad([s])).logprobs_N.mean()) for s in group.sequences]
         return each[2] - (each[0] + each[1] + each[3]) / 3
 
     before = gap()

@@ -3,7 +3,6 @@
 Legend: G = samples of the batch.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,15 +24,9 @@ def batch_stats(
         "reward_mean": float(judged.mean()) if len(judged) else 0.0,
         "reward_std": float(judged.std()) if len(judged) else 0.0,
         "num_groups": float(len(rewards)),
-        "num_groups_without_gradient": float(sum(_is_flat(group) for group in rewards)),
         "num_samples": float(len(rewards_G)),
         "sample_tokens_mean": float(np.mean(num_tokens_G)),
         "sample_tokens_max": float(np.max(num_tokens_G)),
         "staleness_mean": float(np.mean(staleness)),
         "staleness_max": float(np.max(staleness)),
     }
-
-
-def _is_flat(rewards: Sequence[float]) -> bool:
-    """Whether all judged samples of a group have the same reward."""
-    return len({reward for reward in rewards if not math.isnan(reward)}) <= 1

@@ -8,7 +8,7 @@ and samples.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -25,35 +25,67 @@ class Tokens:
     """int64: policy version that sampled the token."""
     sample_N: torch.Tensor
     """int64: number of the token's sample in the optimizer batch."""
+    entropy_N: torch.Tensor | None = None
+    """Entropy of the distribution that the token is from, in nats, with gradient; None where nothing reads it."""
+    reference_logprobs_N: torch.Tensor | None = None
+    """Reference policy; None without one."""
 
     def detached(self) -> "Tokens":
         """Return a copy in float64 on the CPU, without gradient."""
-        return Tokens(
-            logprobs_N=self.logprobs_N.detach().cpu().double(),
-            engine_logprobs_N=self.engine_logprobs_N.cpu().double(),
-            versions_N=self.versions_N.cpu(),
-            sample_N=self.sample_N.cpu(),
-        )
+        return Tokens(**{field.name: _detached(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """The samples of the optimizer batch."""
+    """The samples of the optimizer batch, and the version that they are trained at."""
 
     advantages_G: torch.Tensor
+    """0 for a sample that teaches nothing. With `kl.kind = "k1_in_reward"` the reward: advantages are the tokens'."""
     weights_G: torch.Tensor
     """Weight in the loss of each token of the sample (`aggregation.token_weights`)."""
+    judged_G: torch.Tensor
+    """bool: the sample has a reward."""
+    version: int
+    """The published version, which the weights have before the step."""
 
     def detached(self) -> "Samples":
         """Return a copy in float64 on the CPU."""
-        return Samples(advantages_G=self.advantages_G.cpu().double(), weights_G=self.weights_G.cpu().double())
+        return Samples(
+            advantages_G=_detached(self.advantages_G),
+            weights_G=_detached(self.weights_G),
+            judged_G=_detached(self.judged_G),
+            version=self.version,
+        )
 
 
 def concatenated(parts: Sequence[Tokens]) -> Tokens:
-    """Return the tokens of all micro-batches as one."""
-    return Tokens(
-        logprobs_N=torch.cat([part.logprobs_N for part in parts]),
-        engine_logprobs_N=torch.cat([part.engine_logprobs_N for part in parts]),
-        versions_N=torch.cat([part.versions_N for part in parts]),
-        sample_N=torch.cat([part.sample_N for part in parts]),
-    )
+    """Return the tokens of all micro-batches, at least one, as one."""
+    values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tokens)}
+    return Tokens(**{name: None if found[0] is None else torch.cat(found) for name, found in values.items()})
+
+
+def sample_sums(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
+    """Return float64[N]: for each token, the sum over the tokens of its sample.
+
+    The order of tokens changes the sum by rounding errors of float64 only. All tokens of a sample must be there.
+    """
+    _, number_N, count_G = sample_N.unique(return_inverse=True, return_counts=True)
+    sums_G = torch.zeros(len(count_G), dtype=torch.float64, device=values_N.device)
+    return sums_G.index_add_(0, number_N, values_N.double())[number_N]
+
+
+def sample_means(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
+    """Return float64[N]: for each token, the mean over the tokens of its sample, all of which must be there."""
+    return sample_sums(values_N, sample_N) / sample_sums(torch.ones_like(values_N), sample_N)
+
+
+def sample_any(mask_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
+    """Return bool[N]: for each token, whether the mask holds for any token of its sample."""
+    return sample_sums(mask_N, sample_N) > 0
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach().cpu()
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -11,14 +11,17 @@ import torch
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.regularisers import EntropyCoefficient
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.backend.export import named_weights, save_model, weights_digest
 from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.model import PolicyModel
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer, make_adamw
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
+from services.trainer.backend.reference import ReferencePolicy
 from services.trainer.backend.train_step import TrainStep
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
@@ -95,9 +98,15 @@ class InProcessBackend:
         self._optimizer = Optimizer(
             adamw, parameters, self._config.optimizer, max_skipped_steps=self._max_skipped_steps
         )
+        self._entropy = EntropyCoefficient(self._algorithm.entropy)
+        self._reference = None
+        if self._algorithm.needs_reference:
+            self._reference = ReferencePolicy(self.policy, self._algorithm.kl, precision=self._precision)
         self._step = TrainStep(
             model=self._logprobs,
             optimizer=self._optimizer,
+            reference=self._reference,
+            entropy=self._entropy,
             device=self._device,
             config=self._config,
             algorithm=self._algorithm,
@@ -107,15 +116,22 @@ class InProcessBackend:
             self._log_changes(state["settings"])
             self._optimizer.load_state_dict(state["optimizer"])
             restore_random_state(state["random"])
+            if "entropy" in state:
+                self._entropy.load_state_dict(state["entropy"])
+            if self._reference is not None:
+                self._reference.load(checkpoint)
 
     def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
         """Take one optimizer step over the whole batch; see `TrainBackend.step`."""
         return self._step(groups, policy_version)
 
-    def _logprobs(self, *inputs: Any) -> torch.Tensor:
+    def _precision(self) -> torch.autocast:
         """Compute in the configured precision; the weights stay float32."""
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
-            logprobs: torch.Tensor = self.policy(*inputs)
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
+
+    def _logprobs(self, *inputs: Any) -> TokenLogprobs:
+        with self._precision():
+            logprobs: TokenLogprobs = self.policy(*inputs)
         return logprobs
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,14 +141,17 @@ class InProcessBackend:
             yield name, parameter.to(dtype)
 
     def save(self, folder: Path) -> None:
-        """Write `model/` and `optimizer.pt` into `folder`."""
+        """Write `model/`, `optimizer.pt` and where there is one the reference policy into `folder`."""
         save_model(self.policy, self._model_path, folder)
         state = {
             "optimizer": self._optimizer.state_dict(),
+            "entropy": self._entropy.state_dict(),
             "random": capture_random_state(),
             "settings": self._settings(),
         }
         torch.save(state, folder / _STATE_FILE)
+        if self._reference is not None:
+            self._reference.save(folder)
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights and random state."""

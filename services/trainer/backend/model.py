@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from services.trainer.backend.logprobs import token_logprobs
+from services.trainer.backend.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.batching.micro_batch import MicroBatch
 
 
@@ -36,8 +36,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train(gradient_checkpointing)  # only checkpointing needs the training mode; dropout is off
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return float32[N]: the tempered logprob of each of the policy's own tokens, given all tokens before it."""
+    def forward(self, batch: MicroBatch) -> TokenLogprobs:
+        """Return the tempered logprob of each of the policy's own tokens, given all tokens before it, and entropies."""
         hidden_BTH = self._backbone(batch)
         hidden_NH = hidden_BTH[batch.rows_N, batch.columns_N - 1]
         targets_N = batch.input_ids_BT[batch.rows_N, batch.columns_N]

@@ -41,32 +41,45 @@ class Optimizer:
         self._num_updates = 0
         self._num_skipped_in_a_row = 0
 
-    def update(self, loss: float) -> dict[str, float]:
+    def update(self, loss: float, *, problem: str = "") -> dict[str, float]:
         """Apply the accumulated gradient if it and the loss are finite, clear it, and return metrics.
 
+        Args:
+            loss: Of the batch.
+            problem: Why the gradient must not be applied although it is finite; empty if it may.
+
         Raises:
-            UserError: more than `max_skipped_steps` updates in a row were not finite.
+            UserError: more than `max_skipped_steps` updates in a row were not applied.
         """
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
         learning_rate = self._config.learning_rate * warmup_factor(self._num_updates, self._config.warmup_steps)
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if is_finite:
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            problem = f"loss {loss} and gradient norm {grad_norm}"
+        if problem:
+            self._skip(problem)
+        else:
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()
             self._num_updates += 1
             self._num_skipped_in_a_row = 0
+            self.discard()
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(bool(problem))}
+
+    def discard(self) -> None:
+        """Clear the accumulated gradient."""
         self._adamw.zero_grad(set_to_none=True)
-        if not is_finite:
-            self._num_skipped_in_a_row += 1
-            log.warning("step.skipped", loss=loss, grad_norm=grad_norm, in_a_row=self._num_skipped_in_a_row)
-            if self._num_skipped_in_a_row > self._max_skipped_steps:
-                raise UserError(
-                    f"{self._num_skipped_in_a_row} steps in a row had loss {loss} and gradient norm {grad_norm}; the "
-                    "weights are as they were before them. Lower trainer.optimizer.learning_rate or "
-                    "algorithm.correction.high and resume from the last checkpoint"
-                )
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(not is_finite)}
+
+    def _skip(self, problem: str) -> None:
+        self.discard()
+        self._num_skipped_in_a_row += 1
+        log.warning("step.skipped", reason=problem, in_a_row=self._num_skipped_in_a_row)
+        if self._num_skipped_in_a_row > self._max_skipped_steps:
+            raise UserError(
+                f"{self._num_skipped_in_a_row} steps in a row were skipped, the last one for: {problem}. Weights are "
+                "as they were before them. Lower trainer.optimizer.learning_rate or trainer.max_staleness, or loosen "
+                "the bounds in [algorithm], and resume from the last checkpoint"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` continues from: plain data and tensors."""

@@ -2,38 +2,66 @@
 
 Legend: G = samples of the batch, N = the policy's own tokens of a micro-batch.
 
-Invariants: the step is the same however the batch is cut into micro-batches; groups of equal reward add nothing to the
-gradient, but count in every denominator. A batch of nothing but such groups leaves the weights and AdamW's averages
-unchanged.
+Invariants: the step is the same however the batch is cut into micro-batches. Groups without an advantage add nothing to
+the policy gradient, but count in every denominator, and so do groups that cannot be trained because one of their
+numbers is not finite. A step without a gradient that could be trusted leaves weights and AdamW's averages unchanged,
+and says why.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import structlog
 import torch
 
-from services.trainer.algorithm.advantage import group_advantages
-from services.trainer.algorithm.aggregation import token_weights
 from services.trainer.algorithm.batch_stats import batch_stats
 from services.trainer.algorithm.config import AlgorithmConfig
-from services.trainer.algorithm.loss import policy_loss
+from services.trainer.algorithm.loss import Loss, policy_loss
+from services.trainer.algorithm.regularisers import EntropyCoefficient
+from services.trainer.algorithm.statistics import BatchStatistics, batch_statistics, needs_statistics
 from services.trainer.algorithm.token_stats import token_stats
-from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
+from services.trainer.algorithm.tokens import Tokens, concatenated
+from services.trainer.backend.batch import Batch, is_finite, make_batch
+from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.optimizer import Optimizer
-from services.trainer.batching.micro_batch import MicroBatch, pad, plan_micro_batches
+from services.trainer.backend.reference import ReferencePolicy
+from services.trainer.batching.micro_batch import MicroBatch
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
+
+log = structlog.get_logger()
+
+
+class _NotFiniteError(Exception):
+    """The policy gives samples a log-probability that is not finite."""
+
+    def __init__(self, samples: set[int]) -> None:
+        super().__init__(samples)
+        self.samples = samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Passed:
+    """What the passes over a batch gave, beside its gradient."""
+
+    loss: float
+    tokens: Tokens
+    """Of the whole batch, detached."""
+    terms: Loss
+    """Of these, in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
     """Takes steps with one model and one optimizer."""
 
-    model: Callable[[MicroBatch], torch.Tensor]
-    """Returns float32[N], with gradient."""
+    model: Callable[[MicroBatch], TokenLogprobs]
+    """With gradient."""
     optimizer: Optimizer
+    reference: ReferencePolicy | None
+    """What the loss compares the policy with, if it does."""
+    entropy: EntropyCoefficient
     device: torch.device
     config: BackendConfig
     algorithm: AlgorithmConfig
@@ -41,55 +69,104 @@ class TrainStep:
     def __call__(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
         """Take one step over the whole batch and return its metrics; see `TrainBackend.step`."""
         started = time.perf_counter()
-        sequences = [sequence for group in groups for sequence in group.sequences]
-        num_tokens_G = np.array([sequence.num_own_tokens for sequence in sequences])
-        samples = self._samples(groups, num_tokens_G)
-        seen: list[Tokens] = []
-        loss, num_padded = 0.0, 0
-        has_gradient_G = (samples.advantages_G != 0).cpu().numpy()
-        for chosen in (np.flatnonzero(has_gradient_G), np.flatnonzero(~has_gradient_G)):
-            lengths = [len(sequences[number]) for number in chosen]
-            for plan in plan_micro_batches(lengths, self.config.micro_batch_tokens):
-                numbers = [int(chosen[number]) for number in plan]
-                num_padded += len(plan) * lengths[plan[0]]
-                batch = pad([sequences[number] for number in numbers], numbers).to(self.device)
-                tokens, part = self._micro_step(batch, samples, with_gradient=bool(has_gradient_G[numbers].any()))
-                seen.append(tokens.detached())
-                loss += part
-        metrics = self.optimizer.update(loss)
+        skipped = {number for number, group in enumerate(groups) if not is_finite(group)}
+        while True:
+            batch = make_batch(
+                groups,
+                skipped,
+                config=self.config,
+                algorithm=self.algorithm,
+                version=policy_version,
+                device=self.device,
+            )
+            try:
+                passed = self._pass_over(batch)
+                break
+            except _NotFiniteError as found:
+                self.optimizer.discard()
+                skipped |= {int(batch.group_G[sample]) for sample in found.samples}
+        for number in sorted(skipped):
+            log.warning("group.skipped", index=groups[number].index, reason="a number of it is not finite")
+        entropy_coef = self.entropy.value
+        loss = 0.0 if passed is None else passed.loss
+        metrics = self.optimizer.update(loss, problem=_problem(passed, self.algorithm))
+        if not metrics["skipped"]:
+            self._count_update(passed)
         duration_s = time.perf_counter() - started
-        num_forward = sum(len(sequence) for sequence in sequences)
         staleness = [policy_version - group.oldest_version for group in groups]
-        metrics |= batch_stats([group.rewards for group in groups], num_tokens_G, staleness)
-        metrics |= token_stats(concatenated(seen), samples.detached(), self.algorithm, version=policy_version)
+        metrics |= batch_stats([group.rewards for group in groups], batch.num_tokens_G, staleness)
         metrics |= {
+            "num_groups_without_gradient": float(len(groups) - len(set(batch.group_G[batch.has_advantage_G]))),
+            "num_groups_skipped": float(len(skipped)),
+        }
+        if passed is not None:
+            metrics |= token_stats(passed.tokens, passed.terms, self.algorithm, version=policy_version)
+        if self.algorithm.entropy.kind != "none":
+            metrics["entropy_coef"] = entropy_coef
+        return metrics | {
+            "num_tokens": float(batch.num_tokens_G.sum()),
             "loss": loss,
             "step_time_s": duration_s,
-            "trained_tokens_per_s": num_forward / duration_s,
-            "padding_fraction": 1 - num_forward / num_padded,
+            "trained_tokens_per_s": batch.num_forward / duration_s,
+            "padding_fraction": 1 - batch.num_forward / max(1, batch.num_padded),
         }
-        return metrics
 
-    def _samples(self, groups: Sequence[TrainGroup], num_tokens_G: np.ndarray) -> Samples:
-        rewards_G = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
-        group_G = np.repeat(np.arange(len(groups)), [len(group.sequences) for group in groups])
-        advantages_G = group_advantages(rewards_G, group_G, kind=self.algorithm.advantage.kind)
-        weights_G = token_weights(num_tokens_G, kind=self.algorithm.aggregation.kind)
-        return Samples(
-            advantages_G=torch.from_numpy(advantages_G).float().to(self.device),
-            weights_G=torch.from_numpy(weights_G).float().to(self.device),
+    def _pass_over(self, batch: Batch) -> _Passed | None:
+        """Accumulate the gradient of a batch; None if none of its groups can be trained.
+
+        Raises:
+            _NotFiniteError: the policy computes no number for some of its samples.
+        """
+        if not batch.plan:
+            return None
+        references: list[torch.Tensor | None] = [None] * len(batch.plan)
+        if self.reference is not None:
+            references = [*self.reference.logprobs(map(batch.micro_batch, range(len(batch.plan))))]
+        statistics = BatchStatistics()
+        if needs_statistics(self.algorithm):
+            with torch.no_grad():
+                seen = [self._forward(batch, n, references[n]).detached() for n in range(len(batch.plan))]
+            statistics = batch_statistics(concatenated(seen), batch.samples.detached(), self.algorithm)
+        coef, loss, seen = self.entropy.value, 0.0, []
+        for number, reference_N in enumerate(references):
+            with torch.set_grad_enabled(batch.has_gradient(number)):
+                tokens = self._forward(batch, number, reference_N)
+                terms = policy_loss(tokens, batch.samples, self.algorithm, statistics=statistics, entropy_coef=coef)
+            if terms.value.requires_grad:
+                terms.value.backward()
+            seen.append(tokens.detached())
+            loss += float(terms.value.detach())
+        whole, samples = concatenated(seen), batch.samples.detached()
+        terms = policy_loss(whole, samples, self.algorithm, statistics=statistics, entropy_coef=coef)
+        return _Passed(loss=loss, tokens=whole, terms=terms)
+
+    def _forward(self, batch: Batch, number: int, reference_N: torch.Tensor | None) -> Tokens:
+        micro_batch = batch.micro_batch(number)
+        output = self.model(micro_batch)
+        is_finite_N = output.logprobs_N.isfinite()
+        if not is_finite_N.all():
+            raise _NotFiniteError(set(micro_batch.sample_N[~is_finite_N].tolist()))
+        return Tokens(
+            logprobs_N=output.logprobs_N,
+            engine_logprobs_N=micro_batch.engine_logprobs_N,
+            versions_N=micro_batch.versions_N,
+            sample_N=micro_batch.sample_N,
+            entropy_N=output.entropy_N,
+            reference_logprobs_N=None if reference_N is None else reference_N.to(self.device),
         )
 
-    def _micro_step(self, batch: MicroBatch, samples: Samples, *, with_gradient: bool) -> tuple[Tokens, float]:
-        """Forward, and backward where there is a gradient; return tokens and the micro-batch's share of the loss."""
-        with torch.set_grad_enabled(with_gradient):
-            tokens = Tokens(
-                logprobs_N=self.model(batch),
-                engine_logprobs_N=batch.engine_logprobs_N,
-                versions_N=batch.versions_N,
-                sample_N=batch.sample_N,
-            )
-            loss = policy_loss(tokens, samples, self.algorithm).value
-        if loss.requires_grad:
-            loss.backward()
-        return tokens, float(loss.detach())
+    def _count_update(self, passed: _Passed | None) -> None:
+        if self.reference is not None:
+            self.reference.count_update()
+        if passed is not None and passed.tokens.entropy_N is not None:
+            self.entropy.observe(float(passed.tokens.entropy_N.mean()))
+
+
+def _problem(passed: _Passed | None, config: AlgorithmConfig) -> str:
+    """Say why no update may follow from a batch; empty if one may."""
+    if passed is None:
+        return "no group has finite rewards and log-probabilities only"
+    if (passed.terms.advantages_N != 0).any() and not passed.terms.trained_N.any():
+        axes = f"trust_region {config.trust_region.kind}, correction {config.correction.kind}"
+        return f"every token with an advantage was rejected ({axes}, rejection {config.rejection.kind})"
+    return ""

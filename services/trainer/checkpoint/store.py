@@ -4,6 +4,7 @@
       step-000010/
         model/           weights, configuration, tokenizer, processor: a model folder for transformers and SGLang
         optimizer.pt     AdamW's averages, number of updates, random state, settings
+        reference.pt     the reference policy, where algorithm.kl is on
         state.json       what the controller must know beside the weights
         manifest.json    every file above with its size; written last
       latest             name of the newest checkpoint

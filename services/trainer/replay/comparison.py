@@ -25,7 +25,16 @@ _SHOWN = (
     "kl_k3",
     "tis_mean",
     "tis_capped_fraction",
+    "tis_ess",
     "clip_fraction",
+    "rejected_fraction",
+    "ratio_max",
+    "policy_loss",
+    "kl_loss",
+    "drift_loss",
+    "entropy_loss",
+    "kl_reference",
+    "entropy",
 )
 _TIMES = frozenset({"step_time_s", "trained_tokens_per_s"})
 
@@ -57,11 +66,12 @@ def compare(
 
     Args:
         inputs: The recording.
-        logged: The step's line of metrics.jsonl; empty if there is none.
+        logged: The step's line of metrics.jsonl; empty if there is none. Metrics that it lacks were not known to the
+            version that wrote it, and are left out.
         replayed: The step under the recorded settings.
         changed: The step under other settings.
     """
-    names = [name for name in replayed.metrics if name not in _TIMES]
+    names = [name for name in replayed.metrics if name not in _TIMES and (name in logged or not logged)]
     shown = [name for name in _SHOWN if name in {*names, *(changed.metrics if changed else ())}]
     differing = [name for name in names if name not in shown and logged.get(name) != _logged(replayed, name)]
     return [

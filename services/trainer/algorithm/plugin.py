@@ -1,0 +1,29 @@
+"""A person's own axis, named as `module:function` in the recipe."""
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+@cache
+def load_function(name: str, setting: str) -> Callable[..., Any]:
+    """Import a function.
+
+    Args:
+        name: `module:function`; the module must be importable from where the trainer starts.
+        setting: Where the recipe names it, for messages.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{setting} = {name!r} cannot be imported: {error}; check PYTHONPATH and the name") from None
+    if not callable(function):
+        raise ConfigError(f"{setting} = {name!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]  # it is callable, which is all that can be known

@@ -1,0 +1,32 @@
+"""Token advantages: a sample's reward less what its tokens pay for their distance to the reference, whitened.
+
+Legend: N = own tokens.
+"""
+
+import torch
+
+from services.trainer.algorithm.config import KlConfig
+from services.trainer.algorithm.tokens import Samples, Tokens, sample_sums
+
+
+def token_returns(tokens: Tokens, samples: Samples, config: KlConfig) -> torch.Tensor:
+    """Return float64[N]: at each token, the sample's reward minus coef * k1 of it and of all tokens after it.
+
+    k1 = logp - reference, without gradient. The reward stands at the last token, and nothing is discounted
+    (Hu et al. 2025, "REINFORCE++", with gamma = 1). All tokens of a sample must be there, in their order.
+    """
+    assert tokens.reference_logprobs_N is not None
+    cost_N = config.coef * (tokens.logprobs_N.detach() - tokens.reference_logprobs_N).double()
+    return samples.advantages_G[tokens.sample_N].double() - _sums_from_here_on(cost_N, tokens.sample_N)
+
+
+def _sums_from_here_on(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
+    order_N = sample_N.argsort(stable=True)
+    sorted_N, sample_N = values_N[order_N], sample_N[order_N]
+    before_N = sorted_N.cumsum(0) - sorted_N  # over the samples before its own, too
+    is_first_N = torch.ones_like(sample_N, dtype=torch.bool)
+    is_first_N[1:] = sample_N[1:] != sample_N[:-1]
+    before_sample_N = before_N[is_first_N][is_first_N.cumsum(0) - 1]
+    sums_N = torch.empty_like(values_N)
+    sums_N[order_N] = sample_sums(sorted_N, sample_N) - (before_N - before_sample_N)
+    return sums_N

@@ -1,0 +1,68 @@
+"""Values of the whole optimizer batch that the loss of each token depends on.
+
+Legend: N = own tokens of the whole batch.
+
+They come from one pass over the batch without gradient, before the first loss, and enter every loss as constants. So
+loss, gradient and metrics do not depend on how the batch is cut, in which order it comes, or over how many ranks it is
+spread. Only configurations that need them pay for the pass.
+"""
+
+from dataclasses import dataclass
+
+from services.trainer.algorithm.advantage import whitening
+from services.trainer.algorithm.anchor import anchor_logprobs
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.correction import correction_weights
+from services.trainer.algorithm.rejection import m2_threshold
+from services.trainer.algorithm.returns import token_returns
+from services.trainer.algorithm.tokens import Samples, Tokens, sample_sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStatistics:
+    """Constants of a batch."""
+
+    mean_weight: float = 1.0
+    """Mean importance weight: over tokens, or at other levels over samples."""
+    m2_threshold: float = float("inf")
+    """Squared log ratio up to which tokens are kept."""
+    return_mean: float = 0.0
+    return_std: float = 0.0
+    """Of the tokens' returns; 0 if they are all equal."""
+
+
+def needs_statistics(config: AlgorithmConfig) -> bool:
+    """Return whether the loss needs the pass over the whole batch."""
+    return config.correction.normalize or config.rejection.kind == "m2po" or config.kl.kind == "k1_in_reward"
+
+
+def batch_statistics(tokens: Tokens, samples: Samples, config: AlgorithmConfig) -> BatchStatistics:
+    """Return the statistics of a batch.
+
+    Args:
+        tokens: Of the whole batch, detached.
+        samples: Of the batch, detached.
+        config: The axes.
+    """
+    mean_weight, threshold, mean, std = 1.0, float("inf"), 0.0, 0.0
+    if config.correction.normalize:
+        mean_weight = _mean_weight(tokens, samples, config)
+    if config.rejection.kind == "m2po":
+        threshold = m2_threshold(tokens.logprobs_N - tokens.engine_logprobs_N, config.rejection.max_m2)
+    if config.kl.kind == "k1_in_reward":
+        returns_N = token_returns(tokens, samples, config.kl)[samples.judged_G[tokens.sample_N]]
+        mean, std = whitening(returns_N.numpy())
+    return BatchStatistics(mean_weight=mean_weight, m2_threshold=threshold, return_mean=mean, return_std=std)
+
+
+def _mean_weight(tokens: Tokens, samples: Samples, config: AlgorithmConfig) -> float:
+    anchor_N = anchor_logprobs(
+        tokens.logprobs_N, tokens.engine_logprobs_N, tokens.versions_N, version=samples.version, kind=config.anchor
+    )
+    weights_N = correction_weights(
+        anchor_N, tokens.logprobs_N, tokens.engine_logprobs_N, tokens.sample_N, config.correction
+    ).weights_N
+    if config.correction.level == "token":
+        return float(weights_N.mean()) or 1.0
+    share_N = 1 / sample_sums(weights_N * 0 + 1, tokens.sample_N)  # of a token in its sample
+    return float((weights_N * share_N).sum() / share_N.sum()) or 1.0
