@@ -210,6 +210,7 @@ class _RouteSource:
         self._num_prompt_ids = len(request.input_ids)
         self._routing = router_pb2.RouteRequest(
             session_id=request.session_id,
+            group_id=request.group_id,
             min_policy_version=request.min_policy_version,
             prefix_ids=request.input_ids[:_PREFIX_TOKENS],
         )

@@ -140,6 +140,7 @@ class GenerateRequest(_message.Message):
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique name of the call, for logs and aborts."""
     session_id: _builtins.str
@@ -147,8 +148,13 @@ class GenerateRequest(_message.Message):
     min_policy_version: _builtins.int
     """The oldest policy version that may answer; 0 for any."""
     chunk_tokens: _builtins.int
-    """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited 0.25 s.
+    """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited 0.25 s. The first
+    token of a stream is sent at once.
     0: each token is sent at once. Callers that do not show single tokens should ask for more.
+    """
+    group_id: _builtins.str
+    """Shared by episodes that begin with the same prompt: new sessions of a group go to the replica that has computed it.
+    Empty: the session is on its own.
     """
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -179,10 +185,11 @@ class GenerateRequest(_message.Message):
         min_policy_version: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         bootstrap: Global___Bootstrap | None = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

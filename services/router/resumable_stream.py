@@ -31,6 +31,7 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
     blocks = hash_blocks(request.input_ids, contents) if with_blocks else ()
     return Query(
         session_id=request.session_id,
+        group_id=request.group_id,
         request_id=request.request_id,
         min_version=request.min_policy_version,
         blocks=blocks,

@@ -29,6 +29,7 @@ from services.rollout.worker.environments.base import Observation, StepResult
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import LENGTH, STOP
 from tests.support.image_shelf import ImageShelf
 
@@ -180,7 +181,7 @@ async def play(player: EpisodePlayer, prompt: Prompt, number: int = 0) -> Episod
     """Play with the prompt's picture stored."""
     shelf = ImageShelf()
     await shelf.put(prompt.id.scope, PICTURE)
-    return await player.play(prompt, number, await GroupImages.load(shelf, prompt))
+    return await player.play(prompt, number, await GroupImages.load(shelf, prompt), SharedPrefill())
 
 
 def make_player(
@@ -453,7 +454,7 @@ async def test_an_image_lost_on_the_bus_is_stored_again_once(renderer: Renderer)
     await shelf.put(prompt.id.scope, PICTURE)
     images = await GroupImages.load(shelf, prompt)
     shelf.images.clear()
-    episode = await make_player(renderer, policy).play(prompt, 0, images)
+    episode = await make_player(renderer, policy).play(prompt, 0, images, SharedPrefill())
     assert (episode.finish_reason, len(policy.requests)) == ("stop", 2)
     assert await shelf.get(prompt.id.scope, hash_of(PICTURE)) == PICTURE
 
@@ -487,7 +488,9 @@ async def test_an_observation_whose_image_cannot_be_stored_ends_its_sample(
     shelf, prompt = FullShelf(), make_prompt("TwoTurns")
     await shelf.put(prompt.id.scope, PICTURE)
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await make_player(renderer, policy).play(prompt, 0, await GroupImages.load(shelf, prompt))
+    episode = await make_player(renderer, policy).play(
+        prompt, 0, await GroupImages.load(shelf, prompt), SharedPrefill()
+    )
     assert (episode.finish_reason, episode.text) == (ending, "one")
 
 
@@ -499,7 +502,7 @@ async def test_a_group_stores_an_image_once_however_many_samples_show_it(rendere
 
     async def play_one(number: int) -> None:
         policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
-        await make_player(renderer, policy).play(prompt, number, images)
+        await make_player(renderer, policy).play(prompt, number, images, SharedPrefill())
 
     await asyncio.gather(*map(play_one, range(16)))
     assert shelf.num_stored == 2

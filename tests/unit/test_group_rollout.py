@@ -15,6 +15,7 @@ from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
+from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import STOP, Trajectory
 from tests.support.image_shelf import ImageShelf
 
@@ -39,7 +40,7 @@ class ScriptedEpisodes:
     script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
     num_cancelled: int = 0
 
-    async def play(self, prompt: Prompt, sample: int, images: GroupImages) -> Episode:
+    async def play(self, prompt: Prompt, sample: int, images: GroupImages, _prefill: SharedPrefill) -> Episode:
         broken = False
         match self.script.get(sample):
             case "wait":

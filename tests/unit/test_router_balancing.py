@@ -199,6 +199,30 @@ def test_a_session_stays_even_when_its_replica_is_the_most_loaded_or_updating() 
     assert chosen(balancer, pool, Query(session_id="other")) == "b"
 
 
+def test_new_sessions_of_a_group_go_where_its_prompt_was_computed() -> None:
+    """Whatever the load; a session that began elsewhere stays there, and one that had to move takes the next along."""
+    balancer = AffinityBalancer(max_sessions=10)
+    pool = Fleet(described("a", running=6), described("b"))
+    balancer.record(Query(session_id="g/0", group_id="g"), "a")
+    balancer.record(Query(session_id="h/0", group_id="h"), "b")
+    assert chosen(balancer, pool, Query(session_id="g/1", group_id="g")) == "a"
+    assert chosen(balancer, pool, Query(session_id="h/1", group_id="h")) == "b"
+    assert chosen(balancer, pool, Query(session_id="i/0", group_id="i")) == "b"
+    pool.set_in_flight("a", 8)
+    assert chosen(balancer, pool, Query(session_id="g/2", group_id="g")) == "b"
+    pool.set_in_flight("a", 0)
+    assert chosen(balancer, pool, Query(session_id="g/3", group_id="g")) == "b"
+    assert chosen(balancer, pool, Query(session_id="g/0", group_id="g")) == "a"
+
+
+def test_consistent_hashing_keeps_a_group_together() -> None:
+    """All routers agree on its replica without asking each other."""
+    pool = Fleet(*(described(name) for name in "abcdefgh"))
+    balancer = make_balancer(Balancing.CONSISTENT_HASH, Tuning())
+    chosen_for = {chosen(balancer, pool, Query(session_id=f"g/{number}", group_id="g")) for number in range(20)}
+    assert len(chosen_for) == 1
+
+
 def test_a_session_whose_replica_is_full_moves() -> None:
     """It does not wait for its prefix cache while others stand idle, and stays where it went."""
     balancer = AffinityBalancer(max_sessions=10)

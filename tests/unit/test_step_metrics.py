@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.records import Group, Turn
 from penstock.verdict_status import UNJUDGED
-from services.trainer.telemetry.step_metrics import StepClock, describe_batch
+from services.trainer.telemetry.step_metrics import StepClock, describe_batch, prefill_ratio
 from tests.support.trainer.groups import make_group
 
 
@@ -43,3 +44,26 @@ def test_a_stopped_clock_stands() -> None:
     clock.lap("wait_s")
     clock.stop()
     assert clock.seconds() == clock.seconds() == {"wait_s": 2.0, "step_s": 5.0}
+
+
+def test_the_prefill_ratio_counts_what_was_computed_twice(tiny_model_path: Path) -> None:
+    """A prompt is needed once per group, an observation once per sample, and what the policy said is cached."""
+    group = make_group(tiny_model_path, index=0, rewards=[0.0, 1.0])
+
+    def with_turns(*counts: tuple[tuple[int, int, int], ...]) -> Group:
+        samples = [
+            msgspec.structs.replace(
+                sample,
+                turns=tuple(
+                    Turn(replica_id="a", num_prompt_tokens=prompt, num_cached_tokens=cached, num_output_tokens=output)
+                    for prompt, cached, output in turns
+                ),
+            )
+            for sample, turns in zip(group.samples, counts, strict=True)
+        ]
+        return msgspec.structs.replace(group, samples=tuple(samples))
+
+    assert prefill_ratio([with_turns(((100, 0, 5),), ((100, 0, 9),))]) == 2.0
+    assert prefill_ratio([with_turns(((100, 0, 5),), ((100, 99, 9),))]) == 1.01
+    second_turn = (125, 104, 5)  # 20 of the observation, and the last token that the policy said
+    assert prefill_ratio([with_turns(((100, 0, 5), second_turn), ((100, 100, 5),))]) == 121 / 120

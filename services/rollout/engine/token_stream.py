@@ -16,7 +16,10 @@ class TokenStream:
     """One producer `put`s SGLang's responses, one consumer `take`s parts."""
 
     def __init__(self, *, min_tokens: int) -> None:
-        """A part has at least `min_tokens`; fewer if its first token has waited `MAX_WAIT_S`, or in the last part."""
+        """A part has at least `min_tokens`; fewer if its first token has waited `MAX_WAIT_S`, or in the last part.
+
+        The first token of all is due at once: with it the prefill is over, which callers may wait for.
+        """
         self._min_tokens = max(1, min_tokens)
         self._last: dict[str, Any] | None = None
         self._num_put = 0
@@ -34,7 +37,7 @@ class TokenStream:
         """
         require_sound(response)
         self._last, self._num_put = response, num_tokens_of(response)
-        if self._num_put - self._num_taken >= self._min_tokens:
+        if self._num_put - self._num_taken >= (self._min_tokens if self._num_taken else 1):
             self._due.set()
         elif self._num_put > self._num_taken and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._due.set)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias
 
@@ -36,6 +36,7 @@ from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.base import Environment, Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
 from services.rollout.worker.turn import CHUNK_TOKENS, Generator, Turn, TurnPlayer
 
@@ -124,8 +125,8 @@ class EpisodePlayer:
         self._context_length = context_length
         self._grid = grid
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages) -> Episode:
-        """Play sample `number` of `prompt`; `images` are the group's.
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Episode:
+        """Play sample `number` of `prompt`; `images` and `prefill` are the group's.
 
         Raises:
             InvalidRequestError: the prompt can never be played: a fault of the data, or no such environment.
@@ -150,9 +151,12 @@ class EpisodePlayer:
             )
             trajectory.add_observation(ids, await images.add(first.images))
             episode = _Episode(prompt, f"{prompt.id.message}/{number}", environment, trajectory, images, clock)
-            ending: Ending | None = None
+            waiting = time.monotonic()
+            async with prefill.first_turn() as note_prefill:
+                clock.stop_for(time.monotonic() - waiting)
+                ending = await self._play_turn(episode, on_first_token=note_prefill)
             while ending is None:
-                ending = await self._play_turn(episode) or await self._ask_environment(episode)
+                ending = await self._ask_environment(episode) or await self._play_turn(episode)
             if episode.error:
                 log.warning("sample.failed", sample=episode.session_id, error=episode.error)
             return Episode(
@@ -164,7 +168,7 @@ class EpisodePlayer:
                 elapsed_s=time.monotonic() - started,
             )
 
-    async def _play_turn(self, episode: "_Episode") -> Ending | None:
+    async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
         """Append a turn of the policy; return how it ended the episode, or None if it did not."""
         trajectory, prompt = episode.trajectory, episode.prompt
         budget_s = min(prompt.limits.turn_timeout_s or self._config.turn_timeout_s, episode.clock.remaining_s)
@@ -173,6 +177,7 @@ class EpisodePlayer:
         request = generate_pb2.GenerateRequest(
             request_id=f"{episode.session_id}/{len(trajectory.turns)}/{uuid.uuid4().hex[:8]}",
             session_id=episode.session_id,
+            group_id=prompt.id.message,
             input_ids=trajectory.token_ids,
             images=map(episode.images.reference, trajectory.images),
             sampling=generate_pb2.SamplingParams(
@@ -186,7 +191,12 @@ class EpisodePlayer:
         )
         started = time.monotonic()
         try:
-            turn = await self._turns.play(request, budget_s=budget_s, restore_images=episode.images.store_again)
+            turn = await self._turns.play(
+                request,
+                budget_s=budget_s,
+                restore_images=episode.images.store_again,
+                on_first_token=on_first_token,
+            )
         except PenstockError as error:
             if not trajectory.turns:
                 raise

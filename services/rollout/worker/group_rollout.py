@@ -20,6 +20,7 @@ from penstock.verdict_status import UNJUDGED, Status
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages, Store
+from services.rollout.worker.shared_prefill import SharedPrefill
 
 log = structlog.get_logger()
 
@@ -97,10 +98,11 @@ class GroupRollout:
         )
 
     async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Episode]:
+        prefill = SharedPrefill()
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._episodes.play(prompt, number, images))
+                    tasks.create_task(self._episodes.play(prompt, number, images, prefill))
                     for number in range(prompt.num_samples)
                 ]
         except ExceptionGroup as failures:

@@ -75,6 +75,7 @@ class _Progress:
     resumable: ResumableTurn
     give_up_at: float
     """Time of `time.monotonic()` at which a turn that waits gives up; moves on with each token that comes."""
+    on_first_token: Callable[[], None]
     waited_s: float = 0.0
     generated_s: float = 0.0
     failure: str = ""
@@ -97,11 +98,12 @@ class TurnPlayer:
         *,
         budget_s: float,
         restore_images: Callable[[], Awaitable[None]],
+        on_first_token: Callable[[], None] = lambda: None,
     ) -> Turn:
         """Play `request`, for at most `budget_s` seconds from its first chunk on.
 
         `restore_images` stores the request's images again. It is called when one is lost; a loss that it does not mend,
-        because no token came since, ends the turn.
+        because no token came since, ends the turn. `on_first_token` is called when the turn has a token.
 
         Raises:
             MissingImageError: an image is lost for good.
@@ -111,7 +113,7 @@ class TurnPlayer:
                 if the servers gave a reason.
             PenstockError: the server broke its contract.
         """
-        progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s)
+        progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s, on_first_token)
         resumable, backoff_s = progress.resumable, _FIRST_BACKOFF_S
         while not resumable.is_finished:
             num_before = resumable.num_tokens
@@ -169,6 +171,7 @@ class TurnPlayer:
                     if began is None:
                         began = time.monotonic()
                         ends_at = began + budget_s - progress.generated_s
+                        progress.on_first_token()
                     resumable.add(chunk)
         except TimeoutError:
             if began is None:

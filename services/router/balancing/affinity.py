@@ -1,6 +1,7 @@
-"""Session affinity; new sessions go to the least loaded replica.
+"""Session affinity; new sessions go to their group's replica, new groups to the least loaded one.
 
-Invariant: a session stays on its replica while that is fit, because its prefix cache holds the earlier turns.
+Invariant: a session stays on its replica while that is fit, because its prefix cache holds the earlier turns; the
+sessions of a group begin where the first of them began, because the prefix cache holds their prompt.
 """
 
 import collections
@@ -50,7 +51,8 @@ class Sessions:
 
 
 class AffinityBalancer:
-    """The session's own replica if it is fit; else the least loaded, and of these the one with the fewest sessions.
+    """The session's own replica, or else its group's, if it is fit; else the least loaded, of these that with the
+    fewest sessions.
 
     Loads and sessions are counted per slot; the load includes the call to be given (shortest expected delay) and recent
     over- or under-use (`fair_share`).
@@ -59,13 +61,15 @@ class AffinityBalancer:
     reads_blocks = False
 
     def __init__(self, *, max_sessions: int) -> None:
-        """Remember the replicas of `max_sessions` sessions."""
+        """Remember the replicas of `max_sessions` sessions, and of as many groups."""
         self.sessions = Sessions(max_sessions)
+        self._groups = Sessions(max_sessions)
         self._fair_share = FairShare()
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
         """Return the replica that gets the call; None exactly if none is fit."""
-        own = pool.replicas.get(self.sessions.get(query.session_id) or "")
+        own_id = self.sessions.get(query.session_id) or self._groups.get(query.group_id)
+        own = pool.replicas.get(own_id or "")
         if own is not None and pool.is_fit(own, query, now):
             return own
         self._fair_share.update(pool, now)
@@ -78,5 +82,7 @@ class AffinityBalancer:
         return min(pool.find_fit(query, now), key=rank, default=None)
 
     def record(self, query: Query, replica_id: str) -> None:
-        """Assign the session to this replica."""
+        """Assign the session to this replica; if the session is new, its group's next sessions follow it."""
+        if self.sessions.get(query.session_id) is None:
+            self._groups.bind(query.group_id, replica_id)
         self.sessions.bind(query.session_id, replica_id)

@@ -27,7 +27,7 @@ class ConsistentHashBalancer:
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
         """Return the replica that gets the call; None exactly if none is fit."""
         fit = pool.find_fit(query, now)
-        key = (query.session_id or query.request_id).encode()
+        key = (query.group_id or query.session_id or query.request_id).encode()
         ranked = sorted(fit, key=lambda each: _draw(key, each.replica_id, each.max_running), reverse=True)
         return next((each for each in ranked if not is_overloaded(each, fit, self._max_load_ratio)), None)
 

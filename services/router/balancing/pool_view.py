@@ -17,6 +17,8 @@ class Query:
 
     session_id: str = ""
     """Calls of one session belong together; empty: no session."""
+    group_id: str = ""
+    """Sessions of one group begin with the same prompt; empty: no group."""
     request_id: str = ""
     """Stands in for the session where there is none."""
     min_version: int = 0

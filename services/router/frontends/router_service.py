@@ -81,6 +81,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise InvalidRequestError(f"ttl_s = {request.ttl_s} is not a duration; send seconds, or 0")
         query = Query(
             session_id=request.session_id,
+            group_id=request.group_id,
             min_version=request.min_policy_version,
             excluded=frozenset(request.excluded_replica_ids),
             blocks=hash_blocks(request.prefix_ids) if self._slots.balancer.reads_blocks else (),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from penstock.records import Group
@@ -44,7 +45,26 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
         "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
         "num_deadline_samples": sum(sample.finish_reason == "deadline" for sample in samples),
         "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
+        "prefill_ratio": prefill_ratio(groups),
     }
+
+
+def prefill_ratio(groups: Sequence[Group]) -> float:
+    """Return how many prompt tokens the engines computed for each that had to be; 1 is the least.
+
+    A group needs its prompt once, and of each later turn what the environment added; the rest can come from the prefix
+    cache. 0 if nothing was needed.
+    """
+    num_computed = num_needed = 0
+    for group in groups:
+        num_needed += max((sample.turns[0].num_prompt_tokens for sample in group.samples if sample.turns), default=0)
+        for sample in group.samples:
+            num_computed += sum(turn.num_prompt_tokens - turn.num_cached_tokens for turn in sample.turns)
+            num_needed += sum(
+                later.num_prompt_tokens - turn.num_prompt_tokens - turn.num_output_tokens
+                for turn, later in pairwise(sample.turns)
+            )
+    return num_computed / num_needed if num_needed else 0.0
 
 
 def describe_push(report: PushReport, *, num_live_replicas: int) -> dict[str, Any]:
