@@ -1,1 +1,7 @@
 """Penstock: fully asynchronous GRPO post-training of vision-language models on verifiable rewards."""
+
+import os
+
+# Before gRPC is imported. Its fork handlers start threads in a child that is about to execute another program, and one
+# child in a hundred aborts there; nothing here uses gRPC on both sides of a fork.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
