@@ -9,7 +9,6 @@ from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.clients.generate import GenerateClient
-from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig, RunConfig
 from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PoisonError, UnavailableError
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -17,6 +16,7 @@ from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
 from services.rollout.worker.turn import TurnPlayer
 from services.router.config import RouterConfig, RouterSettings
+from services.router.resumable_stream import ResumableStream
 from services.router.server import serve
 from tests.support.router.routers import failure, ids, pool, router
 from tests.support.waiting import HANG_S, promptly, until
@@ -32,14 +32,14 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(
     bus: Bus, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 in mid-answer: the caller gets the answer that an unbroken replica gives, and no second one is begun."""
-    num_added, add = 0, ResumableTurn.add
+    num_taken, take = 0, ResumableStream.take
 
-    def add_and_count(turn: ResumableTurn, chunk: generate_pb2.GenerateChunk) -> None:
-        nonlocal num_added
-        num_added += len(chunk.output_ids)
-        add(turn, chunk)
+    def take_and_count(stream: ResumableStream, chunk: bytes) -> bytes:
+        nonlocal num_taken
+        num_taken += len(generate_pb2.GenerateChunk.FromString(chunk).output_ids)
+        return take(stream, chunk)
 
-    monkeypatch.setattr(ResumableTurn, "add", add_and_count)
+    monkeypatch.setattr(ResumableStream, "take", take_and_count)
     async with (
         SimulatedEngine(bus, replica_id="unbroken", policy_version=2).running() as unbroken,
         router(bus, chunk_tokens=4) as caller,
@@ -50,7 +50,7 @@ async def test_a_unary_call_goes_on_from_the_tokens_of_a_killed_replica(
         async with simulated_process(bus, run_name, "a-victim", token_s=0.02, hang_after=30) as victim:
             await caller.until(lambda pool: pool.replicas[0].routable)
             pending = asyncio.ensure_future(caller.generate("s", num_tokens=60, input_ids=[5, 6], request_id="q"))
-            await until(lambda: num_added >= 60 + 4)  # of the unbroken one's answer, and of the victim's
+            await until(lambda: num_taken >= 60 + 4)  # of the unbroken one's answer, and of the victim's
             async with SimulatedEngine(bus, replica_id="b-heir", policy_version=2).running() as heir:
                 await caller.until_routable(2)
                 victim.send_signal(signal.SIGKILL)
