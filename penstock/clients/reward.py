@@ -25,18 +25,7 @@ class RewardClient(Client):
     async def verify(
         self, item: reward_pb2.VerifyItem, *, timeout_s: float, retry_until: float | None = None
     ) -> reward_pb2.Verdict:
-        """Verify one response.
-
-        Args:
-            item: The response to verify.
-            timeout_s: Deadline of one attempt.
-            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
-
-        Raises:
-            InvalidRequestError: there is no such profile.
-            OverloadedError: the service's queue is full.
-            UnavailableError: nobody answers.
-        """
+        """Verify one response; deadlines and errors are those of `verify_batch`."""
         request = reward_pb2.VerifyRequest(item=item)
 
         async def attempt(number: int, remaining_s: float) -> reward_pb2.VerifyResponse:
@@ -47,19 +36,19 @@ class RewardClient(Client):
     async def verify_stream(
         self, items: AsyncIterable[reward_pb2.VerifyItem], *, timeout_s: float | None = None
     ) -> AsyncGenerator[reward_pb2.VerifyStreamResponse, None]:
-        """Verify items as they come; answers come as they are reached, in any order, each with its item's id.
+        """Verify items as they arrive; verdicts come as they are reached, in any order, each with its item's id.
 
-        An item that cannot be taken (its profile is unknown) is answered with an error and the stream goes on. `items`
-        is read only as fast as the service takes them. Leaving the iteration early cancels what still runs: use
-        `contextlib.aclosing` where that should not wait for the garbage collector.
+        An item that is refused (its profile is unknown) is answered with an error, and the stream goes on. `items` is
+        read only as fast as the service takes them. Leaving the iteration early cancels the rest: use
+        `contextlib.aclosing` if that must not wait for the garbage collector.
 
         Args:
             items: The responses to verify, with different item ids.
-            timeout_s: Deadline of the whole stream; none if None.
+            timeout_s: Deadline of the whole stream; None for none.
 
         Raises:
             UnavailableError: nobody answers, or the service is stopping: items without an answer were not verified.
-            DeadlineError: the stream ran into its deadline.
+            DeadlineError: the stream took longer than `timeout_s`.
         """
         calling: Any = cast(Any, self._stub.VerifyStream)(timeout=timeout_s)  # the stubs want an iterator of requests
 
@@ -69,7 +58,7 @@ class RewardClient(Client):
                     await calling.write(reward_pb2.VerifyStreamRequest(item=item))
                 await calling.done_writing()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                pass  # the stream has ended, and whoever reads it hears why
+                pass  # the stream has ended; its reader gets the error
             except BaseException:
                 calling.cancel()
                 raise
@@ -92,18 +81,18 @@ class RewardClient(Client):
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Verify `items`; verdicts come in their order.
+        """Verify responses; verdicts are in the order of `items`.
 
         Args:
             items: The responses to verify.
             timeout_s: Deadline of one attempt.
-            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
+            retry_until: Retry a call that may succeed later until this time of `time.monotonic()`; None: never.
 
         Raises:
             InvalidRequestError: there is no such profile.
             OverloadedError: the service's queue is full.
             UnavailableError: nobody answers.
-            PenstockError: the verdicts are not those of the items.
+            PenstockError: the verdicts belong to other items.
         """
         request = reward_pb2.VerifyBatchRequest(items=items)
 
@@ -112,10 +101,10 @@ class RewardClient(Client):
 
         verdicts = list((await self._retried(attempt, timeout_s=timeout_s, retry_until=retry_until)).verdicts)
         if [verdict.item_id for verdict in verdicts] != [item.item_id for item in items]:
-            raise PenstockError(f"reward at {self.address} answered {len(items)} items with other verdicts than theirs")
+            raise PenstockError(f"reward at {self.address} answered {len(items)} items with verdicts of other items")
         return verdicts
 
     async def list_profiles(self, *, timeout_s: float = 5.0) -> list[reward_pb2.Profile]:
-        """The profiles that the service has, by name."""
+        """The service's profiles, sorted by name."""
         pending = self._stub.ListProfiles(reward_pb2.ListProfilesRequest(), timeout=timeout_s)
         return list((await call(pending, peer=f"reward at {self.address}")).profiles)
