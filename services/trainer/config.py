@@ -69,7 +69,13 @@ class BackendConfig(Config):
     """How an optimizer step is computed: the settings of `[trainer]` that decide what a batch does to the weights."""
 
     micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
-    """Most tokens of one forward pass, padding included. A longer sequence is passed alone."""
+    """Most tokens of one forward pass. Samples are packed without padding; a longer sample has a pass of its own."""
+    share_prompts: bool = True
+    """Compute what all samples of a group begin with, images included, once per group. Saves time and memory, and
+    changes results by rounding errors only."""
+    fixed_rows: bool = False
+    """Pad every forward pass to micro_batch_tokens, so that all have the same shape. Groups are then cut wherever that
+    fills a pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -17,11 +17,11 @@ from penstock.testing.engine_process import EngineProcess
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.router.openai_stage import data_url
 from tests.support.router.process import router_process
+from tests.support.trainer.rows import row_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -42,7 +42,7 @@ def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) 
     group_id = GroupId(run_id="r", index=0, attempt=0, trainer_epoch="a")
     group = Group(id=group_id, num_samples=1, samples=(sample,), worker_id="w")
     [sequence] = GroupReader(tokens, ImagePatcher(model_path)).read(group, images).sequences
-    return policy(pad([sequence])).logprobs_N
+    return policy(row_of(sequence)).logprobs_N
 
 
 async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(

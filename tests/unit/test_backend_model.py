@@ -1,4 +1,4 @@
-"""The policy's logprobs: as a plain forward pass gives them, however batched; weights under the names engines know."""
+"""The policy's logprobs: as a plain forward pass gives them; weights under the names engines know."""
 
 import math
 from pathlib import Path
@@ -9,14 +9,13 @@ import torch
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group
-from services.trainer.backend import logprobs as token_logprobs_module
 from services.trainer.backend.export import named_weights
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.micro_batch import MicroBatch, pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
 from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.rows import row_of
 
 TEMPERATURE = 0.7
 
@@ -44,14 +43,14 @@ def sequences(tiny_model_path: Path) -> list[TrainSequence]:
     return [sequence for group in groups for sequence in reader.read(group, IMAGES).sequences]
 
 
-def batch_of(*sequences: TrainSequence) -> MicroBatch:
-    """One micro-batch."""
-    return pad(sequences)
-
-
 @torch.no_grad()
-def test_logprobs_are_those_of_a_plain_forward_pass(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
-    """All logits of the whole model with pixel values, tempered, forbidden ids removed, in float64."""
+def test_logprobs_are_those_of_a_plain_forward_pass(
+    policy: PolicyModel, sequences: list[TrainSequence], tiny_model_path: Path
+) -> None:
+    """All logits of the whole model with pixel values, tempered, forbidden ids removed, in float64; and entropies."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model_path, dtype=torch.float32)
     for sequence in sequences:
         inputs = {
             "input_ids": torch.from_numpy(sequence.token_ids_X)[None],
@@ -60,64 +59,22 @@ def test_logprobs_are_those_of_a_plain_forward_pass(policy: PolicyModel, sequenc
         if sequence.images:
             inputs["pixel_values"] = torch.cat([image.pixel_values_PD for image in sequence.images])
             inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in sequence.images])
-        logits = policy.model(**inputs).logits[0].double() / TEMPERATURE
+        logits = model(**inputs).logits[0].double() / TEMPERATURE
         logits[:, policy.forbidden_ids] = -math.inf
-        everywhere = logits.log_softmax(-1)[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
-        expected = everywhere[torch.from_numpy(sequence.loss_mask_X[1:])]
-        torch.testing.assert_close(policy(batch_of(sequence)).logprobs_N.double(), expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_padded_rows_equal_each_alone(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
-    """Eight sequences of different lengths and images in one micro-batch."""
-    together = policy(batch_of(*sequences)).logprobs_N
-    alone = torch.cat([policy(batch_of(sequence)).logprobs_N for sequence in sequences])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-
-
-def test_slices_of_logits_change_nothing(
-    policy: PolicyModel, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logprobs and gradients of logits made seven tokens at a time equal those made at once."""
-    batch = batch_of(*sequences)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        policy.zero_grad()
-        logprobs = policy(batch).logprobs_N
-        logprobs.square().sum().backward()
-        return logprobs.detach(), policy.model.get_input_embeddings().weight.grad.clone()
-
-    whole = run()
-    monkeypatch.setattr(token_logprobs_module, "MAX_LOGITS", 7 * 384)
-    torch.testing.assert_close(run(), whole, rtol=1e-3, atol=1e-4)
-
-
-def test_the_vision_tower_learns_through_shared_features(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
-    """An image that occurs five times is encoded once; its gradient is that of five encodings."""
-    with_images = [sequence for sequence in sequences if sequence.images]
-
-    def gradient(batches: list[MicroBatch]) -> torch.Tensor:
-        policy.zero_grad()
-        for batch in batches:
-            policy(batch).logprobs_N.sum().backward()
-        return policy.model.model.visual.patch_embed.proj.weight.grad.clone()
-
-    shared = gradient([batch_of(*with_images)])
-    assert float(shared.abs().max()) > 0
-    torch.testing.assert_close(shared, gradient([batch_of(sequence) for sequence in with_images]), rtol=1e-3, atol=1e-4)
-    policy._shares_image_features = False
-    try:
-        torch.testing.assert_close(shared, gradient([batch_of(*with_images)]), rtol=1e-3, atol=1e-4)
-    finally:
-        policy._shares_image_features = True
+        everything = logits.log_softmax(-1)[:-1][torch.from_numpy(sequence.loss_mask_X[1:])]
+        expected = everything.gather(1, torch.from_numpy(sequence.token_ids_X[sequence.loss_mask_X])[:, None])[:, 0]
+        found = policy(row_of(sequence))
+        torch.testing.assert_close(found.logprobs_N.double(), expected, rtol=0, atol=1e-5)
+        entropy = torch.special.entr(everything.exp()).sum(-1)
+        torch.testing.assert_close(found.entropy_N.double(), entropy, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_forbidden_ids_have_no_share_of_the_probability(policy: PolicyModel, sequences: list[TrainSequence]) -> None:
     """Without the mask every logprob is lower."""
     free = PolicyModel(policy.model, temperature=TEMPERATURE, forbidden_ids=())
-    batch = batch_of(*sequences)
-    assert bool((policy(batch).logprobs_N > free(batch).logprobs_N).all())
+    row = row_of(*sequences)
+    assert bool((policy(row).logprobs_N > free(row).logprobs_N).all())
 
 
 def test_weights_carry_the_names_of_the_checkpoint(policy: PolicyModel, tiny_model_path: Path) -> None:
@@ -155,11 +112,24 @@ def test_text_only_models_work_too(tmp_path: Path) -> None:
     sequence = GroupReader(tokens, None).read(group, {}).sequences[0]
     sequence.token_ids_X[:] %= 64
     ids = torch.from_numpy(sequence.token_ids_X)[None]
+    plain = Qwen3ForCausalLM.from_pretrained(tmp_path, attention_dropout=0.0)
     with torch.no_grad():
-        expected = policy.model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        found = policy(batch_of(sequence)).logprobs_N
+        expected = plain(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        found = policy(row_of(sequence)).logprobs_N
     torch.testing.assert_close(found, expected[torch.from_numpy(sequence.loss_mask_X[1:])], rtol=0, atol=1e-5)
     assert "lm_head.weight" in dict(named_weights(policy))
+
+
+def test_refuses_image_models_whose_positions_it_does_not_know() -> None:
+    """Instead of training on other positions than the engine's."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    text = {**sizes, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 64}
+    vision = {**sizes, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 16}
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=1))
+    with pytest.raises(ConfigError, match=r"models of type llava read images.* only for .*qwen3_vl"):
+        PolicyModel(model, temperature=1.0, forbidden_ids=())
 
 
 def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from penstock.errors import InvalidRequestError
@@ -17,9 +15,9 @@ from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, TokenSequence, VersionSpan
 from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.micro_batch import pad, plan_micro_batches
 from services.trainer.batching.sequences import GroupReader, ModelTokens
 from tests.support.trainer.groups import BETWEEN, IMAGES, make_group, num_placeholders, picture, remember
+from tests.support.trainer.rows import row_of
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +93,14 @@ def test_matches_the_models_own_processor(tiny_model_path: Path, reader: GroupRe
 
 
 def test_equal_images_of_a_group_are_cut_once(tiny_model_path: Path, reader: GroupReader) -> None:
-    """All samples share the very object, and a micro-batch holds its pixels once."""
+    """All samples share the very object, and a row holds its pixels once."""
     group = make_group(tiny_model_path, images=[picture(0), picture(0)], placeholders=[9, 9])
     sequences = reader.read(group, IMAGES).sequences
     assert len({id(image) for sequence in sequences for image in sequence.images}) == 1
-    batch = pad(sequences)
-    assert batch.pixel_values_PD.shape[0] == 36
-    assert batch.image_numbers_I.tolist() == [0] * 8
+    row = row_of(*sequences)
+    assert row.pixel_values_PD is not None
+    assert row.pixel_values_PD.shape[0] == 36
+    assert row.image_numbers_I == (0,) * 8
 
 
 @pytest.mark.parametrize("mode", ["P", "RGBA", "LA", "L", "RGB"])
@@ -196,29 +195,6 @@ def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupRead
         reader.read(msgspec.structs.replace(group, samples=(), error="because"), IMAGES)
     with pytest.raises(InvalidRequestError, match=r"sample 0: image \(3 bytes\) cannot be decoded"):
         reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]), IMAGES)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-def test_plan_holds_every_sequence_once_within_the_budget(lengths: list[int], max_tokens: int) -> None:
-    """Padding included, unless a single sequence is longer than the budget."""
-    plan = plan_micro_batches(lengths, max_tokens)
-    assert sorted(number for numbers in plan for number in numbers) == list(range(len(lengths)))
-    for numbers in plan:
-        padded = len(numbers) * max(lengths[number] for number in numbers)
-        assert padded <= max_tokens or len(numbers) == 1
-
-
-def test_padding_puts_each_own_token_at_its_place(tiny_model_path: Path, reader: GroupReader) -> None:
-    """Rows, columns, and per-token values agree with the sequences."""
-    sequences = reader.read(make_group(tiny_model_path, own_lengths=[2, 5, 1, 3]), IMAGES).sequences
-    batch = pad(sequences, [7, 5, 6, 4])
-    assert batch.num_own_tokens == 11
-    assert batch.rows_N.tolist() == [0] * 2 + [1] * 5 + [2] + [3] * 3
-    assert batch.sample_N.tolist() == [7] * 2 + [5] * 5 + [6] + [4] * 3
-    own_ids = np.concatenate([s.token_ids_X[s.loss_mask_X] for s in sequences])
-    assert batch.input_ids_BT[batch.rows_N, batch.columns_N].tolist() == own_ids.tolist()
-    assert batch.attention_mask_BT.sum(1).tolist() == [len(s) for s in sequences]
-    assert batch.pixel_values_PD is None
 
 
 def test_reward_of_a_response_that_was_not_judged_is_no_zero(tiny_model_path: Path, reader: GroupReader) -> None:

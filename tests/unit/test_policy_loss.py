@@ -29,6 +29,7 @@ def tokens_of(logprobs: torch.Tensor, engine: torch.Tensor, versions: torch.Tens
     numbers = torch.arange(len(logprobs))
     return Tokens(
         logprobs_N=logprobs,
+        entropy_N=torch.zeros_like(engine),
         engine_logprobs_N=engine,
         versions_N=torch.zeros_like(numbers) if versions is None else versions,
         sample_N=numbers,
@@ -145,8 +146,8 @@ def test_micro_batches_add_up_to_the_batch(preset: str, aggregation: str) -> Non
 
     def run(cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = logprobs.clone().requires_grad_()
-        parts = zip(leaf.split(cuts), engine.split(cuts), numbers.split(cuts), numbers.split(cuts), strict=True)
-        names = ("logprobs_N", "engine_logprobs_N", "versions_N", "sample_N")
+        parts = zip(*(part.split(cuts) for part in (leaf, engine, engine, numbers, numbers)), strict=True)
+        names = ("logprobs_N", "entropy_N", "engine_logprobs_N", "versions_N", "sample_N")
         cut = [Tokens(**dict(zip(names, part, strict=True))) for part in parts]
         loss = sum(policy_loss(tokens, samples, algorithm(preset)).value for tokens in cut)
         loss.backward()
@@ -171,7 +172,7 @@ def test_stats_by_hand() -> None:
     assert metrics["token_lag_max"] == 2
     for name in ("dlogp_mean", "dlogp_max_current", "dlogp_mean_lag_2"):
         assert metrics[name] == pytest.approx(log2)
-    assert metrics["num_tokens"] == 2
+    assert metrics["num_measured_tokens"] == 2
     assert metrics["num_tokens_lag_2"] == 1
 
 

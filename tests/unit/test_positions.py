@@ -51,9 +51,9 @@ def test_equal_those_of_transformers(family: str, sample: tuple[int, list[Any]])
         mm_token_type_ids=torch.from_numpy(mask_X)[None].int(),
         image_grid_thw=torch.tensor(shown) if shown else None,
     )
-    positions_4X = sample_positions(mask_X, shown, placeholders)
-    assert positions_4X[0].tolist() == list(range(len(mask_X)))
-    assert positions_4X[1:].tolist() == expected[:, 0].tolist()
+    positions_AX = sample_positions(mask_X, shown, placeholders)
+    assert positions_AX[0].tolist() == list(range(len(mask_X)))
+    assert positions_AX[1:].tolist() == expected[:, 0].tolist()
 
 
 def test_an_image_counts_by_its_longer_side() -> None:

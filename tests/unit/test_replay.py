@@ -8,11 +8,18 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
+from bench.trainer.padded import PaddedPolicy
 from penstock.errors import ConfigError, SetupError
+from penstock.model.tokens import forbidden_token_ids
 from services.cli.replay import replay
+from services.trainer.algorithm.advantage import sample_advantages
+from services.trainer.algorithm.config import AdvantageConfig
 from services.trainer.backend.environment import current_environment
+from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.comparison import Line, compare, verdict
 from services.trainer.replay.recording import read_recording, recorded_steps, write_recording
@@ -61,6 +68,35 @@ def test_a_recorded_step_is_reproduced(step: int, tmp_path: Path) -> None:
         lines = compare(inputs, logged, again)
         assert [line for line in lines if line.agrees is not True] == []
         assert verdict(lines) is True
+
+
+def test_a_recorded_step_is_that_of_padded_rows(tmp_path: Path) -> None:
+    """Group rows against samples padded by transformers: loss and gradient norm agree within a millionth.
+
+    The loss is a sum of terms of either sign that nearly cancel, so it is compared on the scale of its terms.
+    """
+    run = RecordedRun(RECORDED)
+    start, recording = start_of(run, 2, model_path=MODEL, scratch=tmp_path), run.recording(2)
+    again = replay_step(start, recording, recording.settings)
+    assert again.metrics["shared_token_fraction"] > 0.5
+
+    groups = [open_reader(MODEL).read(group, recording.images) for group in recording.groups]
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    counts = np.array([sequence.num_own_tokens for sequence in sequences])
+    rewards = np.array([reward for group in groups for reward in group.rewards])
+    group_of = np.repeat(np.arange(len(groups)), [len(group.sequences) for group in groups])
+    advantages_N = torch.from_numpy(
+        sample_advantages(rewards, group_of, counts, AdvantageConfig()).repeat(counts)
+    ).float()
+    engine_N = torch.from_numpy(np.concatenate([s.engine_logprobs_X[s.loss_mask_X] for s in sequences]))
+
+    policy = PaddedPolicy.load(start.model_path, temperature=1.0, forbidden_ids=forbidden_token_ids(MODEL))
+    logprobs_N = policy.logprobs(sequences)
+    terms_N = -advantages_N * (logprobs_N.detach() - engine_N).exp().clamp(max=2.0) / len(engine_N)
+    (terms_N * logprobs_N).sum().backward()
+    grad_norm = torch.stack([p.grad.norm() for p in policy.model.parameters() if p.grad is not None]).norm()
+    assert float(grad_norm) == pytest.approx(again.metrics["grad_norm"], rel=1e-6)
+    assert float(terms_N.sum()) == pytest.approx(again.metrics["loss"], abs=1e-6 * float(terms_N.abs().sum()))
 
 
 def test_a_kept_checkpoint_gives_the_step_that_training_up_to_it_gives(run: RecordedRun, tmp_path: Path) -> None:
@@ -241,8 +277,6 @@ def test_the_command_shows_both_sides_and_what_other_settings_give(tmp_path: Pat
 
 def current_environment_is_recorded() -> bool:
     """Whether bits can be expected here."""
-    import torch
-
     recorded = RecordedRun(RECORDED).recording(1).inputs.environment
     here = current_environment(torch.device("cpu"))
     return msgspec.structs.replace(here, num_threads=recorded.num_threads) == recorded

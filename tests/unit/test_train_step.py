@@ -14,15 +14,16 @@ from penstock.errors import ConfigError, UserError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.config import AdvantageConfig, AlgorithmConfig
+from services.trainer.backend.batch import measured_samples
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.micro_batch import pad
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import OptimizerConfig, TrainerConfig
 from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.rows import row_of
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -89,16 +90,26 @@ def largest_change(before: dict[str, torch.Tensor], after: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 60},
+        {"share_prompts": False},
+        {"fixed_rows": True, "micro_batch_tokens": 100},
+    ],
+    ids=str,
+)
 def test_the_step_is_the_same_however_the_batch_is_cut(
-    tiny_model_path: Path, groups: list[TrainGroup], aggregation: str
+    tiny_model_path: Path, groups: list[TrainGroup], aggregation: str, changes: dict[str, Any]
 ) -> None:
-    """One micro-batch of everything, or each sample alone: same loss, same gradient norm, same weights."""
+    """One row of all groups with shared prompts, or any other cut: same loss, same gradient norm, same weights."""
     results = []
-    for micro_batch_tokens in (100_000, 1):
+    for cut in ({}, changes):
         backend = backend_of(
             tiny_model_path,
             config(
-                micro_batch_tokens=micro_batch_tokens,
+                **cut,
             ),
             adam_eps=1e-3,  # else a step is the sign of the gradient
             aggregation={"kind": aggregation},
@@ -119,9 +130,9 @@ def test_the_gradient_is_that_of_the_formula(tiny_model_path: Path, groups: list
     for group in groups:
         advantages = sample_advantages(group.rewards, [0] * 4, [1] * 4, AdvantageConfig())
         for sequence, advantage in zip(group.sequences, advantages, strict=True):
-            batch = pad([sequence])
-            logprobs = reference(batch).logprobs_N
-            weight = (logprobs.detach() - batch.engine_logprobs_N).exp().clamp(max=2.0)
+            row = row_of(sequence)
+            logprobs = reference(row).logprobs_N
+            weight = (logprobs.detach() - row.engine_logprobs_N).exp().clamp(max=2.0)
             (-(weight * logprobs).sum() * float(advantage) / num_tokens).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
     assert backend.step(groups, policy_version=2)["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -148,7 +159,7 @@ def test_good_samples_become_likelier_and_bad_ones_less(tiny_model_path: Path, g
     def gap() -> float:
         group = groups[2]
         with torch.no_grad():
-            each = [float(backend.policy(pad([s])).logprobs_N.mean()) for s in group.sequences]
+            each = [float(backend.policy(row_of(s)).logprobs_N.mean()) for s in group.sequences]
         return each[2] - (each[0] + each[1] + each[3]) / 3
 
     before = gap()
@@ -165,9 +176,34 @@ def test_metrics_say_how_stale_and_how_far_off(tiny_model_path: Path, groups: li
     assert metrics["staleness_mean"] == pytest.approx(1 / 3)
     assert metrics["reward_mean"] == pytest.approx((2 + 3.6 + 1) / 12)
     assert metrics["num_tokens"] == 54
-    assert metrics["num_tokens_lag_0"] == 36
+    assert metrics["num_measured_tokens"] == 41  # without three of the four samples of equal rewards
+    assert metrics["num_tokens_lag_0"] == 23
     assert metrics["skipped"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_metrics_say_how_rows_are_filled_and_what_is_shared(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """By hand: a prompt of 37 tokens; answers of 3 to 6, of which the last token is not read; one sample measured."""
+    own, prompt = 2 + 3 + 4 + 5, 37
+    metrics = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
+    assert metrics["packing_density"] == 1
+    read, unshared = 2 * (prompt + own) + prompt + 4, 2 * (4 * prompt + own) + prompt + 4
+    assert metrics["shared_token_fraction"] == pytest.approx(1 - read / unshared)
+    fixed = config(share_prompts=False, fixed_rows=True, micro_batch_tokens=200)
+    metrics = backend_of(tiny_model_path, fixed).step(groups, policy_version=2)
+    assert metrics["shared_token_fraction"] == 0
+    assert metrics["packing_density"] == pytest.approx(unshared / (3 * 256))
+
+
+def test_few_samples_without_gradient_are_computed() -> None:
+    """One in eight, others at every version so that each gets its turn, and never none."""
+    flat = list(range(100, 120))
+    chosen = [measured_samples(flat, version) for version in range(8)]
+    assert sorted(number for part in chosen for number in part) == flat
+    assert max(map(len, chosen)) == 3
+    assert measured_samples(flat, 8) == chosen[0]
+    assert [measured_samples([7, 9], version) for version in range(4)] == [[7], [9], [7], [9]]
+    assert measured_samples([], 5) == []
 
 
 def broken(groups: Sequence[TrainGroup]) -> list[TrainGroup]:

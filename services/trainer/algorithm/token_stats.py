@@ -30,10 +30,11 @@ def token_stats(tokens: Tokens, loss: Loss, config: AlgorithmConfig, *, version:
     - `rejected_fraction`: share of tokens with an advantage that have no policy gradient; `_low` and `_high` as above.
       `rejected_fraction_<axis>` is the share of all tokens that each axis gives weight 0.
     - `policy_loss`, and `kl_loss`, `drift_loss`, `entropy_loss` where they are on.
+    - `num_measured_tokens`: tokens that all these numbers are of.
     - `entropy`, `kl_reference`: means over tokens, of entropy and of k1 to the reference, where they are known.
 
     Args:
-        tokens: Of the whole batch, detached, with the trainer's logprobs at the start of the step.
+        tokens: All that the step computed, detached, with the trainer's logprobs at the start of the step.
         loss: Of these.
         config: The axes.
         version: The published version, which the trainer's weights have before the step.
@@ -43,7 +44,7 @@ def token_stats(tokens: Tokens, loss: Loss, config: AlgorithmConfig, *, version:
     lag_N = version - tokens.versions_N
     gap_N = delta_N.abs()
     metrics: dict[str, torch.Tensor | float] = {
-        "num_tokens": float(len(delta_N)),
+        "num_measured_tokens": float(len(delta_N)),
         "dlogp_mean": gap_N.mean(),
         "dlogp_max": gap_N.max(),
         "kl_k1": -delta_N.mean(),

@@ -1,6 +1,8 @@
-"""An optimizer batch: its samples with advantages and weights, cut into micro-batches.
+"""An optimizer batch: its samples with advantages and weights, packed into rows.
 
-Legend: G = samples of the batch, N = the policy's own tokens of a micro-batch.
+Legend: G = samples of the batch.
+
+Samples without gradient are computed for metrics only, and then one in `MEASURED_EVERY`.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,15 +14,20 @@ import torch
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.aggregation import token_weights
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.statistics import needs_statistics
 from services.trainer.algorithm.tokens import Samples
-from services.trainer.batching.micro_batch import MicroBatch, pad, plan_micro_batches
+from services.trainer.batching.packing import Row, num_row_tokens, pack
+from services.trainer.batching.rows import PackedRow, build_row, padded_length
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
+
+MEASURED_EVERY = 8
+"""Of the samples without gradient, one in this many is computed: enough to see trainer and engine drift apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """An optimizer batch. Micro-batches are made when they are asked for."""
+    """An optimizer batch. Rows are built when they are asked for."""
 
     sequences: list[TrainSequence]
     """G: the sequence of each sample."""
@@ -30,30 +37,39 @@ class Batch:
     samples: Samples
     has_advantage_G: np.ndarray
     """bool: the sample's tokens have an advantage."""
-    plan: list[list[int]]
-    """Numbers of the samples of each micro-batch. Samples of groups that cannot be trained are in none."""
+    plan: list[Row]
+    """Samples of groups that cannot be trained, and most of those without gradient, are in none."""
     num_with_gradient: int
-    """Micro-batches with a gradient; they come first."""
+    """Rows with a gradient; they come first."""
+    row_length: int
+    """To which rows are padded; 0 pads nothing."""
     device: torch.device
 
     @property
-    def num_forward(self) -> int:
-        """Tokens of all planned samples."""
-        return sum(len(self.sequences[sample]) for samples in self.plan for sample in samples)
+    def packing_density(self) -> float:
+        """Share of the computed tokens that belong to samples; 1 unless rows are padded."""
+        read = [num_row_tokens(row, self._num_inputs) for row in self.plan]
+        computed = [padded_length(tokens, self.row_length) if self.row_length else tokens for tokens in read]
+        return sum(read) / max(1, sum(computed))
 
     @property
-    def num_padded(self) -> int:
-        """Tokens of all micro-batches, padding included."""
-        return sum(len(samples) * max(len(self.sequences[sample]) for sample in samples) for samples in self.plan)
+    def shared_token_fraction(self) -> float:
+        """Share of the planned samples' tokens that are not computed, because another sample begins with the same."""
+        read = sum(num_row_tokens(row, self._num_inputs) for row in self.plan)
+        planned = sum(self._num_inputs[number] for row in self.plan for block in row for number in block.samples)
+        return 1 - read / max(1, planned)
 
-    def micro_batch(self, number: int) -> MicroBatch:
-        """Make a micro-batch on the device."""
-        samples = self.plan[number]
-        return pad([self.sequences[sample] for sample in samples], samples).to(self.device)
+    def row(self, number: int) -> PackedRow:
+        """Build a row on the device."""
+        return build_row(self.sequences, self.plan[number], length=self.row_length).to(self.device)
 
     def has_gradient(self, number: int) -> bool:
-        """Return whether a micro-batch has a gradient."""
+        """Return whether a row has a gradient."""
         return number < self.num_with_gradient
+
+    @property
+    def _num_inputs(self) -> list[int]:
+        return [sequence.num_inputs for sequence in self.sequences]
 
 
 def is_finite(group: TrainGroup) -> bool:
@@ -76,7 +92,7 @@ def make_batch(
     Args:
         groups: In the order of the batch.
         skipped: Numbers of groups that cannot be trained. They count in every denominator.
-        config: How samples are cut into micro-batches.
+        config: How samples are packed into rows.
         algorithm: The axes.
         version: The published version.
         device: Where the loss is computed.
@@ -97,9 +113,19 @@ def make_batch(
     judged_G = ~np.isnan(rewards_G)
     has_advantage_G = judged_G if has_token_rewards else advantages_G != 0
     has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G
-    with_gradient, without = (
-        _plan(sequences, np.flatnonzero(chosen_G), config.micro_batch_tokens)
-        for chosen_G in (has_gradient_G, ~has_gradient_G & usable_G)
+    without = np.flatnonzero(~has_gradient_G & usable_G).tolist()
+    if not needs_statistics(algorithm):
+        without = measured_samples(without, version)
+    with_gradient, measured = (
+        pack(
+            sequences,
+            group_G.tolist(),
+            chosen,
+            max_tokens=config.micro_batch_tokens,
+            share_prompts=config.share_prompts,
+            fill=config.fixed_rows,
+        )
+        for chosen in (np.flatnonzero(has_gradient_G).tolist(), without)
     )
     return Batch(
         sequences=sequences,
@@ -112,13 +138,19 @@ def make_batch(
             version=version,
         ),
         has_advantage_G=has_advantage_G,
-        plan=[*with_gradient, *without],
+        plan=[*with_gradient, *measured],
         num_with_gradient=len(with_gradient),
+        row_length=config.micro_batch_tokens if config.fixed_rows else 0,
         device=device,
     )
 
 
-def _plan(sequences: Sequence[TrainSequence], chosen: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Cut the chosen samples into micro-batches; see `plan_micro_batches`."""
-    plan = plan_micro_batches([len(sequences[sample]) for sample in chosen], max_tokens)
-    return [[int(chosen[number]) for number in numbers] for numbers in plan]
+def measured_samples(flat: Sequence[int], version: int) -> list[int]:
+    """Return which samples without gradient are computed: at least one, others at every version, the same in a replay.
+
+    Args:
+        flat: Numbers of the samples without gradient.
+        version: The published version.
+    """
+    first = version % min(MEASURED_EVERY, max(1, len(flat)))
+    return list(flat[first::MEASURED_EVERY])

@@ -1,6 +1,6 @@
 """The reference policy: frozen weights that the loss compares the policy with.
 
-Legend: N = own tokens of a micro-batch.
+Legend: N = own tokens of a row.
 
 Its weights wait in the host's memory. For one pass over the batch they are on the device beside the policy's, and the
 policy's own module computes with them; no second model exists. It makes its pass before the policy's gradient, so its
@@ -17,7 +17,7 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.config import KlConfig
-from services.trainer.batching.micro_batch import MicroBatch
+from services.trainer.batching.rows import PackedRow
 
 _FILE = "reference.pt"
 
@@ -31,7 +31,7 @@ class ReferencePolicy:
         """Begin with the policy's present weights.
 
         Args:
-            policy: Returns `TokenLogprobs` of a micro-batch.
+            policy: Returns `TokenLogprobs` of a row.
             config: When the reference follows the policy.
             precision: Context in which the policy computes.
         """
@@ -41,13 +41,13 @@ class ReferencePolicy:
         self._num_updates = 0
         self._weights = {name: _on_host(parameter) for name, parameter in policy.named_parameters()}
 
-    def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-        """Return float32[N] on the host for each micro-batch."""
+    def logprobs(self, rows: Iterable[PackedRow]) -> list[torch.Tensor]:
+        """Return float32[N] on the host for each row."""
         devices = {name: parameter.device for name, parameter in self._policy.named_parameters()}
         weights = {name: weight.to(devices[name], non_blocking=True) for name, weight in self._weights.items()}
         compute = partial(torch.func.functional_call, self._policy, weights)
         with torch.no_grad(), self._precision():
-            return [compute((batch,)).logprobs_N.float().cpu() for batch in batches]
+            return [compute((row,)).logprobs_N.float().cpu() for row in rows]
 
     def count_update(self) -> None:
         """Take note of an optimizer step, after it; refresh the reference if it is time."""

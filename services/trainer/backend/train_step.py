@@ -1,8 +1,8 @@
 """One optimizer step: groups in, new weights and metrics out.
 
-Legend: G = samples of the batch, N = the policy's own tokens of a micro-batch.
+Legend: G = samples of the batch, N = the policy's own tokens of a row.
 
-Invariants: the step is the same however the batch is cut into micro-batches. Groups without an advantage add nothing to
+Invariants: the step is the same however the batch is cut into rows. Groups without an advantage add nothing to
 the policy gradient, but count in every denominator, and so do groups that cannot be trained because one of their
 numbers is not finite. A step without a gradient that could be trusted leaves weights and AdamW's averages unchanged,
 and says why.
@@ -26,7 +26,7 @@ from services.trainer.backend.batch import Batch, is_finite, make_batch
 from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.optimizer import Optimizer
 from services.trainer.backend.reference import ReferencePolicy
-from services.trainer.batching.micro_batch import MicroBatch
+from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
 
@@ -47,7 +47,7 @@ class _Passed:
 
     loss: float
     tokens: Tokens
-    """Of the whole batch, detached."""
+    """All that were computed, detached."""
     terms: Loss
     """Of these, in float64."""
 
@@ -56,7 +56,7 @@ class _Passed:
 class TrainStep:
     """Takes steps with one model and one optimizer."""
 
-    model: Callable[[MicroBatch], TokenLogprobs]
+    model: Callable[[PackedRow], TokenLogprobs]
     """With gradient."""
     optimizer: Optimizer
     reference: ReferencePolicy | None
@@ -107,8 +107,9 @@ class TrainStep:
             "num_tokens": float(batch.num_tokens_G.sum()),
             "loss": loss,
             "step_time_s": duration_s,
-            "trained_tokens_per_s": batch.num_forward / duration_s,
-            "padding_fraction": 1 - batch.num_forward / max(1, batch.num_padded),
+            "trained_tokens_per_s": sum(map(len, batch.sequences)) / duration_s,
+            "packing_density": batch.packing_density,
+            "shared_token_fraction": batch.shared_token_fraction,
         }
 
     def _pass_over(self, batch: Batch) -> _Passed | None:
@@ -121,7 +122,7 @@ class TrainStep:
             return None
         references: list[torch.Tensor | None] = [None] * len(batch.plan)
         if self.reference is not None:
-            references = [*self.reference.logprobs(map(batch.micro_batch, range(len(batch.plan))))]
+            references = [*self.reference.logprobs(map(batch.row, range(len(batch.plan))))]
         statistics = BatchStatistics()
         if needs_statistics(self.algorithm):
             with torch.no_grad():
@@ -141,16 +142,16 @@ class TrainStep:
         return _Passed(loss=loss, tokens=whole, terms=terms)
 
     def _forward(self, batch: Batch, number: int, reference_N: torch.Tensor | None) -> Tokens:
-        micro_batch = batch.micro_batch(number)
-        output = self.model(micro_batch)
+        row = batch.row(number)
+        output = self.model(row)
         is_finite_N = output.logprobs_N.isfinite()
         if not is_finite_N.all():
-            raise _NotFiniteError(set(micro_batch.sample_N[~is_finite_N].tolist()))
+            raise _NotFiniteError(set(row.sample_N[~is_finite_N].tolist()))
         return Tokens(
             logprobs_N=output.logprobs_N,
-            engine_logprobs_N=micro_batch.engine_logprobs_N,
-            versions_N=micro_batch.versions_N,
-            sample_N=micro_batch.sample_N,
+            engine_logprobs_N=row.engine_logprobs_N,
+            versions_N=row.versions_N,
+            sample_N=row.sample_N,
             entropy_N=output.entropy_N,
             reference_logprobs_N=None if reference_N is None else reference_N.to(self.device),
         )

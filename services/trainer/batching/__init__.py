@@ -1,1 +1,1 @@
-"""From groups to what the model reads: sequences, images, micro-batches."""
+"""From groups to what the model reads: sequences, images, positions, packed rows."""

@@ -1,6 +1,6 @@
 """Positions of the tokens of one sample, as the Qwen-VL families count them.
 
-Legend: X = tokens of a sample with placeholders expanded.
+Legend: X = tokens of a sample with placeholders expanded, R = the three axes of rotary positions.
 
 A model has two notions of position. The *text position* is the token's place in its sample. The *rotary position* has
 three axes, time, height and width (M-RoPE, Wang et al. 2024, "Qwen2-VL", section 2.1): equal on text, and on an image
@@ -40,16 +40,16 @@ def sample_positions(
     if [stop - start for start, stop in zip(starts, stops, strict=True)] != list(num_placeholders):
         raise ValueError(f"runs of placeholders at {starts} to {stops} are not images of {list(num_placeholders)}")
 
-    rotary_3X = np.empty((3, num_tokens), dtype=np.int64)
+    rotary_RX = np.empty((3, num_tokens), dtype=np.int64)
     token, position = 0, 0
     for start, stop, grid in zip(starts, stops, grids, strict=True):
-        rotary_3X[:, token:start] = np.arange(position, position + start - token)
+        rotary_RX[:, token:start] = np.arange(position, position + start - token)
         position += start - token
         time, height, width = _merged(grid, stop - start)
-        rotary_3X[:, start:stop] = position + np.indices((time, height, width)).reshape(3, -1)
+        rotary_RX[:, start:stop] = position + np.indices((time, height, width)).reshape(3, -1)
         token, position = stop, position + max(height, width)
-    rotary_3X[:, token:] = np.arange(position, position + num_tokens - token)
-    return np.concatenate([np.arange(num_tokens)[None], rotary_3X])
+    rotary_RX[:, token:] = np.arange(position, position + num_tokens - token)
+    return np.concatenate([np.arange(num_tokens)[None], rotary_RX])
 
 
 def _merged(grid: tuple[int, int, int], num_placeholders: int) -> tuple[int, int, int]:

@@ -45,6 +45,17 @@ class TrainSequence:
         """Tokens that the policy sampled."""
         return int(self.loss_mask_X.sum())
 
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model must read: those before the last own token, which itself is only predicted."""
+        return int(np.flatnonzero(self.loss_mask_X)[-1])
+
+    @property
+    def image_starts(self) -> list[int]:
+        """Where the placeholders of each image begin."""
+        starts: list[int] = np.flatnonzero(np.diff(self.image_mask_X.astype(np.int8), prepend=0) == 1).tolist()
+        return starts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainGroup:

@@ -2,7 +2,7 @@
 
 Invariant: in the environment of the recording, the same settings give the same bits: loss, gradient norm and weights.
 A step reads only the weights, the optimizer's state, torch's random state, the groups in their order, the published
-version and its settings. Its micro-batches follow from these.
+version and its settings. Its packed rows follow from these.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,228 @@
+"""Attention over packed rows, for any transformers model that asks its attention function from `AttentionInterface`.
+
+Legend: T = tokens of a row, H = attention heads, G = key/value heads, D = head dimension, S = segments of a bucket, Q =
+longest query range of a bucket, K = prefix and Q together, M = gathered keys of all segments.
+
+Each segment of a row attends to its prefix segment in full and to itself causally. Keys and values are gathered as
+prefix + segment, so a single causal call does both: query i of a segment sees the keys up to prefix + i. The gather's
+backward pass adds the gradients of all responses up in the prompt's keys. No mask of T x T exists.
+
+On a GPU in half precision: one call of `torch.nn.attention.varlen` per layer. Causal there means aligned at the bottom
+right, as flash attention does where there are fewer queries than keys. Elsewhere: scaled_dot_product_attention, one
+call per bucket of segments with equal prefix length and nearly equal length.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.errors import ConfigError
+from services.trainer.batching.rows import Segment
+
+NAME = "penstock_packed"
+"""Under which transformers knows `packed_attention`. It has no mask function, so transformers builds no mask."""
+BUCKET_MULTIPLE = 16
+"""Segments whose lengths round up to the same multiple share a call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VarlenIndex:
+    """A row for one call of `varlen_attn`."""
+
+    key_tokens_M: torch.Tensor
+    """int64[M]: the row's token of each gathered key."""
+    cu_queries: torch.Tensor
+    """int32[segments + 1]: where each segment's queries begin."""
+    cu_keys: torch.Tensor
+    """int32[segments + 1]: where each segment's gathered keys begin."""
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bucket:
+    """Segments of equal prefix length, padded at the end to one length."""
+
+    query_tokens_SQ: torch.Tensor
+    """int64[S, Q]: the row's token of each query; at the padding, the segment's first."""
+    key_tokens_SK: torch.Tensor
+    """int64[S, K]: prefix, then the segment. Only queries that are padding see keys that are."""
+    mask_QK: torch.Tensor | None
+    """bool[Q, K]; None without a prefix, where plain causal attention says the same."""
+
+
+class RowLayout:
+    """The segments of a row, as indices for the attention of every layer. Made once per forward pass."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        """Describe a row that the segments cover in order."""
+        self._segments = segments
+        self._device = device
+
+    @cached_property
+    def varlen(self) -> VarlenIndex:
+        """For `varlen_attn`."""
+        keys = [_keys_of(segment) for segment in self._segments]
+        return VarlenIndex(
+            key_tokens_M=torch.cat(keys).to(self._device),
+            cu_queries=self._offsets([segment.stop - segment.start for segment in self._segments]),
+            cu_keys=self._offsets([len(tokens) for tokens in keys]),
+            max_queries=max(segment.stop - segment.start for segment in self._segments),
+            max_keys=max(map(len, keys)),
+        )
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """For scaled_dot_product_attention."""
+        return tuple(self._bucket(*sizes, members) for sizes, members in self._alike.items())
+
+    @cached_property
+    def bucket_rows_T(self) -> torch.Tensor:
+        """int64[T]: where each token of the row stands in the buckets' outputs, put behind each other."""
+        rows_T = torch.empty(self._segments[-1].stop, dtype=torch.int64)
+        first_row = 0
+        for (_, length), members in self._alike.items():
+            for segment in members:
+                num_tokens = segment.stop - segment.start
+                rows_T[segment.start : segment.stop] = torch.arange(first_row, first_row + num_tokens)
+                first_row += length
+        return rows_T.to(self._device)
+
+    @cached_property
+    def _alike(self) -> dict[tuple[int, int], list[Segment]]:
+        """Segments by prefix length and rounded own length."""
+        alike: dict[tuple[int, int], list[Segment]] = defaultdict(list)
+        for segment in self._segments:
+            length = -(-(segment.stop - segment.start) // BUCKET_MULTIPLE) * BUCKET_MULTIPLE
+            alike[segment.prefix_stop - segment.prefix_start, length].append(segment)
+        return alike
+
+    def _offsets(self, lengths: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).to(self._device, torch.int32)
+
+    def _bucket(self, prefix: int, length: int, members: Sequence[Segment]) -> Bucket:
+        offsets_Q = torch.arange(length)
+        starts_S = torch.tensor([segment.start for segment in members])
+        stops_S = torch.tensor([segment.stop for segment in members])
+        query_tokens_SQ = starts_S[:, None] + offsets_Q
+        query_tokens_SQ = torch.where(query_tokens_SQ < stops_S[:, None], query_tokens_SQ, starts_S[:, None])
+        prefix_starts_S = torch.tensor([segment.prefix_start for segment in members])
+        prefix_tokens_S = prefix_starts_S[:, None] + torch.arange(prefix)
+        mask_QK = torch.ones(length, prefix + length, dtype=torch.bool).tril(prefix) if prefix else None
+        return Bucket(
+            query_tokens_SQ=query_tokens_SQ.to(self._device),
+            key_tokens_SK=torch.cat([prefix_tokens_S, query_tokens_SQ], dim=1).to(self._device),
+            mask_QK=None if mask_QK is None else mask_QK.to(self._device),
+        )
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    row_layout: RowLayout,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return [1, T, H, D] and no weights: what transformers expects of an attention function.
+
+    Args:
+        module: The attention layer; not used.
+        query: [1, H, T, D].
+        key: [1, G, T, D].
+        value: [1, G, T, D]; its dtype is that of the products, for autocast does not reach every kernel.
+        attention_mask: None: transformers builds none for a function that it does not know.
+        scaling: Factor on the products of queries and keys.
+        row_layout: The row's segments, given to the model's forward as a keyword.
+        sliding_window: Must be None, like the next two: what some models want and packed rows do not do.
+        softcap: Bound on the products.
+        s_aux: Attention sinks.
+
+    Raises:
+        ConfigError: the model wants one of the last three.
+    """
+    assert attention_mask is None, "packed rows need no mask"
+    wanted = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+    if unknown := [name for name, value in wanted.items() if value is not None]:
+        raise ConfigError(f"the model attends with {', '.join(unknown)}, which the trainer's packed rows do not do")
+    query_THD, key_TGD, value_TGD = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
+    half = value.dtype in (torch.bfloat16, torch.float16)
+    attend = _attend_varlen if value.is_cuda and half else _attend_buckets
+    return attend(query_THD, key_TGD, value_TGD, scaling, row_layout)[None], None
+
+
+def _attend_varlen(
+    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, scaling: float, layout: RowLayout
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    index = layout.varlen
+    output: torch.Tensor = varlen_attn(
+        query_THD.contiguous(),
+        key_TGD.index_select(0, index.key_tokens_M),
+        value_TGD.index_select(0, index.key_tokens_M),
+        index.cu_queries,
+        index.cu_keys,
+        index.max_queries,
+        index.max_keys,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+        num_splits=1,  # a row's other segments do not change the order of summation
+    )
+    return output
+
+
+def _attend_buckets(
+    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, scaling: float, layout: RowLayout
+) -> torch.Tensor:
+    gqa = query_THD.shape[1] != key_TGD.shape[1]
+    outputs = []
+    for bucket in layout.buckets:
+        output = scaled_dot_product_attention(
+            query_THD[bucket.query_tokens_SQ].transpose(1, 2),
+            key_TGD[bucket.key_tokens_SK].transpose(1, 2),
+            value_TGD[bucket.key_tokens_SK].transpose(1, 2),
+            attn_mask=bucket.mask_QK,
+            is_causal=bucket.mask_QK is None,
+            scale=scaling,
+            enable_gqa=gqa,
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[layout.bucket_rows_T]
+
+
+def use_packed_attention(model: Any) -> None:
+    """Have the text part of a transformers model attend with `packed_attention`; its vision tower stays as it is.
+
+    Raises:
+        ConfigError: a layer of the model attends in a way that packed rows do not reproduce.
+    """
+    from transformers import AttentionInterface
+
+    text_config = model.config.get_text_config()
+    AttentionInterface.register(NAME, packed_attention)
+    parts = {name: NAME for name in model.config.sub_configs if getattr(model.config, name) is text_config}
+    model.set_attn_implementation(parts or NAME)
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or text_config._attn_implementation != NAME:
+        raise ConfigError(
+            f"models of type {model.config.model_type} cannot read packed rows: the trainer needs layers of full "
+            f"attention ({sorted(layer_types)} found) whose function can be chosen; choose another model"
+        )
+
+
+def _keys_of(segment: Segment) -> torch.Tensor:
+    prefix = torch.arange(segment.prefix_start, segment.prefix_stop)
+    return torch.cat([prefix, torch.arange(segment.start, segment.stop)])

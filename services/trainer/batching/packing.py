@@ -1,0 +1,163 @@
+"""Plans packed rows: which samples share a row, and which of them share a prompt.
+
+Samples of a group begin with the same prompt. A *block* holds the group's common prefix once and what each sample has
+after it; a *row* is a list of blocks. Nothing here knows tensors: a plan is made of numbers.
+
+Invariants: every sample is in exactly one block; a row has at most `max_tokens` tokens unless one sample alone has
+more; the same lengths give the same plan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from services.trainer.batching.sequences import TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Samples of one group that stand in one row."""
+
+    samples: tuple[int, ...]
+    """Their numbers."""
+    prefix_length: int
+    """Leading tokens that all of them have in common and that the row holds once; 0 if nothing is shared."""
+
+
+Row = tuple[Block, ...]
+
+
+@dataclass(slots=True)
+class _OpenRow:
+    """A row that is being filled."""
+
+    members: dict[int, list[int]] = field(default_factory=dict)
+    """Samples by group."""
+    num_tokens: int = 0
+
+
+def common_prefix_length(sequences: Sequence[TrainSequence]) -> int:
+    """Return the number of leading tokens that all sequences have in common, images included.
+
+    It never ends inside an image. It can reach into the policy's own tokens, where samples begin their answers alike:
+    each sample then reads its own log-probabilities from the shared rows.
+    """
+    first = sequences[0]
+    shared = min(sequence.num_inputs for sequence in sequences)
+    for other in sequences[1:]:
+        differs = np.flatnonzero(first.token_ids_X[:shared] != other.token_ids_X[:shared])
+        shared = int(differs[0]) if len(differs) else shared
+        for start, mine, others in zip(first.image_starts, first.images, other.images, strict=False):
+            if start < shared and mine is not others:  # placeholders are equal, what they stand for is not
+                shared = start
+    return shared
+
+
+def pack(
+    sequences: Sequence[TrainSequence],
+    groups: Sequence[int],
+    chosen: Sequence[int],
+    *,
+    max_tokens: int,
+    share_prompts: bool,
+    fill: bool = False,
+) -> list[Row]:
+    """Plan rows of the chosen samples.
+
+    Args:
+        sequences: All samples of the optimizer batch.
+        groups: The group of each sample.
+        chosen: Numbers of the samples to pack.
+        max_tokens: Of a row; a longer sample is alone.
+        share_prompts: Have samples of a group share what they begin with.
+        fill: As in `plan_rows`.
+    """
+    members: dict[int, list[int]] = {}
+    for number in chosen:
+        members.setdefault(groups[number], []).append(number)
+    prefixes = {
+        group: common_prefix_length([sequences[number] for number in numbers]) if share_prompts else 0
+        for group, numbers in members.items()
+    }
+    plan = plan_rows(
+        [sequences[number].num_inputs for number in chosen],
+        [groups[number] for number in chosen],
+        [prefixes[groups[number]] for number in chosen],
+        max_tokens,
+        fill=fill,
+    )
+    return [
+        tuple(replace(block, samples=tuple(chosen[place] for place in block.samples)) for block in row) for row in plan
+    ]
+
+
+def num_row_tokens(row: Row, lengths: Sequence[int]) -> int:
+    """Return the tokens of a row, given the input tokens of every sample."""
+    return sum(
+        block.prefix_length + sum(lengths[number] - block.prefix_length for number in block.samples) for block in row
+    )
+
+
+def plan_rows(
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    prefix_lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    fill: bool = False,
+) -> list[Row]:
+    """Put samples into as few rows as first-fit decreasing finds, the longest first.
+
+    A group whose block fits into a row is never cut, for a cut costs a second copy of its prefix. A larger group fills
+    rows of its own and leaves its rest to be combined with others.
+
+    Args:
+        lengths: Input tokens of each sample, its prefix included.
+        groups: The group of each sample.
+        prefix_lengths: Tokens that each sample shares with all others of its group; 0 shares nothing.
+        max_tokens: Of a row. A longer sample is alone.
+        fill: Cut groups wherever it fills a row. Right if rows are padded to `max_tokens`, where an empty place costs
+            as much as a second copy.
+    """
+    by_group: dict[int, list[int]] = {}
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        # Samples that share nothing are groups of one.
+        by_group.setdefault(groups[number] if prefix_lengths[number] else -1 - number, []).append(number)
+    items: list[list[int]] = []
+    for members in sorted(by_group.values(), key=lambda members: (-_size(members, lengths, prefix_lengths), members)):
+        is_kept_whole = not fill and _size(members, lengths, prefix_lengths) <= max_tokens
+        items += [members] if is_kept_whole else [[number] for number in members]
+
+    rows: list[_OpenRow] = []
+    for item in items:
+        group = groups[item[0]]
+        alone = _size(item, lengths, prefix_lengths)
+        beside = alone - prefix_lengths[item[0]]  # where the row holds the prefix already
+        for row in [*(row for row in rows if group in row.members), *rows]:  # rows of its own group first
+            cost = beside if group in row.members else alone
+            if row.num_tokens + cost <= max_tokens:
+                break
+        else:
+            row, cost = _OpenRow(), alone
+            rows.append(row)
+        row.members.setdefault(group, []).extend(item)
+        row.num_tokens += cost
+    return [_closed(row, prefix_lengths) for row in rows]
+
+
+def _size(members: Sequence[int], lengths: Sequence[int], prefix_lengths: Sequence[int]) -> int:
+    """Return the tokens of a block."""
+    prefix = prefix_lengths[members[0]]
+    return prefix + sum(lengths[number] - prefix for number in members)
+
+
+def _closed(row: _OpenRow, prefix_lengths: Sequence[int]) -> Row:
+    blocks = []
+    for members in row.members.values():
+        prefix = prefix_lengths[members[0]]
+        if prefix and len(members) > 1:
+            blocks.append(Block(samples=tuple(members), prefix_length=prefix))
+        else:
+            blocks += [Block(samples=(number,), prefix_length=0) for number in members]
+    return tuple(blocks)

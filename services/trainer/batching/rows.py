@@ -1,0 +1,186 @@
+"""Builds packed rows: what one forward pass reads, and what the loss needs beside it.
+
+Legend: T = tokens of a row, A = the four axes of positions, N = the policy's own tokens of its samples, I = images in
+order of their placeholders, U = different images among them, P = patches of the different images, D = values of a
+patch.
+
+A row is a list of segments. A segment's tokens attend to the tokens before them in the segment, and to the whole prefix
+segment if they have one: a group's prompt stands in a row once, and each response is a segment that has it as prefix.
+Nothing else is visible, and positions go on where the prefix stops, so each response is computed as if it stood alone
+behind its prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from services.trainer.batching.images import ImagePatches
+from services.trainer.batching.packing import Block, Row
+from services.trainer.batching.positions import NUM_AXES, sample_positions
+from services.trainer.batching.sequences import TrainSequence
+
+ROW_MULTIPLE = 64
+"""Rows of a fixed length are multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens of a row that belong together, as ranges of the row."""
+
+    start: int
+    stop: int
+    prefix_start: int = 0
+    prefix_stop: int = 0
+    """Empty if there is no prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedRow:
+    """A row of samples behind each other: a micro-batch."""
+
+    input_ids_T: torch.Tensor
+    positions_AT: torch.Tensor
+    """From `sample_positions`, sample by sample."""
+    segments: tuple[Segment, ...]
+    """They cover the row in order."""
+    predict_N: torch.Tensor
+    """The row's token from whose hidden state the own token is predicted: in a group, responses share the prompt's
+    last."""
+    targets_N: torch.Tensor
+    """The policy's own tokens, sample by sample."""
+    sample_N: torch.Tensor
+    """Number of each token's sample in the optimizer batch."""
+    engine_logprobs_N: torch.Tensor
+    versions_N: torch.Tensor
+    pixel_values_PD: torch.Tensor | None
+    """None if the row has no image."""
+    grid_thw_U3: torch.Tensor | None
+    image_numbers_I: tuple[int, ...]
+    """For each occurrence, its row in the different images."""
+    num_padded: int
+    """Tokens at the row's end that belong to no sample; they are a segment of their own."""
+
+    @property
+    def num_own_tokens(self) -> int:
+        """N."""
+        return len(self.predict_N)
+
+    @property
+    def num_tokens(self) -> int:
+        """T without what is padded."""
+        return len(self.input_ids_T) - self.num_padded
+
+    def to(self, device: torch.device) -> "PackedRow":
+        """Return a copy on `device`."""
+        tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def build_row(sequences: Sequence[TrainSequence], row: Row, *, length: int = 0) -> PackedRow:
+    """Build a row of the plan.
+
+    Args:
+        sequences: All samples of the optimizer batch, by number.
+        row: From `plan_rows`.
+        length: The row is padded to this, and then to a multiple of `ROW_MULTIPLE`; 0 pads nothing.
+    """
+    builder = _RowBuilder()
+    for block in row:
+        builder.add(sequences, block)
+    if length:
+        builder.pad(length)
+    return builder.build()
+
+
+def padded_length(num_tokens: int, length: int) -> int:
+    """Return the length of a row that is padded to `length`, and then to a multiple of `ROW_MULTIPLE`."""
+    return -(-max(length, num_tokens) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+class _RowBuilder:
+    """Puts blocks behind each other."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._segments: list[Segment] = []
+        self._ids: list[np.ndarray] = []
+        self._positions: list[np.ndarray] = []
+        self._own: dict[str, list[np.ndarray]] = {
+            name: [] for name in ("predict", "targets", "sample", "engine_logprobs", "versions")
+        }
+        self._images: list[ImagePatches] = []
+        self._num_padded = 0
+
+    def add(self, sequences: Sequence[TrainSequence], block: Block) -> None:
+        """Append the block's prefix, then what each of its samples has behind it."""
+        prefix = block.prefix_length
+        positions = {number: _positions(sequences[number]) for number in block.samples}
+        first = block.samples[0]
+        prefix_start, prefix_stop = self._append(sequences[first], positions[first], 0, prefix, 0, 0)
+        for number in block.samples:
+            sequence = sequences[number]
+            start, _ = self._append(sequence, positions[number], prefix, sequence.num_inputs, prefix_start, prefix_stop)
+            own = np.flatnonzero(sequence.loss_mask_X)
+            read = own - 1
+            self._own["predict"].append(np.where(read < prefix, prefix_start + read, start + read - prefix))
+            self._own["targets"].append(sequence.token_ids_X[own])
+            self._own["sample"].append(np.full(len(own), number, dtype=np.int64))
+            self._own["engine_logprobs"].append(sequence.engine_logprobs_X[own])
+            self._own["versions"].append(sequence.versions_X[own])
+
+    def pad(self, length: int) -> None:
+        """Append a segment without own tokens. Its id is the row's first, which is never a placeholder."""
+        target = padded_length(self._length, length)
+        self._num_padded = target - self._length
+        if self._num_padded:
+            self._segments.append(Segment(start=self._length, stop=target))
+            self._ids.append(np.repeat(self._ids[0][:1], self._num_padded))
+            self._positions.append(np.tile(np.arange(self._num_padded), (NUM_AXES, 1)))
+
+    def build(self) -> PackedRow:
+        """Return the row."""
+        numbers: dict[int, int] = {}
+        image_numbers = tuple(numbers.setdefault(id(image), len(numbers)) for image in self._images)
+        different = [self._images[image_numbers.index(number)] for number in range(len(numbers))]
+        return PackedRow(
+            input_ids_T=torch.from_numpy(np.concatenate(self._ids)),
+            positions_AT=torch.from_numpy(np.concatenate(self._positions, axis=1)),
+            segments=tuple(self._segments),
+            **{f"{name}_N": torch.from_numpy(np.concatenate(parts)) for name, parts in self._own.items()},
+            pixel_values_PD=torch.cat([image.pixel_values_PD for image in different]) if different else None,
+            grid_thw_U3=torch.tensor([image.grid_thw for image in different]) if different else None,
+            image_numbers_I=image_numbers,
+            num_padded=self._num_padded,
+        )
+
+    def _append(
+        self,
+        sequence: TrainSequence,
+        positions_AX: np.ndarray,
+        begin: int,
+        end: int,
+        prefix_start: int,
+        prefix_stop: int,
+    ) -> tuple[int, int]:
+        """Append tokens [begin, end) of a sample as a segment, if there are any, and return its range in the row."""
+        start = self._length
+        if begin < end:
+            self._length = start + end - begin
+            self._segments.append(
+                Segment(start=start, stop=self._length, prefix_start=prefix_start, prefix_stop=prefix_stop)
+            )
+            self._ids.append(sequence.token_ids_X[begin:end])
+            self._positions.append(positions_AX[:, begin:end])
+            shown = zip(sequence.image_starts, sequence.images, strict=True)
+            self._images += [image for image_start, image in shown if begin <= image_start < end]
+        return start, self._length
+
+
+def _positions(sequence: TrainSequence) -> np.ndarray:
+    return sample_positions(
+        sequence.image_mask_X,
+        [image.grid_thw for image in sequence.images],
+        [image.num_placeholders for image in sequence.images],
+    )
