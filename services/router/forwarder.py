@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 import structlog
 
 from penstock.clients.turn import RetryBudget, run_turn
-from penstock.errors import PenstockError
+from penstock.errors import NotReadyError, OverloadedError, PenstockError
 from services.router.balancing import UNBOUNDED, Query
 from services.router.config import RouterConfig
 from services.router.resumable_stream import ResumableStream
@@ -73,7 +73,9 @@ class _Slots:
     def note_failure(self, slot: Slot, error: PenstockError, *, has_progressed: bool) -> None:
         self._ticket.last_error = error
         replica_id = slot.culprit.replica_id
-        log.warning("generate.retried", request=self._query.request_id, replica=replica_id, error=str(error))
+        is_rejection = isinstance(error, NotReadyError | OverloadedError)
+        level = log.warning if not is_rejection or slot.culprit.is_first_rejection else log.debug  # once per outage
+        level("generate.retried", request=self._query.request_id, replica=replica_id, error=str(error))
         self._query.excluded |= {replica_id}
         self._ticket.is_patient = self._budget.is_suspect
         if has_progressed:

@@ -37,6 +37,8 @@ class ReplicaSlots:
         self.connection = connection
         self.is_gone = False
         """Whether its lease has ended; calls may still run."""
+        self.num_rejections = 0
+        """Calls that it rejected since its last whole answer."""
         self.partners = Partners()
         self._publish = publish
         self._limit = Limit(tuning.limit, lease.max_running)
@@ -109,10 +111,15 @@ class ReplicaSlots:
 
     def reject(self, now: float, *, is_overload: bool) -> None:
         """The replica rejected the call, which is no failure."""
+        self.num_rejections += 1
         if is_overload and self._rejecting_until <= now:  # once for all calls that it rejects at the same moment
             self._limit.reject()
         self._rejecting_until = now + REJECT_PAUSE_S
         self._refresh()
+
+    def complete(self) -> None:
+        """An answer is whole, so the replica no longer rejects calls."""
+        self.num_rejections = 0
 
     def fail(self, now: float, *, probe: bool, unreachable: bool) -> None:
         """The replica broke the call off, or could not be reached."""

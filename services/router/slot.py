@@ -76,6 +76,11 @@ class Slot:
         return self._replica.replica_id
 
     @property
+    def is_first_rejection(self) -> bool:
+        """Whether the replica had rejected no call since its last whole answer before this one."""
+        return self._replica.num_rejections == 1
+
+    @property
     def peer(self) -> ReplicaConnection:
         """The replica."""
         return self._replica.connection
@@ -121,6 +126,8 @@ class Slot:
         """Note what became of the call; without this, nothing is learnt about the replica."""
         self._is_settled = True
         replica, now = self._replica, self._clock()
+        if error is None:
+            replica.complete()
         if isinstance(error, UnavailableError) and not isinstance(error, UnreachableError) and self._is_pushed:
             error = NotReadyError(str(error))
         if isinstance(error, OverloadedError | NotReadyError):  # it is well, and rejected the call

@@ -127,6 +127,21 @@ async def test_an_image_that_is_not_stored_is_no_failure_of_the_replica(steady_b
         assert [each.breaker for each in (await caller.replicas()).replicas] == [CLOSED]
 
 
+async def test_an_outage_of_the_image_store_is_logged_once(steady_bus: Bus) -> None:
+    """The only replica rejects a call again and again: one warning, and one more in the next outage."""
+    async with pool(steady_bus, 1, wait_for_replica_s=30.0) as (caller, [engine]):
+        for _ in range(2):
+            with capture_logs() as events:
+                engine.error, num_before = NotReadyError("images[0]: cannot be fetched from NATS"), engine.num_calls
+                pending = asyncio.ensure_future(caller.generate(timeout_s=60.0))
+                await until(lambda num=num_before: engine.num_calls >= num + 3)
+                engine.error = None
+                await pending
+            levels = [event["log_level"] for event in events if event["event"] == "generate.retried"]
+            assert levels[0] == "warning"
+            assert set(levels[1:]) == {"debug"}
+
+
 async def test_a_call_gets_the_replica_that_can_be_reached_again(steady_bus: Bus) -> None:
     """Within a moment, though it is the one that this very call could not reach."""
     async with pool(steady_bus, 1, wait_for_replica_s=20.0, breaker={"open_s": 0.2, "max_open_s": 0.4}) as (
