@@ -165,7 +165,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         if request.sampling.max_new_tokens < 1:
             raise InvalidRequestError(f"max_new_tokens = {request.sampling.max_new_tokens} must be at least 1")
         if self._refusing:
-            raise UnavailableError("this engine is REPLICA_STATE_DRAINING; ask another replica")
+            raise NotReadyError("this engine is REPLICA_STATE_DRAINING; ask another replica")
         if request.min_policy_version > self.replica.policy_version:
             raise NotReadyError(f"policy version {self.replica.policy_version} < {request.min_policy_version}")
         await asyncio.sleep(self.delay_s)

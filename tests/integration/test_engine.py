@@ -262,8 +262,9 @@ async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
     results = await asyncio.gather(*calls, return_exceptions=True)
     codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
     assert codes == {grpc.StatusCode.UNAVAILABLE}
-    with pytest.raises(grpc.aio.AioRpcError, match="BROKEN"):
+    with pytest.raises(grpc.aio.AioRpcError, match="BROKEN") as refused:
         await engine.generation.Generate(request([1, 2, 3]), timeout=60)
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     newer = current.perturbed(7)
     await Push(engine, newer.weights, version + 1).complete()
     replica = await engine.replica()

@@ -92,7 +92,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert all(answer.output_ids for answer in answers)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _until_refused(engine)
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         handed_over = await asyncio.gather(*plays, return_exceptions=True)
         assert {type(each) for each in handed_over} == {UnavailableError}
         assert await promptly(engine.process.wait()) == 0
@@ -128,7 +128,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
         with pytest.raises(grpc.aio.AioRpcError, match="REPLICA_STATE_DRAINING") as caught:
             await engine.generation.Generate(_request(5), timeout=10)
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         drained = await draining
         assert drained.num_handed_over == 5
         assert (await short).output_ids

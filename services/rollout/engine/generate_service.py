@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError, UnavailableError
+from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError
 from penstock.rpc.server import deadline_s
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
@@ -103,7 +103,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     def _require_serving(self) -> None:
         state = self._view.state
         if state in (common_pb2.REPLICA_STATE_BROKEN, common_pb2.REPLICA_STATE_DRAINING):
-            raise UnavailableError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
+            raise NotReadyError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
 
     async def _check(self, request: generate_pb2.GenerateRequest) -> CheckedRequest:
         if not request.images:
