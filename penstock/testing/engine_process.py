@@ -22,9 +22,11 @@ _ROOT = Path(__file__).parents[2]
 class EngineProcess:
     """A running `penstock serve rollout`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, address: str, log: Path, scratch: Path) -> None:
         self.process = process
         self.log = log
+        self.scratch = scratch
+        """Its TMPDIR."""
         self.channel = connect(address)
         self.generation = generate_pb2_grpc.GenerateServiceStub(self.channel)
         self.control = rollout_pb2_grpc.RolloutServiceStub(self.channel)
@@ -52,7 +54,7 @@ async def engine_process(
         f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
         f'[log]\nformat = "json"\nlevel = "debug"\n[rollout]\n{settings}'
     )
-    # SGLang leaves the files of its sockets behind. Their paths must be short, so they cannot be in `folder`.
+    # Engines that are killed leave temporary files. The paths of sockets must be short, so they cannot be in `folder`.
     scratch = tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -62,7 +64,7 @@ async def engine_process(
             preexec_fn=dying_with_parent(),
         )  # fmt: skip
     try:
-        engine = EngineProcess(process, await _address(process, log), log)
+        engine = EngineProcess(process, await _address(process, log), log, Path(scratch.name))
         yield engine
         await engine.channel.close(None)
     finally:

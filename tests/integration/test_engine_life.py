@@ -97,6 +97,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert {type(each) for each in handed_over} == {UnavailableError}
         assert await promptly(engine.process.wait()) == 0
         assert not any(_runs(pid) for pid in children)
+        assert not list(engine.scratch.iterdir())  # nor the files of SGLang's sockets
         assert not watch.values
 
 

@@ -29,6 +29,7 @@ from services.rollout.engine.generate_service import GenerateServicer
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.replica_view import ReplicaView
 from services.rollout.engine.rollout_service import RolloutServicer
+from services.rollout.engine.scratch_folder import scratch_folder
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.weight_sync.sglang_weights import SglangWeights
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
@@ -76,21 +77,25 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         group_timeout_s=settings.group_timeout_s,
         security=security,
     )
-    async with starting as server:
-        async with connect(settings.bus, run=settings.run.name, security=security) as bus:
-            server.images.attach(ImageStore(bus))
-            bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
-            lease_of_server = held(
-                bucket, server.view.replica_id, lambda: _lease(server), ttl_s=settings.bus.lease_ttl_s
-            )
-            async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
-                keeping = [tasks.create_task(_renew_on_change(server, lease)), tasks.create_task(_follow_load(server))]
-                await _until_any((stop, server.engine.died))
-                await server.end_service(settings.run.grace_s)  # while the lease announces it
-                for task in keeping:
-                    task.cancel()
-        if server.engine.died.is_set():
-            raise UnavailableError("the engine died: one of SGLang's processes ended; start the engine again")
+    with scratch_folder():
+        async with starting as server:
+            async with connect(settings.bus, run=settings.run.name, security=security) as bus:
+                server.images.attach(ImageStore(bus))
+                bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
+                lease_of_server = held(
+                    bucket, server.view.replica_id, lambda: _lease(server), ttl_s=settings.bus.lease_ttl_s
+                )
+                async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
+                    keeping = [
+                        tasks.create_task(_renew_on_change(server, lease)),
+                        tasks.create_task(_follow_load(server)),
+                    ]
+                    await _until_any((stop, server.engine.died))
+                    await server.end_service(settings.run.grace_s)  # while the lease announces it
+                    for task in keeping:
+                        task.cancel()
+            if server.engine.died.is_set():
+                raise UnavailableError("the engine died: one of SGLang's processes ended; start the engine again")
 
 
 @asynccontextmanager

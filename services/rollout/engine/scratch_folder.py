@@ -1,0 +1,71 @@
+"""A folder for the temporary files of this process and its children, removed with it, also after kill -9.
+
+SGLang makes a file for each of its sockets and removes none of them. Invariant: a folder whose process has ended is
+removed by the next process that makes one in the same TMPDIR; a folder in use never is.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = "penstock-"
+"""Short: the path of a socket has at most 107 characters."""
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Use a folder of this process's own as TMPDIR during the context, and remove what dead processes left.
+
+    It sets the environment variable, for children, and `tempfile.tempdir`, for this process.
+    """
+    parent = Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    folder, lock = _make(parent)
+    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    try:
+        yield folder
+    finally:
+        if before[0] is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before[0]
+        tempfile.tempdir = before[1]
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(parent: Path) -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds its lock until it is closed or the process ends."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = _lock(folder)
+        if lock is not None:
+            return folder, lock
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock the folder; None if another process has it, may not be asked about it, or has removed it meanwhile."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.stat(folder)  # locked, but perhaps removed just before
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+    return None
