@@ -90,6 +90,11 @@ class AdvantageConfig(Axis):
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> Self:
         _check_function(self.kind, self.function)
+        if self.kind == "maxrl" and self.length_penalty.kind != "none":
+            raise ValueError(
+                f"maxrl needs rewards of at least 0, which length_penalty.kind = {self.length_penalty.kind!r} can make "
+                "negative; leave out one of them"
+            )
         if self.norm == "batch" and self.kind.startswith("reinforce_pp"):
             raise ValueError(f"{self.kind} whitens over the batch already; leave out norm")
         return self

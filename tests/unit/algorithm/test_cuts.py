@@ -1,0 +1,90 @@
+"""Loss, gradient and metrics are those of the batch, however it is cut into micro-batches and in whatever order."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.loss import policy_loss
+from services.trainer.algorithm.statistics import batch_statistics, needs_statistics
+from services.trainer.algorithm.token_stats import token_stats
+from services.trainer.algorithm.tokens import concatenated
+from tests.support.trainer.token_batches import ALGORITHMS, VERSION, TokenBatch, algorithm, random_batch
+
+ENTROPY_COEF = 0.05
+
+
+def run(
+    batch: TokenBatch, cuts: list[list[int]], config: AlgorithmConfig
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and metrics of micro-batches of these samples, as a train step computes them."""
+    theta = batch.theta_HV.clone().requires_grad_()
+    samples = batch.samples(config)
+    statistics = None
+    if needs_statistics(config):
+        with torch.no_grad():
+            seen = [batch.tokens(theta, cut).detached() for cut in cuts]
+        statistics = batch_statistics(concatenated(seen), samples, config)
+    loss = 0.0
+    seen = []
+    for cut in cuts:
+        tokens = batch.tokens(theta, cut)
+        part = policy_loss(tokens, samples, config, statistics=statistics, entropy_coef=ENTROPY_COEF).value
+        part.backward()
+        loss += float(part.detach())
+        seen.append(tokens.detached())
+    whole = concatenated(seen)
+    terms = policy_loss(whole, samples, config, statistics=statistics, entropy_coef=ENTROPY_COEF)
+    assert theta.grad is not None
+    return loss, theta.grad, token_stats(whole, terms, config, version=VERSION)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cut_changes_nothing(name: str, seed: int) -> None:
+    """All samples at once; each alone; and two random cuts of a random order."""
+    batch, config = random_batch(seed), ALGORITHMS[name]
+    num_samples = len(batch.rewards_G)
+    rng = np.random.default_rng(seed)
+    expected = run(batch, [list(range(num_samples))], config)
+    assert expected[1].abs().sum() > 0
+    cuts = [[[sample] for sample in range(num_samples)]]
+    for _ in range(2):
+        places = sorted(rng.choice(range(1, num_samples), rng.integers(1, 6), replace=False))
+        cuts.append([cut.tolist() for cut in np.split(rng.permutation(num_samples), places)])
+    for cut in cuts:
+        loss, gradient, metrics = run(batch, cut, config)
+        assert loss == pytest.approx(expected[0], rel=1e-11, abs=1e-12)
+        torch.testing.assert_close(gradient, expected[1], rtol=1e-9, atol=1e-12 * float(expected[1].abs().max() + 1))
+        assert metrics == pytest.approx(expected[2], rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["m2po", "correction: clip", "kl: k1 in reward"])
+def test_statistics_of_a_micro_batch_are_not_those_of_the_batch(name: str) -> None:
+    """The test above can fail: with statistics of each micro-batch by itself, the gradient depends on the cut."""
+    batch, config = random_batch(0), ALGORITHMS[name]
+    theta = batch.theta_HV.clone().requires_grad_()
+    samples = batch.samples(config)
+    for sample in range(18):
+        tokens = batch.tokens(theta, [sample])
+        statistics = batch_statistics(tokens.detached(), samples, config)
+        policy_loss(tokens, samples, config, statistics=statistics).value.backward()
+    whole = run(batch, [list(range(18))], config)[1]
+    assert float((theta.grad - whole).abs().max()) > 1e-3 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize(
+    "rejection", [{"kind": "opsm", "max_drop": 0.0}, {"kind": "k3", "max_k3": 0.05}, {"kind": "m2po", "max_m2": 1e-9}]
+)
+def test_rejected_tokens_do_not_make_others_heavier(rejection: dict[str, object]) -> None:
+    """The gradient with a rejection is that of the kept tokens in the batch without it."""
+    batch = random_batch(1)
+    config = algorithm("ppo", rejection=rejection, trust_region={"kind": "none"})
+    tokens, samples = batch.tokens(batch.theta_HV).detached(), batch.samples(config)
+    statistics = batch_statistics(tokens, samples, config)
+    kept = policy_loss(tokens, samples, config, statistics=statistics)
+    plain = policy_loss(tokens, samples, algorithm("ppo", trust_region={"kind": "none"}))
+    assert 0 < kept.rejected_N.sum() < len(kept.rejected_N)
+    weights = samples.weights_G[tokens.sample_N]
+    expected = -(weights * plain.region.objective_N)[~kept.rejected_N].sum()
+    torch.testing.assert_close(kept.value, expected)
