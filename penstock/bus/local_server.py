@@ -25,12 +25,13 @@ _CONFIG = """\
 listen: "{host}:{port}"
 max_payload: 32MB
 max_pending: 512MB
+write_deadline: "60s"
 ports_file_dir: "{folder}"
 pid_file: "{folder}/nats.pid"
 jetstream {{ store_dir: "{folder}/store", sync_interval: always }}
 """
-"""Several of the largest messages may be on their way to one client, and what is acknowledged is on the disk;
-deploy/nats.conf says why, and what it costs."""
+"""Several of the largest messages may be on their way to one client, also over a slow link, and what is acknowledged is
+on the disk; deploy/nats.conf says why, and what it costs."""
 _TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
 _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
 """The server reads the token from its environment: it is written into no file."""
