@@ -14,7 +14,7 @@ import pytest
 from penstock.clients.stream_attempt import stream_attempt
 from penstock.errors import UnavailableError
 from penstock.rpc.channel import connect
-from tests.support.waiting import promptly
+from tests.support.waiting import promptly, until
 
 LAST = b"last"
 
@@ -137,7 +137,6 @@ async def test_an_attempt_that_is_over_leaves_no_garbage() -> None:
                     pass
             replica.may_end.set()
             await replica.ended
-            await asyncio.sleep(0.2)
-            assert [call() for call in replica.calls] == [None]
+            await until(lambda: [call() for call in replica.calls] == [None])
     finally:
         gc.enable()

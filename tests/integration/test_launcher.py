@@ -26,7 +26,7 @@ from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
 from services.launch.run_status import describe_phase, fetch_run
 from services.trainer.telemetry.progress import Progress, TrainerServicer
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, promptly, until
 
 FAKE_RUN = Path(__file__).parents[1] / "support" / "fake_run.py"
 
@@ -116,7 +116,7 @@ class FakeRun:
         assert len(self.notes(word)) >= count, self.process.communicate()
         return self.notes(word)
 
-    def finish(self, timeout_s: float = 20.0) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = HANG_S) -> tuple[int, str, str]:
         """Wait for the end of the launcher: exit code, stdout, stderr."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
@@ -144,11 +144,11 @@ def fake_run(tmp_path: Path) -> Iterator[Callable[..., FakeRun]]:
                 stream.close()
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Poll until `holds`, at most `timeout_s`."""
+def wait_until(holds: Callable[[], bool], timeout_s: float = HANG_S) -> None:
+    """Poll until `holds`; the caller says what is wrong if it does not."""
     deadline = time.monotonic() + timeout_s
     while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -162,7 +162,7 @@ def is_alive(pid: int) -> bool:
 def assert_all_gone(run: FakeRun) -> None:
     """No process of the run is alive, after the blink that the kernel takes."""
     pids = run.all_pids()
-    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=3.0)
+    wait_until(lambda: not any(map(is_alive, pids)))
     assert [pid for pid in pids if is_alive(pid)] == []
 
 
@@ -332,11 +332,9 @@ while True:
     running = asyncio.create_task(
         run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
     )
-    async with asyncio.timeout(HANG_S):
-        while not folder.metrics_file.exists():
-            await asyncio.sleep(0.02)
-        stop.set()
-        await running
+    await until(folder.metrics_file.exists)
+    stop.set()
+    await promptly(running)
     out = capsys.readouterr().out
     assert "groups  trained 64" in out
     assert "step 2/9" in out
@@ -388,9 +386,7 @@ asyncio.run(main())
     assert await running == -signal.SIGKILL
     first = child.address
     running = asyncio.create_task(child.run())
-    async with asyncio.timeout(HANG_S):
-        while not await child.check_ready():
-            await asyncio.sleep(0.02)
+    await until(child.check_ready)
     assert child.address != first
     child.kill()
     await running
@@ -461,7 +457,7 @@ def test_launcher_killed_while_it_starts_a_process_leaves_nothing(tmp_path: Path
     launcher.wait()
     pids = [int(line.split()[1]) for line in notes.read_text().splitlines()]
     assert len(pids) == 2
-    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=3.0)
+    wait_until(lambda: not any(map(is_alive, pids)))
     try:
         assert [pid for pid in pids if is_alive(pid)] == []
     finally:

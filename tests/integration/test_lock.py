@@ -15,7 +15,7 @@ from penstock.bus.register import open_register
 from penstock.config import BusConfig
 from penstock.errors import SetupError, SupersededError
 from penstock.runtime.process import end_task
-from tests.support.waiting import HANG_S, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 class Clock:
@@ -126,9 +126,18 @@ async def test_an_error_of_the_body_comes_through_unchanged(bus: Bus) -> None:
     with pytest.raises(ZeroDivisionError):
         async with locked(bus, "trainer", ttl_s=3.0):
             raise ZeroDivisionError
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05), locked(bus, "trainer", ttl_s=3.0):
+    is_held = asyncio.Event()
+
+    async def hold() -> None:
+        async with locked(bus, "trainer", ttl_s=3.0):
+            is_held.set()
             await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await promptly(is_held.wait())
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
 
 
 async def test_a_released_lock_is_free_at_once(bus: Bus, other_bus: Bus) -> None:

@@ -1,7 +1,6 @@
-"""Items that hang or bloat verifiers get their verdict over gRPC, in time, and none is right."""
+"""Items that hang or bloat verifiers for ever get a verdict over gRPC, and none is right. bench/ measures how soon."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from penstock.testing.hostile_answers import HostileItem, generated_items, store
 from penstock.v1 import reward_pb2
 from services.reward.isolation.pool import WorkerPool
 from tests.support.reward.service import EASY, item_of, reward_service
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.leaves_behind("the module's service replaces workers that were killed")
 
 _STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
-_SLACK_S = 2.0
-"""For whatever else runs beside the test; the benchmark measures what there really is."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +27,8 @@ async def service() -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
 
 async def _assert_harmless(client: RewardClient, items: list[HostileItem], profile: str) -> None:
     for item in items:
-        started = time.monotonic()
-        (verdict,) = await client.verify_batch([item_of(item.gold, item.response, profile=profile)], timeout_s=20)
-        assert time.monotonic() - started < 0.5 + _SLACK_S, item.name
+        items = [item_of(item.gold, item.response, profile=profile)]
+        (verdict,) = await client.verify_batch(items, timeout_s=HANG_S)
         assert verdict.status != reward_pb2.VERDICT_STATUS_UNSPECIFIED, item.name
         assert item.may_be_right or verdict.score == 0, item.name
 
@@ -62,4 +59,3 @@ async def test_all_at_once(service: tuple[RewardClient, WorkerPool]) -> None:
     verdicts = await asyncio.gather(client.verify_batch(items, timeout_s=60), client.verify_batch(easy, timeout_s=60))
     assert [verdict.item_id for verdict in verdicts[0] if verdict.score != 0] == []
     assert [verdict.score for verdict in verdicts[1]] == [1.0] * len(easy)
-    assert max(verdict.elapsed_s for verdict in verdicts[0]) < 0.5 + _SLACK_S

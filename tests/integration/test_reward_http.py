@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from services.reward.config import RewardConfig
 from services.reward.frontends.http.openrlhf import response_in
 from services.reward.server import RunningService, running
 from tests.support.reward.service import item_of
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
 
@@ -55,7 +54,7 @@ async def test_one_item_is_judged(http: httpx.AsyncClient) -> None:
     response = await post(http, "/v1/verify", item(item_id="a"))
     verdict = response.json()
     assert response.status_code == 200
-    assert 0 <= verdict.pop("elapsed_s") < 1
+    assert verdict.pop("elapsed_s") >= 0
     assert verdict == {"item_id": "a", "score": 1.0, "status": "OK", "extracted": "5", "method": "EXACT"}
 
 
@@ -123,7 +122,7 @@ async def test_strange_and_huge_texts_are_answered(http: httpx.AsyncClient, path
 async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
     """Slime's and OpenRLHF's samples, whose clients give up, wait instead."""
     async with serving(workers=1, max_queue=1) as (client, service):
-        hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 1.5}))
+        hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 5.0}))
         await until(lambda: service.pool.num_busy == 1)
         waiting = [
             asyncio.create_task(post(client, "/", {"response": r"\boxed{5}", "label": "5"})),
@@ -265,12 +264,11 @@ def test_the_response_is_what_follows_the_prompt(query: str, prompt: str, respon
     assert response_in(query, prompt) == response
 
 
+@pytest.mark.timeout(HANG_S)
 def test_stripping_a_flood_of_ends_of_text_is_linear() -> None:
-    """Five megabytes of them take no more than moments, of which there are as many as characters."""
-    started = time.monotonic()
+    """What is quadratic does not come to the end of five megabytes of them."""
     assert response_in("a" + "</s>\n" * 1_000_000, "") == "a"
     assert response_in("a" + " " * 50_000_000, "") == "a"
-    assert time.monotonic() - started < 10
 
 
 async def test_profiles_are_listed(http: httpx.AsyncClient) -> None:
@@ -296,7 +294,7 @@ async def test_the_openapi_page_describes_every_route(http: httpx.AsyncClient) -
 async def test_metrics_count_what_was_judged_on_both_faces() -> None:
     """By profile, status and method; and tell how full the service is."""
     async with serving(workers=1) as (client, service), RewardClient(service.rpc.address) as rpc:
-        hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 1.0}))
+        hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 5.0}))
         await until(lambda: service.pool.num_busy == 1)
         await post(client, "/v1/verify", item())
         await rpc.verify(item_of("5", r"\boxed{5}"), timeout_s=5)
@@ -316,11 +314,14 @@ async def test_draining_tells_health_checks_first_and_finishes_what_runs() -> No
     service = await stack.enter_async_context(running(RewardConfig(workers=1)))
     async with httpx.AsyncClient(base_url=f"http://{service.http.address}", timeout=20.0) as client:
         assert (await client.get("/healthz")).status_code == 200
-        hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 1.5}))
+        hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 5.0}))
         await until(lambda: service.pool.num_busy == 1)
         stopping = asyncio.create_task(stack.aclose())
-        await asyncio.sleep(0.1)
-        assert (await client.get("/healthz")).status_code == 503
+
+        async def is_draining() -> bool:
+            return (await client.get("/healthz")).status_code == 503
+
+        await until(is_draining)
         assert (await post(client, "/v1/verify", item())).status_code == 503
         assert (await hanging).json()["status"] == "TIMEOUT"
         await stopping

@@ -16,7 +16,7 @@ from services.reward.config import RemoteConfig
 from services.reward.item import Item
 from services.reward.remote import RemoteVerifier
 from tests.support.reward.service import OK, TIMEOUT, reward_service
-from tests.support.waiting import until
+from tests.support.waiting import promptly, until
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
 
@@ -171,10 +171,9 @@ async def test_an_attempt_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[s
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         verify = RemoteVerifier(RemoteConfig(url=url, timeout_s=0.2), attempts=2)
-        finding, elapsed_s = await verify.verify(Item(golds=["5"], response="r", profile="remote"), 30.0)
+        finding, _ = await promptly(verify.verify(Item(golds=["5"], response="r", profile="remote"), 600.0))
         await verify.close()
     assert finding.status is Status.FAILED
-    assert elapsed_s < 20
     assert "an attempt took longer than 0.2 s" in capsys.readouterr().out
 
 

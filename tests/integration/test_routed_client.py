@@ -57,15 +57,17 @@ async def num_in_flight(router: RouterClient) -> int:
 
 
 async def until_idle(router: RouterClient) -> None:
-    async with asyncio.timeout(HANG_S):
-        while await num_in_flight(router):
-            await asyncio.sleep(0.02)
+    async def is_idle() -> bool:
+        return await num_in_flight(router) == 0
+
+    await until(is_idle)
 
 
 async def until_routable(router: RouterClient, count: int) -> None:
-    async with asyncio.timeout(HANG_S):
-        while sum(each.routable for each in (await router.list_replicas()).replicas) != count:
-            await asyncio.sleep(0.02)
+    async def is_routable() -> bool:
+        return sum(each.routable for each in (await router.list_replicas()).replicas) == count
+
+    await until(is_routable)
 
 
 async def test_an_image_that_is_not_stored_is_no_failure_of_the_replica(steady_bus: Bus) -> None:
@@ -76,7 +78,7 @@ async def test_an_image_that_is_not_stored_is_no_failure_of_the_replica(steady_b
     ):
         await until_routable(router, 1)
         with pytest.raises(MissingImageError, match="store it again"):
-            await client.generate(request(), timeout_s=10.0)
+            await client.generate(request(), timeout_s=HANG_S)
         await until_idle(router)
         assert [each.breaker for each in (await router.list_replicas()).replicas] == [CLOSED]
 
@@ -90,12 +92,12 @@ async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -
         ]
         client, router = await stack.enter_async_context(routed(bus))
         await until_routable(router, 2)
-        playing = [asyncio.create_task(client.generate(request(session=f"s{n}"), timeout_s=10.0)) for n in range(6)]
-        await until(lambda: sum(engine.num_running for engine in engines) == 6, timeout_s=5.0)
+        playing = [asyncio.create_task(client.generate(request(session=f"s{n}"), timeout_s=HANG_S)) for n in range(6)]
+        await until(lambda: sum(engine.num_running for engine in engines) == 6)
         assert [each.num_in_flight for each in (await router.list_replicas()).replicas] == [3, 3]
         first = [answer.replica_id for answer in await asyncio.gather(*playing)]
         await until_idle(router)
-        again = [(await client.generate(request(session=f"s{n}"), timeout_s=10.0)).replica_id for n in range(6)]
+        again = [(await client.generate(request(session=f"s{n}"), timeout_s=HANG_S)).replica_id for n in range(6)]
         assert again == first
         assert [engine.num_streams for engine in engines] == [6, 6]
 
@@ -103,12 +105,12 @@ async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -
 async def test_a_stream_gives_each_token_as_it_comes(steady_bus: Bus) -> None:
     """One chunk per token, and what is left early is given back and cancelled in the engine."""
     async with SimulatedEngine(steady_bus, token_s=0.01).running() as engine, routed(steady_bus) as (client, router):
-        chunks = [chunk async for chunk in client.stream(request(4), timeout_s=5.0)]
+        chunks = [chunk async for chunk in client.stream(request(4), timeout_s=HANG_S)]
         assert [list(chunk.output_ids) for chunk in chunks] == [[FIRST_ID + n] for n in range(4)]
         assert chunks[-1].finish_reason == generate_pb2.FINISH_REASON_LENGTH
         async with contextlib.aclosing(client.stream(request(1000), timeout_s=60.0)) as leaving:
             await anext(leaving)
-        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: engine.num_cancelled == 1)
         await until_idle(router)
 
 
@@ -126,7 +128,7 @@ async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(
                 parts.append(chunk)
 
         playing = asyncio.create_task(play())
-        await until(lambda: len(parts) >= 5, timeout_s=10.0)
+        await until(lambda: len(parts) >= 5)
         async with SimulatedEngine(bus, replica_id="b-heir").running() as heir:
             await until_routable(router, 2)
             victim.send_signal(signal.SIGKILL)
@@ -149,7 +151,7 @@ async def test_the_router_hears_what_became_of_a_place(steady_bus: Bus) -> None:
     ):
         await until_routable(router, 2)
         for n in range(6):
-            assert (await client.generate(request(session=f"s{n}"), timeout_s=10.0)).replica_id == "b-good"
+            assert (await client.generate(request(session=f"s{n}"), timeout_s=HANG_S)).replica_id == "b-good"
         assert (await router.list_replicas()).replicas[0].breaker == OPEN
         assert good.num_answered == 6
 
@@ -172,8 +174,8 @@ async def test_a_full_replica_is_left_alone_for_a_moment(steady_bus: Bus) -> Non
         SimulatedEngine(steady_bus, error=OverloadedError("full")).running() as engine,
         routed(steady_bus) as (client, router),
     ):
-        playing = asyncio.create_task(client.generate(request(), timeout_s=10.0))
-        await until(lambda: engine.num_calls >= 2, timeout_s=5.0)
+        playing = asyncio.create_task(client.generate(request(), timeout_s=HANG_S))
+        await until(lambda: engine.num_calls >= 2)
         engine.error = None
         assert (await playing).replica_id == engine.replica_id
         assert engine.num_calls < 20
@@ -186,7 +188,7 @@ async def test_what_can_never_succeed_is_not_tried_again(steady_bus: Bus) -> Non
     async with SimulatedEngine(steady_bus, error=error).running() as engine, routed(steady_bus) as (client, router):
         for _ in range(4):
             with pytest.raises(InvalidRequestError, match="id 9 is too large"):
-                await client.generate(request(), timeout_s=5.0)
+                await client.generate(request(), timeout_s=HANG_S)
         assert engine.num_calls == 4
         await until_idle(router)
         assert (await router.list_replicas()).replicas[0].routable
@@ -204,7 +206,7 @@ async def test_a_turn_that_breaks_replicas_is_given_up(steady_bus: Bus) -> None:
         client, router = await stack.enter_async_context(routed(steady_bus))
         await until_routable(router, 5)
         with pytest.raises(PoisonError, match="given up after 3 replicas failed"):
-            await client.generate(request(), timeout_s=5.0)
+            await client.generate(request(), timeout_s=HANG_S)
         assert sum(engine.num_calls for engine in engines) == 3
 
 
@@ -216,7 +218,7 @@ async def test_a_retry_goes_on_from_what_was_delivered(steady_bus: Bus) -> None:
             playing = asyncio.create_task(
                 client.generate(request(10), timeout_s=20.0, retry_until=time.monotonic() + 20.0)
             )
-            await until(lambda: first.num_calls >= 1, timeout_s=5.0)
+            await until(lambda: first.num_calls >= 1)
         async with SimulatedEngine(steady_bus, replica_id="second").running():
             answer = await playing
     assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 10))
@@ -230,7 +232,7 @@ async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(steady_bus
         SimulatedEngine(steady_bus, fail_after=3, fail_with=error).running(),
         routed(steady_bus) as (client, router),
     ):
-        chunks = [chunk async for chunk in client.stream(request(5), timeout_s=10.0)]
+        chunks = [chunk async for chunk in client.stream(request(5), timeout_s=HANG_S)]
         assert [token for chunk in chunks for token in chunk.output_ids] == list(range(FIRST_ID, FIRST_ID + 5))
         await until_idle(router)
 
@@ -245,10 +247,10 @@ async def test_a_replica_that_delivered_tokens_is_well(steady_bus: Bus) -> None:
         for leave_at in (1, 4):
             engine.error = UnavailableError("crashed")
             with pytest.raises(PoisonError):
-                await client.generate(request(), timeout_s=5.0)
+                await client.generate(request(), timeout_s=HANG_S)
             assert (await router.list_replicas()).replicas[0].breaker == OPEN
             engine.error = None
-            async with contextlib.aclosing(client.stream(request(4), timeout_s=5.0)) as chunks:
+            async with contextlib.aclosing(client.stream(request(4), timeout_s=HANG_S)) as chunks:
                 for _ in range(leave_at):
                     await anext(chunks)
             await until_idle(router)
@@ -259,7 +261,7 @@ async def test_a_turn_that_is_cancelled_leaves_no_slot_behind(steady_bus: Bus) -
     """Whenever that is: while it waits for a slot, while the answer streams, and later."""
     async with SimulatedEngine(steady_bus, max_running=1000).running(), routed(steady_bus) as (client, router):
         await until_routable(router, 1)
-        await client.generate(request(), timeout_s=5.0)
+        await client.generate(request(), timeout_s=HANG_S)
         for number in range(200):
             playing = asyncio.create_task(client.generate(request(), timeout_s=60.0))
             await asyncio.sleep(0.00002 * number)
@@ -273,7 +275,7 @@ async def test_a_client_that_closes_while_turns_run_releases_their_slots(bus: Bu
         await until_routable(router, 1)
         async with RoutedGenerateClient(router.address) as leaving:
             playing = [asyncio.create_task(leaving.generate(request(1000), timeout_s=60.0)) for _ in range(4)]
-            await until(lambda: engine.num_running == 4, timeout_s=5.0)
+            await until(lambda: engine.num_running == 4)
         await until_idle(router)
         assert engine.num_running == 0
         outcomes = await asyncio.gather(*playing, return_exceptions=True)
@@ -285,7 +287,7 @@ async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
     async with SimulatedEngine(bus, delay_s=30.0).running() as engine, routed(bus) as (client, router):
         with pytest.raises(DeadlineError):
             await client.generate(request(), timeout_s=0.7)
-        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: engine.num_cancelled == 1)
         await until_idle(router)
 
 
@@ -305,9 +307,7 @@ async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
         await stub.Route(router_pb2.RouteRequest(ttl_s=1e6), timeout=20.0)  # waits for the first to end
         await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=5.0)
         assert await num_in_flight(router) == 1
-        async with asyncio.timeout(HANG_S):
-            while await num_in_flight(router):
-                await asyncio.sleep(0.05)
+        await until_idle(router)
 
 
 async def test_a_drained_replicas_sessions_go_on_elsewhere(steady_bus: Bus) -> None:
@@ -319,10 +319,10 @@ async def test_a_drained_replicas_sessions_go_on_elsewhere(steady_bus: Bus) -> N
         client, router = await stack.enter_async_context(routed(steady_bus))
         await until_routable(router, 1)
         playing = [asyncio.create_task(client.generate(request(50, session=f"s{n}"), timeout_s=30.0)) for n in range(4)]
-        await until(lambda: leaving.num_running == 4, timeout_s=5.0)
+        await until(lambda: leaving.num_running == 4)
         staying = await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id="staying").running())
         await until_routable(router, 2)
-        drained = await router.drain_replica("leaving", grace_s=0.3, timeout_s=10.0)
+        drained = await router.drain_replica("leaving", grace_s=0.3, timeout_s=HANG_S)
         assert drained == router_pb2.RouterServiceDrainReplicaResponse(num_handed_over=4)
         for answer in await asyncio.gather(*playing):
             assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 50))
@@ -331,4 +331,4 @@ async def test_a_drained_replicas_sessions_go_on_elsewhere(steady_bus: Bus) -> N
         states = {each.replica.replica_id: each.replica.state for each in (await router.list_replicas()).replicas}
         assert states["leaving"] == common_pb2.REPLICA_STATE_DRAINING
         with pytest.raises(InvalidRequestError, match=r"'nobody'.* no replica of this id.* leaving, staying"):
-            await router.drain_replica("nobody", grace_s=0.0, timeout_s=5.0)
+            await router.drain_replica("nobody", grace_s=0.0, timeout_s=HANG_S)

@@ -30,11 +30,13 @@ async def test_a_turn_is_played_by_the_pair_that_the_router_names(steady_bus: Bu
         routed(steady_bus) as (client, router),
     ):
         await until_routable(router, 2)
-        playing = asyncio.create_task(client.generate(request(30), timeout_s=10.0))
-        await until(lambda: p.num_answered == 1, timeout_s=5.0)
-        async with asyncio.timeout(HANG_S):
-            while [each.num_in_flight for each in (await router.list_replicas()).replicas] != [1, 0]:
-                await asyncio.sleep(0.01)
+        playing = asyncio.create_task(client.generate(request(30), timeout_s=HANG_S))
+        await until(lambda: p.num_answered == 1)
+
+        async def is_prefilled() -> bool:
+            return [each.num_in_flight for each in (await router.list_replicas()).replicas] == [1, 0]
+
+        await until(is_prefilled)
         assert not playing.done()
         answer = await playing
         assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 30))
@@ -43,7 +45,7 @@ async def test_a_turn_is_played_by_the_pair_that_the_router_names(steady_bus: Bu
         await until_idle(router)
         async with contextlib.aclosing(client.stream(request(1000), timeout_s=60.0)) as leaving:
             await anext(leaving)
-        await until(lambda: d.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: d.num_cancelled == 1)
         await until_idle(router)
 
 
@@ -68,13 +70,13 @@ async def test_a_turn_whose_peer_is_killed_goes_on_with_another(bus: Bus, run_na
                 parts.append(chunk)
 
         playing = asyncio.create_task(play())
-        await until(lambda: stays.num_running == 1 if is_prefill else len(parts) >= 5, timeout_s=10.0)
+        await until(lambda: stays.num_running == 1 if is_prefill else len(parts) >= 5)
         async with kind(bus, replica_id="heir", **waits).running() as heir:
             await until_routable(router, 3)
             victim.send_signal(signal.SIGKILL)
             await promptly(playing)
             assert [token for part in parts for token in part.output_ids] == list(range(FIRST_ID, FIRST_ID + 40))
-            await until(lambda: heir.num_answered == 1, timeout_s=5.0)
+            await until(lambda: heir.num_answered == 1)
             assert len(set(stays.rooms)) == len(stays.rooms) == 2
             states = {each.replica.replica_id: each.breaker for each in (await router.list_replicas()).replicas}
             assert states["stays"] == CLOSED
@@ -90,7 +92,7 @@ async def test_a_peer_that_rejects_is_passed_over(steady_bus: Bus) -> None:
         routed(steady_bus) as (client, router),
     ):
         await until_routable(router, 3)
-        assert (await client.generate(request(), timeout_s=10.0)).replica_id == "b"
+        assert (await client.generate(request(), timeout_s=HANG_S)).replica_id == "b"
         assert (full.num_calls, free.num_calls, p.num_calls) == (1, 1, 2)
         await until_idle(router)
 
@@ -107,13 +109,19 @@ async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
         del router
         stub = router_pb2_grpc.RouterServiceStub(channel)
 
-        async def in_flight() -> int:
-            listed = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)
-            return sum(each.num_in_flight for each in listed.replicas)
+        async def listed() -> list[router_pb2.RoutedReplica]:
+            return list((await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S)).replicas)
 
-        async with asyncio.timeout(HANG_S):
-            while len((await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=5.0)).replicas) < 2:
-                await asyncio.sleep(0.02)
+        async def in_flight() -> int:
+            return sum(each.num_in_flight for each in await listed())
+
+        async def are_there() -> bool:
+            return len(await listed()) == 2
+
+        async def is_idle() -> bool:
+            return await in_flight() == 0
+
+        await until(are_there)
         route = await stub.Route(router_pb2.RouteRequest(ttl_s=5.0), timeout=5.0)
         assert (route.replica_id, route.prefill.replica_id) == ("d", "p")
         assert route.bootstrap.room > 0
@@ -123,9 +131,7 @@ async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
             assert await in_flight() == left
         await stub.Route(router_pb2.RouteRequest(ttl_s=0.3), timeout=5.0)
         assert await in_flight() == 2
-        async with asyncio.timeout(HANG_S):
-            while await in_flight():
-                await asyncio.sleep(0.05)
+        await until(is_idle)
 
 
 async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(steady_bus: Bus) -> None:
@@ -170,7 +176,7 @@ async def test_pushes_are_no_failures(steady_bus: Bus) -> None:
         playing = asyncio.create_task(play())
         before = 0
         for version in range(1, 15):
-            await until(lambda: d.num_streams > before and d.num_running == 1, timeout_s=10.0)  # noqa: B023 - awaited
+            await until(lambda: d.num_streams > before and d.num_running == 1, timeout_s=HANG_S)  # noqa: B023 - awaited
             before = d.num_streams
             for engine in (p, d):
                 await engine.begin_push()

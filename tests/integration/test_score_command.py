@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.reward.process import reward_process
+from tests.support.waiting import HANG_S
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 COMMAND = (PENSTOCK, "score", "--reward.workers=1")
@@ -208,7 +209,7 @@ def test_interrupted(number: signal.Signals) -> None:
         assert process.wait(20) == 130
         assert process.stderr.read() == b"interrupted: 1 lines are done\n"
     for pid in children:
-        ended = time.monotonic() + 10.0
+        ended = time.monotonic() + HANG_S
         while is_alive(pid):
             assert time.monotonic() < ended
             time.sleep(0.01)

@@ -36,7 +36,7 @@ from services.trainer.telemetry.progress import Progress, TrainerServicer
 from tests.support.certificates import security_of
 from tests.support.reward.service import EASY, item_of
 from tests.support.strangers import TOKEN, WRONG, assert_http_is_closed, assert_rpc_is_closed
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 GENERATE = "/penstock.v1.GenerateService/Generate"
 
@@ -223,8 +223,11 @@ async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus) -
                 SimulatedEngine(steady_bus, replica_id="one", security=right).running(),
                 RouterClient(router.address, security=right) as asking,
             ):
-                while len((await asking.list_replicas()).replicas) < 2:
-                    await asyncio.sleep(0.02)
+
+                async def are_known() -> bool:
+                    return len((await asking.list_replicas()).replicas) == 2
+
+                await until(are_known)
                 for number in range(8):
                     answer = await client.generate(turn(session_id=str(number)), timeout_s=10.0)
                     assert answer.replica_id == "one"

@@ -5,7 +5,7 @@ import dataclasses
 import io
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -32,6 +32,7 @@ from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import LENGTH, STOP
 from tests.support.image_shelf import ImageShelf
+from tests.support.waiting import promptly
 
 PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"
 END = "<|im_end|>"
@@ -136,7 +137,10 @@ class Truncating(TwoTurns):
 class Stuck(TwoTurns):
     """Never answers."""
 
+    asked: ClassVar[asyncio.Event] = asyncio.Event()
+
     async def step(self, text: str) -> StepResult:
+        self.asked.set()
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -387,8 +391,9 @@ async def test_a_later_turn_that_fails_ends_the_sample_with_the_turns_before(
 async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
     """Cancelling waits for nothing else."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    Stuck.asked = asyncio.Event()
     task = asyncio.create_task(play(make_player(renderer, policy), make_prompt("Stuck")))
-    await asyncio.sleep(0.05)
+    await promptly(Stuck.asked.wait())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -18,6 +18,7 @@ from services.rollout.worker.group_rollout import GroupRollout, summarize
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import STOP, Trajectory
 from tests.support.image_shelf import ImageShelf
+from tests.support.waiting import until
 
 PROMPT = Prompt(
     id=GroupId(run_id="run", index=0, attempt=0, trainer_epoch="a"),
@@ -38,12 +39,14 @@ class ScriptedEpisodes:
     environment failed."""
 
     script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
+    num_waiting: int = 0
     num_cancelled: int = 0
 
     async def play(self, prompt: Prompt, sample: int, images: GroupImages, _prefill: SharedPrefill) -> Episode:
         broken = False
         match self.script.get(sample):
             case "wait":
+                self.num_waiting += 1
                 try:
                     await asyncio.Event().wait()
                 except asyncio.CancelledError:
@@ -197,7 +200,7 @@ async def test_cancelling_a_group_cancels_its_samples() -> None:
     """A worker that stops leaves nothing running."""
     episodes = ScriptedEpisodes({0: "wait", 1: "wait", 2: "wait"})
     task = asyncio.create_task(make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT))
-    await asyncio.sleep(0.05)
+    await until(lambda: episodes.num_waiting == 3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from penstock.http.body import Bodies, GoneError
+from tests.support.waiting import until
 
 _TEXT = b'"' + b"x" * 2**20 + b'"'
 _SMALL = b'{"a": 1}'
@@ -76,7 +77,7 @@ async def test_a_body_counts_while_it_arrives_and_no_more_when_its_client_goes()
 
     async def receive() -> Message:
         if not messages:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return messages.pop()
 
     async def read() -> None:
@@ -84,8 +85,7 @@ async def test_a_body_counts_while_it_arrives_and_no_more_when_its_client_goes()
             pass
 
     reading = asyncio.create_task(read())
-    await asyncio.sleep(0.01)
-    assert bodies.num_bytes == len(_TEXT)
+    await until(lambda: bodies.num_bytes == len(_TEXT))
     reading.cancel()
     await asyncio.wait((reading,))
     assert bodies.num_bytes == 0

@@ -14,7 +14,8 @@ from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
 from services.router.tuning import LimitTuning, Tuning
 from services.router.wait_queue import Ticket
-from tests.support.router.replica_statuses import replica, slot_pool
+from tests.support.router.replica_statuses import Clock, replica, slot_pool
+from tests.support.waiting import HANG_S
 
 
 @contextlib.asynccontextmanager
@@ -61,7 +62,7 @@ async def call_rejected(some: SlotPool, attempts: list[float], *, within_s: floa
 
 async def test_calls_that_a_replica_rejects_are_given_up_in_time() -> None:
     """Their wait counts even if the replica was full whenever one of them looked: it was just rejecting another."""
-    async with slots(wait_for_replica_s=0.5) as (some, pool), ticking(pool), asyncio.timeout(4.0):
+    async with slots(wait_for_replica_s=0.5) as (some, pool), ticking(pool), asyncio.timeout(HANG_S):
         attempts: list[float] = []
         ends = await asyncio.gather(*(call_rejected(some, attempts) for _ in range(30)), return_exceptions=True)
         assert {type(end) for end in ends} == {OverloadedError}
@@ -71,19 +72,26 @@ async def test_calls_that_a_replica_rejects_are_given_up_in_time() -> None:
 
 async def test_waiting_behind_a_busy_replica_is_not_waiting_for_one() -> None:
     """wait_for_replica_s does not pass while a replica is busy, though it rejects others; otherwise it does."""
-    async with slots(max_running=4, wait_for_replica_s=0.5) as (some, pool), ticking(pool):
+    clock = Clock()
+    async with slots(max_running=4, wait_for_replica_s=0.5, clock=clock) as (some, pool):
         running, mine = [await some.take(ticket()) for _ in range(4)], ticket()
         running[0].settle(OverloadedError("queue full"))
         running.pop(0).release()
         waiting = asyncio.ensure_future(some.take(mine))
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0)
+        clock.now += 0.7
+        pool.on_change()
         for slot in running:
             slot.release()
         (await waiting).release()
         assert mine.waited_s == 0.0
-        some.replicas["r0"].reject(time.monotonic() + 0.05, is_overload=False)
-        (await some.take(mine)).release()
-        assert mine.waited_s > 0.2
+        some.replicas["r0"].reject(clock.now, is_overload=False)
+        waiting = asyncio.ensure_future(some.take(mine))
+        await asyncio.sleep(0)
+        clock.now += 0.3
+        pool.on_change()
+        (await waiting).release()
+        assert mine.waited_s == pytest.approx(0.3)
 
 
 async def test_a_call_that_has_waited_long_enough_is_given_up_whatever_there_is_now() -> None:

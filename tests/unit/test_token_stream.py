@@ -1,14 +1,15 @@
 """SGLang's cumulative responses come out as parts, each token once."""
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from penstock.errors import InvalidRequestError, UnavailableError
+from services.rollout.engine import token_stream
 from services.rollout.engine.generation import Generation
-from services.rollout.engine.token_stream import MAX_WAIT_S, TokenStream
+from services.rollout.engine.token_stream import TokenStream
+from tests.support.waiting import promptly
 
 
 class Sglang:
@@ -107,29 +108,32 @@ async def test_a_slow_consumer_gets_more_at_once() -> None:
     assert await stream.take() is None
 
 
-async def test_a_token_waits_for_others_no_longer_than_it_may() -> None:
+async def test_a_token_waits_for_others_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than asked for, when nothing more comes."""
+    monkeypatch.setattr(token_stream, "MAX_WAIT_S", 0.01)
     sglang, stream = Sglang(), TokenStream(min_tokens=100)
     stream.put(sglang.make(1))
     assert await stream.take() is not None
-    started = time.monotonic()
     stream.put(sglang.make(2))
-    part = await stream.take()
+    part = await promptly(stream.take())
     assert part is not None
     assert len(part.output_ids) == 2
-    assert time.monotonic() - started >= MAX_WAIT_S * 0.9
 
 
-async def test_what_was_put_comes_out_though_the_stream_breaks() -> None:
-    """A consumer that waits is woken at once, gets the rest, and then the end, however often it asks."""
+async def test_what_was_put_comes_out_though_the_stream_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that waits for more is woken, gets the rest, and then the end, however often it asks."""
+    monkeypatch.setattr(token_stream, "MAX_WAIT_S", 600.0)
     sglang, stream = Sglang(), TokenStream(min_tokens=100)
+    stream.put(sglang.make(1))
+    assert await stream.take() is not None
     taking = asyncio.create_task(stream.take())
-    await asyncio.sleep(0)
     stream.put(sglang.make(4))
+    await asyncio.wait((taking,), timeout=0.01)
+    assert not taking.done()
     stream.close()
-    part = await asyncio.wait_for(taking, MAX_WAIT_S / 2)
+    part = await promptly(taking)
     assert part is not None
-    assert (part.output_ids, part.stopped) == ([0, 1, 2, 3], None)
+    assert (part.output_ids, part.stopped) == ([1, 2, 3, 4], None)
     assert await stream.take() is None
     assert await stream.take() is None
 

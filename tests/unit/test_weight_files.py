@@ -17,6 +17,7 @@ from penstock.weights.weight_files import check_weight_files, write_weight_files
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports import disk
 from services.trainer.weight_sync.transports.disk import WeightFileStore
+from tests.support.waiting import HANG_S, until
 
 TENSORS = {"a": torch.arange(1000, dtype=torch.float32), "b": torch.ones(7, dtype=torch.bfloat16)}
 MANIFEST = Manifest.plan(TENSORS.items(), max_bucket_bytes=1)
@@ -57,11 +58,12 @@ def test_what_a_killed_writer_has_left_is_deleted(tmp_path: Path) -> None:
 
 async def test_one_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that is still being written in the background is finished before the next is begun."""
-    others = threading.Lock()
+    others, begun, may_end = threading.Lock(), threading.Event(), threading.Event()
 
     def alone(parent: Path, version: int, manifest: Manifest, buckets: Sequence[Any]) -> Path:
         assert others.acquire(blocking=False)
-        time.sleep(0.2)
+        begun.set()
+        assert may_end.wait(HANG_S)
         folder = write_weight_files(parent, version, manifest, buckets)
         others.release()
         return folder
@@ -70,8 +72,11 @@ async def test_one_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.Monk
     written = WeightFileStore(tmp_path)
     first, second = (WeightSnapshot.take(version, TENSORS.items(), max_bucket_bytes=1) for version in (1, 2))
     written.write_soon(first)
-    await asyncio.sleep(0.05)
-    await written.write(second)
+    await until(begun.is_set)
+    writing = asyncio.create_task(written.write(second))
+    await asyncio.sleep(0)  # it has begun
+    may_end.set()
+    await writing
     assert written.folder_of(2) is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000001", "v00000002"]
     await written.close()

@@ -12,7 +12,7 @@ from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
-from tests.support.waiting import promptly
+from tests.support.waiting import promptly, until
 from tests.support.weights.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
 
 
@@ -174,7 +174,7 @@ async def test_abort_ends_a_hanging_stage() -> None:
     sink.hang_at = "load b"
     one = await receiver(sink)
     running = asyncio.create_task(push(one, "p1", 1))
-    await asyncio.sleep(0.05)
+    await until(lambda: sink.calls[-1:] == ["load b"])
     assert await one.abort("p1", "another member died") == REPLICA_STATE_BROKEN
     with pytest.raises(UnavailableError, match="another member died"):
         await running
@@ -186,12 +186,11 @@ async def test_a_cancelled_call_ends_the_push() -> None:
     sink.hang_at = "load b"
     one = await receiver(sink)
     running = asyncio.create_task(push(one, "p1", 1))
-    await asyncio.sleep(0.05)
+    await until(lambda: sink.calls[-1:] == ["load b"])
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await asyncio.sleep(0.05)
-    assert one.state == REPLICA_STATE_BROKEN
+    await until(lambda: one.state == REPLICA_STATE_BROKEN)
 
 
 @pytest.mark.parametrize("ends_by", ["a failed stage", "an abort"])
@@ -253,9 +252,8 @@ async def test_a_group_that_does_not_form_costs_its_deadline() -> None:
     await one.open()
     with pytest.raises(DeadlineError, match="forming the process group"):
         await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
-    await asyncio.sleep(0.05)
+    await until(lambda: sink.calls[-1] == "leave g1")
     assert one.state == REPLICA_STATE_READY
-    assert sink.calls[-1] == "leave g1"
     await push(one, "p2", 1, group_name="g2")
 
 

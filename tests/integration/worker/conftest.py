@@ -1,10 +1,12 @@
 """The real reward service, and an engine that gives the right answer."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
 from transformers import AutoTokenizer
 
 from penstock.bus.connection import Bus
@@ -23,6 +25,13 @@ async def reward_address() -> AsyncIterator[str]:
     """The real reward service."""
     async with reward_server.running(RewardConfig(workers=1)) as (server, *_):
         yield server.address
+
+
+@pytest.fixture
+def logged() -> Iterator[list[EventDict]]:
+    """What is logged during the test."""
+    with capture_logs() as events:
+        yield events
 
 
 @pytest.fixture

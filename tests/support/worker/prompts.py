@@ -13,7 +13,7 @@ from penstock.records.codec import decode, encode
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
-from tests.support.waiting import promptly
+from tests.support.waiting import promptly, until
 
 # A palette PNG's beginning, a byte of every value, and \r\n: whatever a file may hold must arrive as it is.
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) + b"PLTE"
@@ -83,9 +83,11 @@ async def read_groups(bus: Bus) -> list[Group]:
     return [decode(data, Group) for data in await read(bus, bus.groups)]
 
 
-async def until_done(bus: Bus, num_groups: int, timeout_s: float = 30.0) -> list[Group]:
+async def until_done(bus: Bus, num_groups: int) -> list[Group]:
     """Wait until so many groups are published and no prompt is left."""
-    async with asyncio.timeout(timeout_s):
-        while await count(bus, bus.groups) < num_groups or await count(bus, bus.prompts) > 0:
-            await asyncio.sleep(0.05)
+
+    async def is_done() -> bool:
+        return await count(bus, bus.groups) >= num_groups and await count(bus, bus.prompts) == 0
+
+    await until(is_done)
     return await read_groups(bus)
