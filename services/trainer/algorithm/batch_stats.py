@@ -19,7 +19,7 @@ def batch_stats(
         staleness: Of each group: published version minus the version of its oldest token.
     """
     rewards_G = np.array([reward for group in rewards for reward in group], dtype=np.float64)
-    judged = rewards_G[~np.isnan(rewards_G)]
+    judged = rewards_G[np.isfinite(rewards_G)]
     return {
         "reward_mean": float(judged.mean()) if len(judged) else 0.0,
         "reward_std": float(judged.std()) if len(judged) else 0.0,

@@ -158,13 +158,13 @@ def decoupled_ppo(samples: Samples, version: int) -> Result:
     return each(samples, of_token)
 
 
-def dppo(samples: Samples, *, kl_max: float = 0.0, cap: float = 0.0) -> Result:
+def dppo(samples: Samples, *, low: float = 0.2, high: float = 0.2, kl_max: float = 0.0, cap: float = 0.0) -> Result:
     """prime-rl: r A where the trust region keeps the token, plus 1e-3 (log r)^2 on all; or verl's binary KL."""
     a, n = dr_grpo(samples), total(samples)
 
     def of_token(i: int, t: Token) -> tuple[float, float]:
         p, q = math.exp(t.th), math.exp(t.mu)
-        keep = not ((a[i] > 0 and p - q > 0.2) or (a[i] < 0 and p - q < -0.2))
+        keep = not ((a[i] > 0 and p - q > high) or (a[i] < 0 and p - q < -low))
         if kl_max:
             other_p, other_q = max(1 - p, 1e-8), max(1 - q, 1e-8)
             kl = q * math.log(max(q, 1e-8) / max(p, 1e-8)) + other_q * math.log(other_q / other_p)

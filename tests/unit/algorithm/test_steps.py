@@ -1,0 +1,254 @@
+"""Optimizer steps of a real model under the axes: the same for every cut, a reference beside the policy, bad input."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+
+from penstock.errors import ConfigError, DataError, UserError
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.batching.sequences import TrainGroup, open_reader
+from services.trainer.config import BackendConfig, OptimizerConfig
+from tests.support.trainer.groups import IMAGES, make_group, picture
+
+VERSION = 3
+
+
+def backend_of(path: Path, *, micro_batch_tokens: int = 8192, **algorithm: Any) -> InProcessBackend:
+    """One whose steps can be seen."""
+    config = BackendConfig(
+        device="cpu", micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(learning_rate=1e-3)
+    )
+    return InProcessBackend(
+        path, config, AlgorithmConfig.model_validate(algorithm), seed=0, temperature=1.0, max_skipped_steps=1
+    )
+
+
+def loaded(path: Path, checkpoint: Path | None = None, **settings: Any) -> InProcessBackend:
+    """One that has loaded the model, or a checkpoint."""
+    backend = backend_of(path, **settings)
+    backend.load(checkpoint)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def groups(tiny_model_path: Path) -> list[TrainGroup]:
+    """Three with a signal and one of equal rewards, of versions 1, 2, 3, 3; the first two with a picture.
+
+    The engine's log-probabilities are random, so the ratios to them are far from 1.
+    """
+    reader = open_reader(tiny_model_path)
+    rewards = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 0.5), (0.0, 1.0, 0.0, 0.0), (0.9, 0.9, 0.9, 0.9)]
+    made = []
+    for index, version in enumerate((1, 2, 3, 3)):
+        shown: dict[str, Any] = {"images": [picture(index)], "placeholders": [9]} if index < 2 else {}
+        group = make_group(tiny_model_path, index=index, rewards=rewards[index], version=version, **shown)
+        made.append(reader.read(group, IMAGES))
+    return made
+
+
+def weights(backend: InProcessBackend) -> dict[str, torch.Tensor]:
+    """A copy of them."""
+    return {name: weight.clone() for name, weight in backend.export()}
+
+
+def same_weights(one: InProcessBackend, other: dict[str, torch.Tensor]) -> bool:
+    """To the bit."""
+    return all(torch.equal(weight, other[name]) for name, weight in one.export())
+
+
+def with_logprob(group: TrainGroup, value: float) -> TrainGroup:
+    """The group with another engine log-probability of its first own token."""
+    sequence = group.sequences[0]
+    logprobs = sequence.engine_logprobs_X.copy()
+    logprobs[sequence.loss_mask_X.argmax()] = value
+    return replace(group, sequences=(replace(sequence, engine_logprobs_X=logprobs), *group.sequences[1:]))
+
+
+def with_broken_picture(group: TrainGroup) -> TrainGroup:
+    """The group with a picture for which the model computes no number."""
+    [image] = group.sequences[0].images
+    broken = replace(image, pixel_values_PD=torch.full_like(image.pixel_values_PD, math.nan))
+    return replace(group, sequences=tuple(replace(sequence, images=(broken,)) for sequence in group.sequences))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "gspo"},
+        {"preset": "m2po", "rejection": {"max_m2": 9.0}},
+        {"preset": "dppo", "entropy": {"kind": "bonus", "coef": 0.01}},
+        {"preset": "ppo", "advantage": {"kind": "reinforce_pp"}, "kl": {"kind": "k1_in_reward", "coef": 0.1}},
+        {"correction": {"kind": "clip", "level": "sequence", "low": 0.1, "normalize": True}, "kl": {"kind": "k3"}},
+    ],
+)
+def test_the_step_is_the_same_however_the_batch_is_cut(
+    tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any]
+) -> None:
+    """One row of everything, or each sample alone: loss, gradient norm and metrics of the real model agree."""
+    times = {"step_time_s", "trained_tokens_per_s", "packing_density", "shared_token_fraction"}
+    results = []
+    for micro_batch_tokens in (100_000, 1):
+        metrics = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens, **algorithm).step(groups, VERSION)
+        results.append({name: value for name, value in metrics.items() if name not in times})
+    whole, cut = results
+    assert whole["grad_norm"] > 0
+    assert cut == pytest.approx(whole, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("broken", ["engine", "reward", "forward"])
+def test_a_group_that_is_not_finite_is_skipped_and_counted(
+    tiny_model_path: Path, groups: list[TrainGroup], broken: str
+) -> None:
+    """It counts in the denominator: the gradient is that of the batch in which it has no signal."""
+    first = {
+        "engine": with_logprob(groups[0], math.nan),
+        "reward": replace(groups[0], rewards=(1.0, math.inf, 0.0, 0.0)),
+        "forward": with_broken_picture(groups[0]),
+    }[broken]
+    with structlog.testing.capture_logs() as logs:
+        metrics = loaded(tiny_model_path).step([first, *groups[1:]], VERSION)
+    silent = replace(groups[0], rewards=(0.5, 0.5, 0.5, 0.5))
+    expected = loaded(tiny_model_path).step([silent, *groups[1:]], VERSION)
+    assert metrics["num_groups_skipped"] == 1
+    assert metrics["skipped"] == 0
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert metrics["num_tokens"] == expected["num_tokens"]
+    assert [(entry["event"], entry["index"]) for entry in logs] == [("group.skipped", 0)]
+
+
+def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """Nothing changes, and the second time in a row the run ends."""
+    backend = loaded(tiny_model_path)
+    before = weights(backend)
+    batch = [with_logprob(group, math.inf) for group in groups]
+    metrics = backend.step(batch, VERSION)
+    assert (metrics["skipped"], metrics["num_groups_skipped"]) == (1, 4)
+    assert same_weights(backend, before)
+    with pytest.raises(UserError, match=r"2 steps in a row were skipped, .* no group has finite rewards"):
+        backend.step(batch, VERSION)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "ppo", "rejection": {"kind": "k3", "max_k3": 1e-12}},
+        {"correction": {"kind": "mask", "low": 0.9999, "high": 1.0001}},
+        {"correction": {"kind": "none", "veto_low": 0.99}},
+    ],
+)
+def test_a_batch_that_is_wholly_rejected_skips_the_step(
+    tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any]
+) -> None:
+    """Said in the metrics and the log; a regulariser alone takes no step; too many in a row end the run."""
+    backend = loaded(tiny_model_path, **algorithm)
+    before = weights(backend)
+    with structlog.testing.capture_logs() as logs:
+        metrics = backend.step(groups, VERSION)
+    assert (metrics["skipped"], metrics["rejected_fraction"]) == (1, 1)
+    assert "every token with an advantage was rejected" in logs[-1]["reason"]
+    assert same_weights(backend, before)
+    with pytest.raises(UserError, match=r"2 steps in a row were skipped.*\[algorithm\]"):
+        backend.step(groups, VERSION)
+
+
+def test_equal_rewards_are_no_rejection(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """A batch without any advantage is a step without a gradient, not a skipped one."""
+    metrics = loaded(tiny_model_path, preset="ppo", rejection={"kind": "k3", "max_k3": 1e-12}).step(groups[3:], VERSION)
+    assert (metrics["skipped"], metrics["grad_norm"], metrics["rejected_fraction"]) == (0, 0, 0)
+
+
+def test_maxrl_refuses_rewards_below_zero(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """Its baseline would change its sign."""
+    bad = replace(groups[0], rewards=(1.0, -1.0, 1.0, -1.0))
+    with pytest.raises(DataError, match=r"advantage\.kind = 'maxrl' needs rewards of at least 0, found -1"):
+        loaded(tiny_model_path, advantage={"kind": "maxrl"}).step([bad], VERSION)
+
+
+def test_the_reference_stays_where_the_run_began(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """The first step has distance 0 and the gradient of a run without it; later ones are pulled back."""
+    free, held = loaded(tiny_model_path), loaded(tiny_model_path, kl={"kind": "k3", "coef": 10.0})
+    first = held.step(groups, VERSION)
+    assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
+    assert first["kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(free.step(groups, VERSION)["grad_norm"], rel=1e-3)
+    start = {name: weight.float() for name, weight in loaded(tiny_model_path).export()}
+    for _ in range(8):
+        last = held.step(groups, VERSION)
+        free.step(groups, VERSION)
+    assert last["kl_loss"] > 0
+
+    def distance(backend: InProcessBackend) -> float:
+        return sum(float((weight - start[name]).square().sum()) for name, weight in backend.export())
+
+    assert distance(held) < distance(free)
+
+
+def test_the_reference_follows_the_policy(tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path) -> None:
+    """copy: after every second step it is the policy. ema: it goes a share of the way."""
+    backend = loaded(tiny_model_path, kl={"kind": "k2", "refresh": "copy", "refresh_every": 2})
+    distances = [abs(backend.step(groups, VERSION)["kl_reference"]) for _ in range(3)]
+    assert distances[1] > 1e-3
+    assert distances[0] < 1e-7
+    assert distances[2] < 1e-7
+    half = loaded(tiny_model_path, kl={"kind": "k2", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5})
+    start = weights(half)
+    half.step(groups, VERSION)
+    half.save(tmp_path)
+    reference = torch.load(tmp_path / "reference.pt")["weights"]
+    for name, now in half.policy.named_parameters():
+        expected = (start[name.removeprefix("model.")] + now.detach()) / 2
+        torch.testing.assert_close(reference[name], expected, rtol=0, atol=1e-6)
+
+
+def test_reference_and_entropy_go_on_from_a_checkpoint(
+    tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path
+) -> None:
+    """Two steps, a checkpoint, a third; or the checkpoint loaded and the third: equal to the bit."""
+    settings: dict[str, Any] = {
+        "kl": {"kind": "k3", "coef": 0.1, "refresh": "copy", "refresh_every": 3},
+        "entropy": {"kind": "target", "coef": 0.01, "target": 50.0, "adjustment": 0.004},
+    }
+    backend = loaded(tiny_model_path, **settings)
+    assert [backend.step(groups, VERSION)["entropy_coef"] for _ in range(2)] == pytest.approx([0.01, 0.014])
+    backend.save(tmp_path)
+    expected = backend.step(groups, VERSION)
+    assert expected["entropy_coef"] == pytest.approx(0.018)
+    resumed = loaded(tiny_model_path, tmp_path, **settings)
+    again = resumed.step(groups, VERSION)
+    assert {name: again[name] for name in ("loss", "kl_loss", "entropy_loss", "grad_norm")} == {
+        name: expected[name] for name in ("loss", "kl_loss", "entropy_loss", "grad_norm")
+    }
+    assert abs(resumed.step(groups, VERSION)["kl_reference"]) < 1e-7  # the third step refreshed it
+
+
+def test_a_resumed_run_cannot_invent_its_reference(
+    tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path
+) -> None:
+    """The weights that the run began with are gone; the present ones would be another reference."""
+    backend = loaded(tiny_model_path)
+    backend.step(groups, VERSION)
+    backend.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.kind = 'k2' needs a reference policy, but .* without one"):
+        loaded(tiny_model_path, tmp_path, kl={"kind": "k2"})
+
+
+def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """Entropy here is about 5 nats: above a target of 1 the first step has the bonus, the next ones none."""
+    backend = loaded(tiny_model_path, entropy={"kind": "target", "coef": 0.01, "target": 1.0})
+    assert [backend.step(groups, VERSION)["entropy_coef"] for _ in range(3)] == [0.01, 0, 0]
+
+
+def test_a_bonus_raises_the_entropy(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """Against the same steps without it."""
+    plain = loaded(tiny_model_path)
+    bonus = loaded(tiny_model_path, entropy={"kind": "bonus", "coef": 1.0})
+    for _ in range(5):
+        without, with_it = plain.step(groups, VERSION), bonus.step(groups, VERSION)
+    assert with_it["entropy"] > without["entropy"]
