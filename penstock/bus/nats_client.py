@@ -1,4 +1,4 @@
-"""One connection to nats-server: who is let in, what its failures mean, and an end that leaves nothing behind."""
+"""One connection to nats-server: access, error mapping, and a clean close."""
 
 import asyncio
 import ssl

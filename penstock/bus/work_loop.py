@@ -50,7 +50,7 @@ async def work(
         grace_s: Seconds that running messages get after `stop`.
 
     Raises:
-        AccessError: by `handle`. Another process may be let in, so the message is left to it.
+        AccessError: by `handle`. Another process may have access, so the message is left to it.
         SetupError: by `handle`. Each delivery would fail until a person has mended it.
     """
     running: set[asyncio.Task[None]] = set()

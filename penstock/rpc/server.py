@@ -1,4 +1,4 @@
-"""The scaffold of every gRPC server: who is let in, health, reflection, error mapping, one log line per call, drain.
+"""Runs every gRPC server: access control, health, reflection, error mapping, one log line per call, drain.
 
 Invariant: nothing is read of a call without the token. It is refused with the same answer whatever it asks for; only
 health is everybody's. A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish
@@ -187,7 +187,7 @@ class _Boundary(_Interceptor):
         )
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> str | None:
-        """What the caller is told if it shows the wrong token, or none; None if it is let in."""
+        """The refusal of a caller with a wrong or missing token; None if it has access."""
         metadata = cast("Sequence[tuple[str, str | bytes]]", details.invocation_metadata)
         given = next((value for key, value in metadata if key == "authorization"), "")
         authorization = given if isinstance(given, bytes) else given.encode()

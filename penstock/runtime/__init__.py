@@ -1,1 +1,1 @@
-"""The life of a process: signals, ports, health, who is let in."""
+"""The life of a process: signals, ports, health, access control."""

@@ -82,7 +82,7 @@ async def end_task(task: asyncio.Task[None]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Every connection takes a descriptor, also of callers that are not let in; the usual 1024 are soon used up."""
+    """Every connection takes a descriptor, also those of refused callers; the usual limit of 1024 is soon reached."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

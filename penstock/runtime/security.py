@@ -1,6 +1,6 @@
-"""Who is let in: the tokens that servers ask for, and TLS.
+"""Access control: the tokens that servers require, and TLS.
 
-Every server, client and connection is given a `Security`, or by default has `Security.from_environment`.
+Every server, client and connection takes a `Security`; the default is `Security.from_environment`.
 
 Invariants: a process whose environment has a token neither serves nor calls without it; a token is in the environment
 and in memory, never in a recipe, a log or the text of an error.
