@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
+from penstock.errors import SetupError
 from penstock.runtime.ports import held_ports
 from services.launch.bounded_log import BoundedLog
 from services.launch.reaper import Reaper
@@ -144,10 +145,20 @@ class Child:
 
     def read_error(self) -> str | None:
         """The error that the process wrote as it ended; None if it wrote none."""
+        return self._read_error("message")
+
+    def lacks_what_it_had(self, state: State) -> bool:
+        """Whether the process, started again and ending in `state`, missed something that was there at its first start.
+
+        As when nats-server is frozen at that moment: the settings are right, and waiting helps.
+        """
+        return self.num_starts > 1 and state is not State.UP and self._read_error("error") == SetupError.__name__
+
+    def _read_error(self, key: str) -> str | None:
         if self.spec.error_file is None:
             return None
         try:
-            return str(json.loads(self.spec.error_file.read_text())["message"])
+            return str(json.loads(self.spec.error_file.read_text())[key])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -1,7 +1,8 @@
 """Keeps the processes of a run going, and ends them in order.
 
 A process that dies is started again after a pause. One that exits with 2 found something that a person must change: no
-restart would help, so the run ends with its error. However the run ends, none of its processes is left.
+restart would help, so the run ends with its error; unless it is a restart that misses something which was there before,
+such as a NATS server that is frozen. However the run ends, none of its processes is left.
 """
 
 import asyncio
@@ -123,10 +124,10 @@ class Supervisor:
         num_failures = 0
         while not child.stop_asked.is_set():
             code = await child.run()
-            child.state = State.STOPPED
+            ended_in, child.state = child.state, State.STOPPED
             if child.stop_asked.is_set() or (code == 0 and child.spec.ends_run):
                 return
-            if code == EXIT_USER_ERROR:
+            if code == EXIT_USER_ERROR and not child.lacks_what_it_had(ended_in):
                 raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
             now = time.monotonic()
             deaths.append(now)
