@@ -11,7 +11,7 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.bus.dead_letters import list_letters
 from penstock.config import BusConfig
-from penstock.errors import InvalidRequestError, SetupError
+from penstock.errors import DataError, InvalidRequestError
 from penstock.records.codec import encode
 from services.trainer.flow.crash_record import MAX_DEATHS, CrashRecord
 from tests.conftest import ROOT
@@ -105,7 +105,7 @@ def test_deaths_without_a_step_end_the_run(tmp_path: Path) -> None:
         crashes.require_progress(2)
         crashes.training([index]).__enter__()
     with pytest.raises(
-        SetupError, match=r"died 3 times in a row .*max_failures_in_a_row = 2; at last with groups \[2\]"
+        DataError, match=r"died 3 times in a row .*max_failures_in_a_row = 2; at last with groups \[2\]"
     ):
         CrashRecord(file).require_progress(2)
     crashes = CrashRecord(file)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import structlog
 
-from penstock.errors import PenstockError, SetupError
+from penstock.errors import DataError, PenstockError
 
 log = structlog.get_logger()
 
@@ -53,14 +53,14 @@ class CrashRecord:
         """Refuse to go on if the trainer died too often without training a batch; the next start may try again.
 
         Raises:
-            SetupError: more than `max_in_a_row` deaths.
+            DataError: more than `max_in_a_row` deaths.
         """
         if (num_deaths := self._num_deaths_in_a_row) <= max_in_a_row:
             return
         with self._lock:
             self._num_deaths_in_a_row = 0
             self._write()
-        raise SetupError(
+        raise DataError(
             f"the trainer died {num_deaths} times in a row while it read or trained groups, more than "
             f"trainer.max_failures_in_a_row = {max_in_a_row}; at last with groups {self._last[:16]}. The end of its "
             "log may say why; if memory ran out, lower trainer.micro_batch_tokens. Then start it again"
