@@ -3,7 +3,9 @@
 A process that is killed, runs out of memory or crashes reports nothing. So the record is written before groups are read
 or trained, and again afterwards: what it still names at the next start was in hand at the death.
 
-Invariant: a group that was in hand at `MAX_DEATHS` deaths, and was not trained between them, is not touched again.
+Invariant: a group that was being read at `MAX_DEATHS` deaths, and was not read between them, is not touched again; nor
+is one that was being trained at as many, and was not trained between them. The two are counted apart, because groups
+are read while others are trained.
 
 The record is a file of the run's folder, where the checkpoints are, so it survives every end of the process. It need
 not survive a host's. A trainer that has been replaced may write it once more; the successor's next write corrects that.
@@ -39,15 +41,19 @@ class CrashRecord:
         self._file = file
         self._lock = threading.Lock()
         earlier = _read(file)
-        self._deaths: Counter[int] = Counter({int(index): count for index, count in earlier["deaths"].items()})
-        self._in_hand: list[int] = []
-        self._num_deaths_in_a_row: int = earlier["num_deaths_in_a_row"]
-        self._last: list[int] = earlier["in_hand"]
+        self._reading = _Suspects(earlier.get("reading", {}))
+        self._training = _Suspects(earlier.get("training", {}))
+        self._num_deaths_in_a_row: int = earlier.get("num_deaths_in_a_row", 0)
+        self._last = [*self._reading.at_death, *self._training.at_death]
         if self._last:
-            self._deaths.update(self._last)
             self._num_deaths_in_a_row += 1
             self._write()
-            log.warning("trainer.died_with_groups", indices=self._last, num_in_a_row=self._num_deaths_in_a_row)
+            log.warning(
+                "trainer.died_with_groups",
+                reading=self._reading.at_death,
+                training=self._training.at_death,
+                num_in_a_row=self._num_deaths_in_a_row,
+            )
 
     def require_progress(self, max_in_a_row: int) -> None:
         """Refuse to go on if the trainer died too often without training a batch; the next start may try again.
@@ -68,54 +74,50 @@ class CrashRecord:
 
     def why_given_up(self, index: int) -> str | None:
         """Return why the group may not be touched again; None if it may."""
-        if (num_deaths := self._deaths[index]) < MAX_DEATHS:
-            return None
-        return (
-            f"the trainer died {num_deaths} times while it read or trained group {index}, or the batch that it was in: "
-            "killed, out of memory, or crashed"
-        )
+        for suspects, doing in ((self._reading, "read"), (self._training, "trained the batch with")):
+            if (num_deaths := suspects.deaths[index]) >= MAX_DEATHS:
+                return (
+                    f"the trainer died {num_deaths} times while it {doing} group {index}: killed, out of memory, or "
+                    "crashed"
+                )
+        return None
 
     @contextmanager
     def reading(self, index: int) -> Iterator[None]:
         """Have a group in hand that is being read."""
-        self._take([index])
-        try:
+        with self._holding(self._reading, [index]):
             yield
-        except PenstockError:
-            self._put_down([index])
-            raise
-        self._put_down([index])
 
     @contextmanager
     def training(self, indices: Sequence[int]) -> Iterator[None]:
-        """Have a batch in hand; groups that were trained are no longer suspect."""
-        self._take(indices)
+        """Have a batch in hand that is being trained."""
+        with self._holding(self._training, indices):
+            yield
+            self._num_deaths_in_a_row = 0
+
+    @contextmanager
+    def _holding(self, suspects: "_Suspects", indices: Sequence[int]) -> Iterator[None]:
+        with self._lock:
+            suspects.in_hand += indices
+            self._write()
         try:
             yield
         except PenstockError:
-            self._put_down(indices)
+            self._put_down(suspects, indices)
             raise
-        self._put_down(indices, were_trained=True)
+        self._put_down(suspects, indices)
 
-    def _take(self, indices: Sequence[int]) -> None:
-        with self._lock:
-            self._in_hand += indices
-            self._write()
-
-    def _put_down(self, indices: Sequence[int], *, were_trained: bool = False) -> None:
+    def _put_down(self, suspects: "_Suspects", indices: Sequence[int]) -> None:
         with self._lock:
             for index in indices:
-                self._in_hand.remove(index)
-                if were_trained:
-                    self._deaths.pop(index, None)
-            if were_trained:
-                self._num_deaths_in_a_row = 0
+                suspects.in_hand.remove(index)
+                suspects.deaths.pop(index, None)
             self._write()
 
     def _write(self) -> None:
         record = {
-            "in_hand": self._in_hand,
-            "deaths": dict(self._deaths),
+            "reading": self._reading.as_json(),
+            "training": self._training.as_json(),
             "num_deaths_in_a_row": self._num_deaths_in_a_row,
         }
         temporary = self._file.with_name(f".{self._file.name}.tmp")
@@ -123,13 +125,27 @@ class CrashRecord:
         os.replace(temporary, self._file)
 
 
+class _Suspects:
+    """Groups in hand for one purpose, and at how many deaths in a row each was."""
+
+    def __init__(self, earlier: dict[str, Any]) -> None:
+        """Count a death for each group that an earlier process had in hand."""
+        self.at_death: list[int] = earlier.get("in_hand", [])
+        self.in_hand: list[int] = []
+        self.deaths = Counter({int(index): count for index, count in earlier.get("deaths", {}).items()})
+        self.deaths.update(self.at_death)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {"in_hand": self.in_hand, "deaths": dict(self.deaths)}
+
+
 def _read(file: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"in_hand": [], "deaths": {}, "num_deaths_in_a_row": 0}
     try:
         found: dict[str, Any] = json.loads(file.read_text())
     except FileNotFoundError:
-        return empty
+        return {}
     except (OSError, ValueError) as error:
         log.warning("crash_record.unreadable", file=str(file), reason=str(error))
-        return empty
-    return empty | found
+        return {}
+    return found
