@@ -271,7 +271,10 @@ class AggregationConfig(Axis):
 
 
 class AlgorithmConfig(Config):
-    """How rewards become a gradient: a preset, and one section for each axis in which a run differs from it."""
+    """How rewards become a gradient: a preset, and one section for each axis in which a run differs from it.
+
+    The defaults shown here are those of an axis that the preset leaves alone. tis sets anchor and correction.
+    """
 
     preset: Literal[
         "tis",

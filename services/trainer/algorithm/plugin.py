@@ -6,6 +6,19 @@ from functools import cache
 from typing import Any
 
 from penstock.errors import ConfigError
+from services.trainer.algorithm.config import AlgorithmConfig
+
+
+def require_functions(config: AlgorithmConfig) -> None:
+    """Import every function that the recipe names, so that a wrong name is found before a run has cost anything.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    if config.advantage.kind == "custom":
+        load_function(config.advantage.function, "algorithm.advantage.function")
+    if config.trust_region.kind == "custom":
+        load_function(config.trust_region.function, "algorithm.trust_region.function")
 
 
 @cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.errors import DataError
 from services.trainer.algorithm.config import TrustRegionConfig
 from services.trainer.algorithm.plugin import load_function
 
@@ -114,7 +115,10 @@ def _custom(step: Step, config: TrustRegionConfig) -> Surrogate:
     function = load_function(config.function, "algorithm.trust_region.function")
     surrogate = function(step, **config.options)
     if not isinstance(surrogate, Surrogate):
-        raise TypeError(f"algorithm.trust_region.function = {config.function!r} must return a Surrogate")
+        raise DataError(
+            f"algorithm.trust_region.function = {config.function!r} returned a {type(surrogate).__name__}, not a "
+            "Surrogate; see examples/own_axes.py"
+        )
     return surrogate
 
 

@@ -11,6 +11,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.plugin import require_functions
 from services.trainer.algorithm.regularisers import EntropyCoefficient
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
@@ -60,8 +61,10 @@ class InProcessBackend:
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
 
         Raises:
-            ConfigError: the device is not there, or the process is one of several ranks.
+            ConfigError: the device is not there, the process is one of several ranks, or a function of the algorithm
+                cannot be imported.
         """
+        require_functions(algorithm)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the trainer runs as one process; start it without "
