@@ -4,14 +4,42 @@ Imports nothing heavy, so that a mistyped key is reported before torch is loaded
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
-from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.config import AlgorithmConfig, Axis
+
+
+class ScheduleConfig(Axis):
+    """How the learning rate goes on after warm-up, up to step trainer.num_steps. Skipped steps do not count."""
+
+    uses: ClassVar[Mapping[str, str]] = {
+        "linear": "min_ratio",
+        "cosine": "min_ratio",
+        "wsd": "min_ratio decay decay_steps",
+    }
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """constant: it stays. linear, cosine: it falls to the minimum at the last step. wsd: it stays, and falls over the
+    last `decay_steps` (warm-up, stable, decay)."""
+    min_ratio: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """The minimum, as a share of the learning rate (linear, cosine, wsd)."""
+    decay_steps: int = pydantic.Field(default=0, ge=0)
+    """Steps over which the rate falls at the end; a tenth to a fifth of the run is usual (wsd)."""
+    decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Shape of the fall (wsd)."""
+
+    @pydantic.model_validator(mode="after")
+    def _decays(self) -> Self:
+        if self.kind == "wsd" and not self.decay_steps:
+            raise ValueError("wsd needs decay_steps; a tenth to a fifth of trainer.num_steps is usual")
+        return self
 
 
 class OptimizerConfig(Config):
@@ -19,14 +47,21 @@ class OptimizerConfig(Config):
 
     learning_rate: float = pydantic.Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
+    learning_rates: dict[str, float] = pydantic.Field(default_factory=dict)
+    """Other learning rates for parts of the model, by pattern; 0 freezes the part. A pattern is `tower`, `merger`,
+    `text` or `head`, or a parameter's name or its end, with `*`: `"visual.*"`. The last one that fits a name counts."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's running averages of the gradient and of its square."""
     weight_decay: float = pydantic.Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
     warmup_steps: int = pydantic.Field(default=0, ge=0)
-    """The learning rate rises linearly over this many steps, then stays."""
+    """The learning rate rises linearly over this many steps, before the schedule begins."""
+    schedule: ScheduleConfig = ScheduleConfig()
     grad_clip: float = pydantic.Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
+    offload: bool = False
+    """Keep AdamW's averages and the float32 weights in the host's memory, and compute the update there: on the device
+    only the weights in trainer.dtype remain. Slower; for models that do not fit otherwise. Not run on a GPU yet."""
 
     @pydantic.field_validator("betas")
     @classmethod
@@ -34,6 +69,13 @@ class OptimizerConfig(Config):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each must be at least 0 and below 1")
         return betas
+
+    @pydantic.field_validator("learning_rates")
+    @classmethod
+    def _are_rates(cls, rates: dict[str, float]) -> dict[str, float]:
+        if wrong := [pattern for pattern, rate in rates.items() if not 0 <= rate < math.inf]:
+            raise ValueError(f"the rate of {wrong[0]!r} must be 0 or a positive number")
+        return rates
 
 
 class WeightSyncConfig(Config):
@@ -68,6 +110,8 @@ class WeightSyncConfig(Config):
 class BackendConfig(Config):
     """How an optimizer step is computed: the settings of `[trainer]` that decide what a batch does to the weights."""
 
+    num_steps: int = pydantic.Field(default=100, ge=1)
+    """Optimizer steps of the run."""
     micro_batch_tokens: int = pydantic.Field(default=8192, ge=1)
     """Most tokens of one forward pass. Samples are packed without padding; a longer sample has a pass of its own."""
     share_prompts: bool = True
@@ -85,15 +129,25 @@ class BackendConfig(Config):
     always float32."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
+    @pydantic.model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        optimizer = self.optimizer
+        if optimizer.schedule.kind == "constant":
+            return self
+        num_steps = optimizer.warmup_steps + optimizer.schedule.decay_steps
+        if num_steps > self.num_steps or optimizer.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {optimizer.warmup_steps} and schedule.decay_steps = "
+                f"{optimizer.schedule.decay_steps} do not fit into num_steps = {self.num_steps}; lower them"
+            )
+        return self
+
 
 class TrainerConfig(BackendConfig):
     """The trainer: how much, how stale, and where it computes."""
 
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port on which TrainerService listens; 0 takes any that is free."""
-
-    num_steps: int = pydantic.Field(default=100, ge=1)
-    """Optimizer steps of the run."""
     groups_per_step: int = pydantic.Field(default=16, ge=1)
     """Prompt groups in the batch of one optimizer step."""
     samples_per_group: int = pydantic.Field(default=8, ge=2)

@@ -1,10 +1,13 @@
-"""The optimizer by itself: what it takes from a checkpoint, and what from the recipe."""
+"""The optimizer by itself: what it takes from a checkpoint, what from the recipe, and where its state is."""
+
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from penstock.errors import UserError
-from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer, make_adamw, warmup_factor
+from penstock.errors import SetupError, UserError
+from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
+from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.config import OptimizerConfig
 
 
@@ -16,9 +19,28 @@ def make(
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
 ) -> tuple[Optimizer, torch.nn.Parameter]:
     """An optimizer over one matrix."""
-    parameter = torch.nn.Parameter(weight.clone())
-    adamw = make_adamw([parameter], config, eps=eps)
-    return Optimizer(adamw, [parameter], config, max_skipped_steps=max_skipped_steps), parameter
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(weight.clone())})
+    optimizer = optimizer_of(MasterWeights(model), config, eps=eps, max_skipped_steps=max_skipped_steps)
+    return optimizer, model["weight"]
+
+
+def optimizer_of(
+    weights: MasterWeights,
+    config: OptimizerConfig,
+    *,
+    rates: Mapping[str, float] | None = None,
+    eps: float = ADAM_EPS,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+) -> Optimizer:
+    """One with the same rate for all weights but those in `rates`."""
+    rates = dict.fromkeys(weights.trained, config.learning_rate) | dict(rates or {})
+    return Optimizer(weights, rates, config, num_updates=10, eps=eps, max_skipped_steps=max_skipped_steps)
+
+
+def make_model() -> torch.nn.Module:
+    """A matrix and a bias, the same each time."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
 
 
 def test_resumes_with_the_recipes_settings_and_the_checkpoints_averages() -> None:
@@ -44,11 +66,11 @@ def test_resumes_with_the_recipes_settings_and_the_checkpoints_averages() -> Non
     torch.testing.assert_close(parameter.detach(), weight * (1 - rate * 0.5) - rate * direction)
 
 
-def test_warm_up_goes_on_where_it_was() -> None:
-    """With 3 steps of warm-up a quarter, a half; after a resume three quarters, then one."""
-    assert [warmup_factor(step, 3) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert warmup_factor(0, 0) == 1
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=3)
+def test_the_schedule_goes_on_where_it_was() -> None:
+    """Two updates before each of two resumes, a skipped step among them, give the rates of six in a row."""
+    config = OptimizerConfig.model_validate(
+        {"learning_rate": 1.0, "warmup_steps": 3, "schedule": {"kind": "linear", "min_ratio": 0.2}}
+    )
     rates: list[float] = []
     saved = None
     for _ in range(3):
@@ -58,8 +80,9 @@ def test_warm_up_goes_on_where_it_was() -> None:
         for _ in range(2):
             parameter.grad = torch.ones(2, 2)
             rates.append(optimizer.update(0.0)["learning_rate"])
+        assert optimizer.update(float("nan"))["skipped"] == 1
         saved = optimizer.state_dict()
-    assert rates == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1 - 0.8 / 7, 1 - 1.6 / 7])
 
 
 def test_a_row_of_skipped_updates_goes_on_over_a_resume() -> None:
@@ -72,3 +95,83 @@ def test_a_row_of_skipped_updates_goes_on_over_a_resume() -> None:
     with pytest.raises(UserError, match="2 steps in a row were skipped, the last one for: loss inf"):
         resumed.update(float("inf"))
     assert torch.equal(parameter.detach(), torch.ones(2, 2))
+
+
+def test_parts_have_rates_of_their_own_and_averages_by_name() -> None:
+    """The first update of AdamW is the sign of the gradient times the rate; then a weight is frozen, then trained."""
+    config = OptimizerConfig(learning_rate=1.0, learning_rates={"bias": 0.25}, grad_clip=1e9)
+
+    def updated(model: torch.nn.Module, state: dict[str, object] | None) -> Optimizer:
+        optimizer = optimizer_of(MasterWeights(model), config, rates={"bias": 0.25})
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 3.0) if parameter.requires_grad else None
+        metrics = optimizer.update(0.0)
+        assert (metrics["learning_rate"], metrics["learning_rate_bias"]) == (1.0, 0.25)
+        return optimizer
+
+    model = make_model()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    whole = updated(model, None).state_dict()
+    torch.testing.assert_close(model.weight.detach(), before["weight"] - 1.0)
+    torch.testing.assert_close(model.bias.detach(), before["bias"] - 0.25)
+
+    frozen = make_model()
+    frozen.weight.requires_grad_(False)
+    part = updated(frozen, whole).state_dict()
+    assert torch.equal(frozen.weight.detach(), before["weight"])
+    assert set(part["averages"]) == {"bias"}
+    assert part["averages"]["bias"]["step"] == 2
+
+    again = make_model()
+    averages = updated(again, part).state_dict()["averages"]
+    assert (averages["bias"]["step"], averages["weight"]["step"]) == (3, 1)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
+    """Its averages had numbers instead of names."""
+    optimizer, _ = make(OptimizerConfig(), torch.ones(2, 2))
+    with pytest.raises(SetupError, match=r"optimizer\.pt is of an earlier version"):
+        optimizer.load_state_dict({"adamw": {}, "num_updates": 3, "num_skipped_in_a_row": 0})
+
+
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_weights_on_the_host_are_updated_to_the_same_bits(num_passes: int) -> None:
+    """Gradients of several backward passes, a tied weight, a clipped norm: five updates, every bit equal."""
+    config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, grad_clip=0.5)
+    results = []
+    for is_on_host in (False, True):
+        model = make_model()
+        device = torch.device("cpu")
+        weights = HostMasterWeights(model, device=device, dtype=torch.float32) if is_on_host else MasterWeights(model)
+        optimizer = optimizer_of(weights, config)
+        generator = torch.Generator().manual_seed(1)
+        norms = []
+        for _ in range(5):
+            for _ in range(num_passes):
+                inputs = torch.randn(4, 3, generator=generator)
+                (model(inputs).tanh() @ model.weight).square().sum().backward()
+            norms.append(optimizer.update(0.0)["grad_norm"])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(dict(weights.named())[name], parameter.detach())
+        results.append((norms, [weight.clone() for _, weight in weights.named()]))
+    (plain_norms, plain), (host_norms, host) = results
+    assert host_norms == plain_norms
+    assert all(torch.equal(one, other) for one, other in zip(plain, host, strict=True))
+
+
+def test_small_updates_are_not_lost_where_the_model_computes_in_bfloat16() -> None:
+    """A step of 2^-12 vanishes beside 1 in bfloat16; the float32 weight on the host collects sixteen of them."""
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(2, 2))})
+    weights = HostMasterWeights(model, device=torch.device("cpu"), dtype=torch.bfloat16)
+    optimizer = optimizer_of(weights, OptimizerConfig(learning_rate=2**-12, betas=(0.0, 0.0)))
+    seen = []
+    for _ in range(16):
+        model["weight"].sum().backward()
+        assert model["weight"].grad is None
+        optimizer.update(0.0)
+        seen.append(float(model["weight"][0, 0].detach()))
+    assert seen[0] == 1.0
+    assert seen[-1] == 1 - 2**-8
+    assert dict(weights.named())["weight"].dtype == torch.float32

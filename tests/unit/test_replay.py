@@ -250,8 +250,8 @@ def test_the_command_names_what_differs_between_the_environments(
 
 def test_refuses_settings_that_no_step_has(run: RecordedRun) -> None:
     """An override that cannot change the step is a mistake."""
-    with pytest.raises(ConfigError, match=r"unknown key trainer\.num_steps; known here: .*optimizer"):
-        run.recording(1, ["--trainer.num_steps=7"])
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.checkpoint_every; known here: .*optimizer"):
+        run.recording(1, ["--trainer.checkpoint_every=7"])
 
 
 def test_the_command_shows_both_sides_and_what_other_settings_give(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ _SGLANG_FUSED: Final = (
 )
 """Projections that SGLang stores as one parameter, in its order."""
 
+PARTS: Final = ("tower", "merger", "text", "head")
+"""Parts of a model with a learning rate of their own: the vision tower, what maps its features into the language model,
+the language model with its embedding, and the output head, which many members of the family tie to the embedding."""
+
 MAX_ASPECT_RATIO: Final = 200
 """Images whose one side is more than this many times the other are refused by the image processor."""
 
@@ -59,6 +63,16 @@ def published_name(name: str, model: str) -> str:
             if name.startswith(own):
                 return published + name.removeprefix(own)
     return name
+
+
+def part_of(name: str) -> str:
+    """The part of the model, one of `PARTS`, that holds the parameter with this own name."""
+    if name.startswith("lm_head."):
+        return "head"
+    if not name.startswith("model.visual."):
+        return "text"
+    # merger, and Qwen3-VL's deepstack_merger_list: the same map for features of inner layers
+    return "merger" if "merger" in name.split(".")[2] else "tower"
 
 
 def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:

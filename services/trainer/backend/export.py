@@ -8,30 +8,32 @@ import torch
 import xxhash
 
 from penstock.weights.digest import XXH3, tensor_digests
+from services.trainer.backend.master_weights import MasterWeights
 from services.trainer.backend.model import PolicyModel
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every master weight under transformers' name, which engines know, tied ones once, in a fixed order."""
+    """Yield every weight that the policy computes with, tied ones once, in a fixed order."""
     for name, parameter in policy.model.named_parameters():
         yield name, parameter.detach()
 
 
-def weights_digest(policy: PolicyModel) -> str:
+def weights_digest(weights: MasterWeights) -> str:
     """Return one digest over name and value of every master weight; equal digests mean equal bits."""
-    digests = tensor_digests(named_weights(policy), XXH3)
+    digests = tensor_digests(weights.named(), XXH3)
     text = "".join(f"{name}={digest:016x}\n" for name, digest in sorted(digests.items()))
     digest: str = xxhash.xxh3_64_hexdigest(text.encode())
     return digest
 
 
-def save_model(policy: PolicyModel, base_path: Path, folder: Path) -> None:
-    """Write `folder/model`: the weights, and everything but weights of the base model's folder.
+def save_model(policy: PolicyModel, weights: MasterWeights, base_path: Path, folder: Path) -> None:
+    """Write `folder/model`: the master weights, and everything but weights of the base model's folder.
 
     Args:
         policy: The policy.
+        weights: Its master weights.
         base_path: Folder that the policy was loaded from, for tokenizer, processor and chat template.
         folder: Where to make `model`.
     """
@@ -41,4 +43,4 @@ def save_model(policy: PolicyModel, base_path: Path, folder: Path) -> None:
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-    policy.model.save_pretrained(target)
+    policy.model.save_pretrained(target, state_dict=weights.model_state())

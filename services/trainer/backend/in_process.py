@@ -17,10 +17,12 @@ from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.backend.export import named_weights, save_model, weights_digest
+from services.trainer.backend.learning_rates import rates_of
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.logprobs import TokenLogprobs
+from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
 from services.trainer.backend.model import PolicyModel
-from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer, make_adamw
+from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.reference import ReferencePolicy
 from services.trainer.backend.train_step import TrainStep
@@ -95,16 +97,22 @@ class InProcessBackend:
             temperature=self._temperature,
             forbidden_ids=forbidden_token_ids(self._model_path),
             gradient_checkpointing=self._config.gradient_checkpointing,
-        ).to(self._device)
-        parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        adamw = make_adamw(parameters, self._config.optimizer, eps=self._adam_eps)
+        )
+        rates = self._choose_trained()
+        self._weights = self._place_weights()
         self._optimizer = Optimizer(
-            adamw, parameters, self._config.optimizer, max_skipped_steps=self._max_skipped_steps
+            self._weights,
+            rates,
+            self._config.optimizer,
+            num_updates=self._config.num_steps,
+            is_fused=self._device.type == "cuda",
+            eps=self._adam_eps,
+            max_skipped_steps=self._max_skipped_steps,
         )
         self._entropy = EntropyCoefficient(self._algorithm.entropy)
         self._reference = None
         if self._algorithm.needs_reference:
-            self._reference = ReferencePolicy(self.policy, self._algorithm.kl, precision=self._precision)
+            self._reference = ReferencePolicy(self.policy, self._weights, self._algorithm.kl, precision=self._precision)
         self._step = TrainStep(
             model=self._logprobs,
             optimizer=self._optimizer,
@@ -115,7 +123,7 @@ class InProcessBackend:
             algorithm=self._algorithm,
         )
         if checkpoint is not None:
-            state = torch.load(checkpoint / _STATE_FILE, map_location=self._device, weights_only=True)
+            state = torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True)
             self._log_changes(state["settings"])
             self._optimizer.load_state_dict(state["optimizer"])
             restore_random_state(state["random"])
@@ -123,6 +131,26 @@ class InProcessBackend:
                 self._entropy.load_state_dict(state["entropy"])
             if self._reference is not None:
                 self._reference.load(checkpoint)
+
+    def _choose_trained(self) -> dict[str, float]:
+        """Freeze what has a learning rate of 0; return the rates by name."""
+        parameters = dict(self.policy.model.named_parameters())
+        optimizer = self._config.optimizer
+        rates = rates_of(list(parameters), optimizer.learning_rates, default=optimizer.learning_rate)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(rates[name] > 0)
+        if num_frozen := sum(p.numel() for name, p in parameters.items() if not rates[name]):
+            log.info(
+                "weights.frozen", num_frozen=num_frozen, num_trained=self.policy.model.num_parameters() - num_frozen
+            )
+        return rates
+
+    def _place_weights(self) -> MasterWeights:
+        if not self._config.optimizer.offload:
+            return MasterWeights(self.policy.to(self._device).model)
+        weights = HostMasterWeights(self.policy.model, device=self._device, dtype=DTYPES[self._config.dtype])
+        self.policy.to(self._device)  # the buffers, which keep their precision
+        return weights
 
     def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
         """Take one optimizer step over the whole batch; see `TrainBackend.step`."""
@@ -145,7 +173,7 @@ class InProcessBackend:
 
     def save(self, folder: Path) -> None:
         """Write `model/`, `optimizer.pt` and where there is one the reference policy into `folder`."""
-        save_model(self.policy, self._model_path, folder)
+        save_model(self.policy, self._weights, self._model_path, folder)
         state = {
             "optimizer": self._optimizer.state_dict(),
             "entropy": self._entropy.state_dict(),
@@ -158,7 +186,7 @@ class InProcessBackend:
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights and random state."""
-        return StateDigests(weights=weights_digest(self.policy), random_state=random_state_digest())
+        return StateDigests(weights=weights_digest(self._weights), random_state=random_state_digest())
 
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
@@ -174,8 +202,10 @@ class InProcessBackend:
 
     def _log_changes(self, saved: dict[str, Any]) -> None:
         """The recipe's settings hold after a resume; say which the checkpoint was trained with."""
-        for name, value in self._settings().items():
-            if (before := saved.get(name)) != value:
+        settings = self._settings()
+        for name in sorted({*settings, *saved}):
+            before, value = saved.get(name), settings.get(name)
+            if before != value:
                 log.info("setting.changed", setting=name, checkpoint=before, recipe=value)
 
 

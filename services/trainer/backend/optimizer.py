@@ -1,4 +1,4 @@
-"""AdamW with warm-up and a bound on the gradient's norm.
+"""AdamW with a schedule, rates of their own for parts of the model, and a bound on the gradient's norm.
 
 Invariants: weights and averages change only by a finite gradient. Every setting is the recipe's, also after a resume:
 a checkpoint holds what AdamW has averaged and how many updates there were, never a learning rate.
@@ -11,7 +11,9 @@ from typing import Any
 import structlog
 import torch
 
-from penstock.errors import UserError
+from penstock.errors import SetupError, UserError
+from services.trainer.backend.master_weights import MasterWeights
+from services.trainer.backend.schedule import rate_factor
 from services.trainer.config import OptimizerConfig
 
 log = structlog.get_logger()
@@ -27,17 +29,40 @@ class Optimizer:
 
     def __init__(
         self,
-        adamw: torch.optim.Optimizer,
-        parameters: list[torch.nn.Parameter],
+        weights: MasterWeights,
+        rates: Mapping[str, float],
         config: OptimizerConfig,
         *,
+        num_updates: int,
+        is_fused: bool = False,
+        eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
     ) -> None:
-        """Use `adamw` from `make_adamw` over `parameters`."""
-        self._adamw = adamw
-        self._parameters = parameters
+        """Make AdamW over the trained weights.
+
+        Args:
+            weights: Where gradients are summed.
+            rates: Learning rate after warm-up, of each trained weight by name.
+            config: AdamW, its schedule, and the bound on the gradient's norm.
+            num_updates: Of the whole run.
+            is_fused: Use torch's fused kernels. Their last bits differ from those of the plain loop.
+            eps: Added to AdamW's denominator.
+            max_skipped_steps: More updates in a row than this that are not applied are an error.
+        """
+        self._weights = weights
+        self._trained = weights.trained
         self._config = config
+        self._num_updates_of_run = num_updates
         self._max_skipped_steps = max_skipped_steps
+        groups = _param_groups(self._trained, rates, config)
+        self._names = [name for group in groups for name in group["names"]]
+        self._adamw = torch.optim.AdamW(
+            [{"params": [self._trained[name] for name in group.pop("names")], **group} for group in groups],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=eps,
+            fused=is_fused or None,  # None is torch's own choice, a loop on CPUs
+        )
         self._num_updates = 0
         self._num_skipped_in_a_row = 0
 
@@ -51,20 +76,28 @@ class Optimizer:
         Raises:
             UserError: more than `max_skipped_steps` updates in a row were not applied.
         """
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
-        learning_rate = self._config.learning_rate * warmup_factor(self._num_updates, self._config.warmup_steps)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), self._config.grad_clip))
+        factor = rate_factor(self._num_updates, self._config, num_updates=self._num_updates_of_run)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             problem = f"loss {loss} and gradient norm {grad_norm}"
         if problem:
             self._skip(problem)
         else:
             for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = group["full_rate"] * factor
             self._adamw.step()
+            self._weights.updated()
             self._num_updates += 1
             self._num_skipped_in_a_row = 0
             self.discard()
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(bool(problem))}
+        rates = {"learning_rate": self._config.learning_rate}
+        rates |= {f"learning_rate_{pattern}": rate for pattern, rate in self._config.learning_rates.items()}
+        return {
+            "grad_norm": grad_norm,
+            "skipped": float(bool(problem)),
+            "num_updates": float(self._num_updates),
+            **{name: rate * factor for name, rate in rates.items()},
+        }
 
     def discard(self) -> None:
         """Clear the accumulated gradient."""
@@ -83,31 +116,52 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` continues from: plain data and tensors."""
+        averages = self._adamw.state_dict()["state"]
         return {
-            "adamw": self._adamw.state_dict()["state"],
+            "averages": {self._names[number]: state for number, state in averages.items()},
             "num_updates": self._num_updates,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; the settings stay as they are."""
-        # torch would take the checkpoint's learning rate, betas, eps and weight decay with its param_groups.
-        self._adamw.load_state_dict({"state": state["adamw"], "param_groups": self._adamw.state_dict()["param_groups"]})
+        """Continue from what `state_dict` returned; the settings stay as they are.
+
+        A weight that was frozen then begins with averages of zero, and those of one that is frozen now are dropped.
+
+        Raises:
+            SetupError: an earlier version of Penstock wrote the state.
+        """
+        if "averages" not in state:
+            raise SetupError(
+                "the checkpoint's optimizer.pt is of an earlier version and cannot be resumed; begin a new run with "
+                "the checkpoint's model folder as model.path"
+            )
+        averages: Mapping[str, Any] = state["averages"]
+        started = sorted(set(self._names) - set(averages)) if averages else []
+        dropped = sorted(set(averages) - set(self._names))
+        if started or dropped:
+            log.info(
+                "averages.changed", num_started=len(started), num_dropped=len(dropped), names=(started + dropped)[:4]
+            )
+        self._adamw.load_state_dict(
+            {
+                "state": {number: averages[name] for number, name in enumerate(self._names) if name in averages},
+                # torch would take the checkpoint's learning rate, betas, eps and weight decay with its param_groups.
+                "param_groups": self._adamw.state_dict()["param_groups"],
+            }
+        )
         self._num_updates = state["num_updates"]
         self._num_skipped_in_a_row = state["num_skipped_in_a_row"]
 
 
-def make_adamw(
-    parameters: list[torch.nn.Parameter], config: OptimizerConfig, *, eps: float = ADAM_EPS
-) -> torch.optim.AdamW:
-    """Return AdamW over `parameters`, with weight decay on matrices only, not on norms and biases."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+def _param_groups(
+    trained: Mapping[str, torch.nn.Parameter], rates: Mapping[str, float], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """One group for each learning rate and whether weights decay: matrices do, norms and biases do not."""
+    groups: dict[tuple[float, bool], list[str]] = {}
+    for name, parameter in sorted(trained.items(), key=lambda item: item[1].ndim < 2):
+        groups.setdefault((rates[name], parameter.ndim >= 2), []).append(name)
+    return [
+        {"names": names, "full_rate": rate, "weight_decay": config.weight_decay if decays else 0.0}
+        for (rate, decays), names in groups.items()
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=eps)
-
-
-def warmup_factor(step: int, warmup_steps: int) -> float:
-    """Return the factor on the learning rate of update `step`, from 0: linear to 1, then constant."""
-    return min(1.0, (step + 1) / (warmup_steps + 1))

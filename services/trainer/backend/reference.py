@@ -17,6 +17,7 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.config import KlConfig
+from services.trainer.backend.master_weights import MasterWeights
 from services.trainer.batching.rows import PackedRow
 
 _FILE = "reference.pt"
@@ -26,25 +27,34 @@ class ReferencePolicy:
     """A frozen copy of the policy, refreshed by the recipe."""
 
     def __init__(
-        self, policy: torch.nn.Module, config: KlConfig, *, precision: Callable[[], AbstractContextManager[Any]]
+        self,
+        policy: torch.nn.Module,
+        weights: MasterWeights,
+        config: KlConfig,
+        *,
+        precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Begin with the policy's present weights.
 
         Args:
             policy: Returns `TokenLogprobs` of a row.
+            weights: Its master weights.
             config: When the reference follows the policy.
             precision: Context in which the policy computes.
         """
         self._policy = policy
+        self._masters = weights
         self._config = config
         self._precision = precision
         self._num_updates = 0
-        self._weights = {name: _on_host(parameter) for name, parameter in policy.named_parameters()}
+        self._weights = {_in_policy(name): _on_host(weight) for name, weight in weights.named()}
 
     def logprobs(self, rows: Iterable[PackedRow]) -> list[torch.Tensor]:
         """Return float32[N] on the host for each row."""
-        devices = {name: parameter.device for name, parameter in self._policy.named_parameters()}
-        weights = {name: weight.to(devices[name], non_blocking=True) for name, weight in self._weights.items()}
+        weights = {
+            name: self._weights[name].to(parameter.device, parameter.dtype, non_blocking=True)
+            for name, parameter in self._policy.named_parameters()
+        }
         compute = partial(torch.func.functional_call, self._policy, weights)
         with torch.no_grad(), self._precision():
             return [compute((row,)).logprobs_N.float().cpu() for row in rows]
@@ -55,8 +65,8 @@ class ReferencePolicy:
         if self._config.refresh == "never" or self._num_updates % self._config.refresh_every:
             return
         share = 1.0 if self._config.refresh == "copy" else self._config.ema_weight
-        for name, parameter in self._policy.named_parameters():
-            self._weights[name].lerp_(parameter.detach().to(self._weights[name].device), share)
+        for name, weight in self._masters.named():
+            self._weights[_in_policy(name)].lerp_(weight.to("cpu"), share)
 
     def save(self, folder: Path) -> None:
         """Write `reference.pt` into a checkpoint."""
@@ -79,6 +89,11 @@ class ReferencePolicy:
             self._weights[name].copy_(weight)
 
 
-def _on_host(parameter: torch.nn.Parameter) -> torch.Tensor:
-    host = parameter.detach().to("cpu", copy=True)
-    return host.pin_memory() if parameter.is_cuda else host
+def _in_policy(name: str) -> str:
+    """The name within `PolicyModel`, which holds the transformers model as `model`."""
+    return f"model.{name}"
+
+
+def _on_host(weight: torch.Tensor) -> torch.Tensor:
+    host = weight.to("cpu", copy=True)
+    return host.pin_memory() if weight.is_cuda else host

@@ -1,0 +1,68 @@
+"""Learning-rate schedules: what the rate of an update is multiplied with, as pure functions of its number.
+
+Every schedule rises linearly to 1 over the warm-up and never goes below `min_ratio` after it. From the end of the
+warm-up on, the values are those of transformers' schedulers of the same name.
+"""
+
+import functools
+import math
+
+from services.trainer.config import OptimizerConfig, ScheduleConfig
+
+
+def rate_factor(update: int, config: OptimizerConfig, *, num_updates: int) -> float:
+    """Return the factor on the learning rate of an update.
+
+    Args:
+        update: Updates before it; skipped steps are none.
+        config: Warm-up and schedule.
+        num_updates: Updates of the whole run, at whose end a schedule reaches its minimum. Later ones stay there.
+    """
+    warmup = config.warmup_steps
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    schedule = config.schedule
+    match schedule.kind:
+        case "constant":
+            return 1.0
+        case "linear":
+            return linear_decay(_progress(update, warmup, num_updates), schedule.min_ratio)
+        case "cosine":
+            return cosine_decay(_progress(update, warmup, num_updates), schedule.min_ratio)
+        case "wsd":
+            return _decay(schedule)(_progress(update, num_updates - schedule.decay_steps, num_updates))
+
+
+def linear_decay(progress: float, minimum: float) -> float:
+    """Return the value of a straight line from 1 to `minimum`; `progress` is from 0 to 1."""
+    return minimum + (1 - minimum) * (1 - progress)
+
+
+def cosine_decay(progress: float, minimum: float) -> float:
+    """Return the value of half a cosine from 1 to `minimum`.
+
+    Source: Loshchilov & Hutter 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts", eq. 5.
+    """
+    return minimum + (1 - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def square_root_decay(progress: float, minimum: float) -> float:
+    """Return 1 - sqrt(progress), scaled to end at `minimum`.
+
+    Source: Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", eq. 2.
+    """
+    return minimum + (1 - minimum) * (1 - math.sqrt(progress))
+
+
+def _decay(schedule: ScheduleConfig) -> functools.partial[float]:
+    """Return the last phase of warm-up, stable, decay.
+
+    Source: Hu et al. 2024, "MiniCPM: Unveiling the Potential of Small Language Models", section 4.
+    """
+    shapes = {"linear": linear_decay, "cosine": cosine_decay, "1-sqrt": square_root_decay}
+    return functools.partial(shapes[schedule.decay], minimum=schedule.min_ratio)
+
+
+def _progress(update: int, first: int, last: int) -> float:
+    """Return how much of the way from update `first` to `last` has passed, from 0 to 1."""
+    return min(1.0, max(0.0, (update - first) / max(1, last - first)))
