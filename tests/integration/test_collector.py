@@ -1,11 +1,8 @@
 """Feeder, collector and batch source on a real bus: what becomes of groups, and of their messages."""
 
 import asyncio
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,143 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.bus.connection import Bus, connect
-from penstock.bus.consumer import Delivery, consuming
-from penstock.bus.image_store import ImageStore
+from penstock.bus.connection import Bus
 from penstock.bus.lock import claim
-from penstock.config import BusConfig
-from penstock.errors import DataError, SetupError, SupersededError
-from penstock.model.tokens import forbidden_token_ids, image_token_id
-from penstock.records import Group, Sampling
+from penstock.errors import DataError, SupersededError
+from penstock.records import Group
 from penstock.records.codec import encode
-from penstock.runtime.process import end_task
-from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import GroupLedger, GroupStatus
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
-from services.trainer.config import DataConfig
-from services.trainer.data.dataset import open_dataset
-from services.trainer.flow.batch_source import BatchSource
-from services.trainer.flow.changes import Changes
-from services.trainer.flow.collector import Collector, Finished
-from services.trainer.flow.crash_record import CrashRecord
-from services.trainer.flow.failure_streak import FailureStreak
-from services.trainer.flow.feeder import Feeder
-from services.trainer.position import Position
-from tests.support.cuttable_link import CuttableLink
-from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
+from services.trainer.admission.ledger import GroupStatus
+from services.trainer.batching.sequences import TrainGroup
+from tests.support.trainer.flow import RUN, num_prompts, open_flow, publish, running
+from tests.support.trainer.groups import make_group, num_placeholders, picture
 from tests.support.waiting import HANG_S, until
-
-RUN = "run"
-"""The run id of `make_group`."""
-
-NUM_STEPS = 100
-
-
-@dataclass
-class Flow:
-    """The parts of a trainer between the bus and the batch."""
-
-    bus: Bus
-    ledger: GroupLedger[Finished, Delivery]
-    collector: Collector
-    feeder: Feeder
-    batches: BatchSource
-    position: Position
-
-    def announce(self, version: int) -> None:
-        """What the training loop does when the weights of `version` are pushed."""
-        self.position.version = self.position.announced_version = version
-        self.feeder.wake()
-
-    async def next_batch(self, version: int) -> list[Finished]:
-        """The batch that trains `version`, which is announced, within the time of a test."""
-        self.announce(version)
-        async with asyncio.timeout(HANG_S):
-            return await self.batches.next()
-
-    async def settle(self) -> int:
-        """What a checkpoint does; returns the number of messages that it acknowledged."""
-        receipts = self.ledger.settle(self.ledger.checkpoint())
-        for receipt in receipts:
-            await receipt.ack()
-        return len(receipts)
-
-
-@asynccontextmanager
-async def open_flow(
-    bus: Bus,
-    model_path: Path,
-    *,
-    max_staleness: int = 0,
-    groups_per_step: int = 1,
-    run_id: str = RUN,
-    ack_wait_s: float = 60.0,
-    patcher: ImagePatcher | None = None,
-) -> AsyncIterator[Flow]:
-    """Open what a trainer has at its start; everything unacknowledged is delivered again."""
-    tokens = ModelTokens(
-        vocab_size=512, image_id=image_token_id(model_path), forbidden_ids=frozenset(forbidden_token_ids(model_path))
-    )
-    ledger: GroupLedger[Finished, Delivery] = GroupLedger(
-        Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
-    )
-    position = Position(num_steps=NUM_STEPS, step=0, version=0)
-    changes = Changes()
-    images = ImageStore(bus)
-    await images.ensure()
-    feeder = Feeder(
-        dataset=open_dataset(DataConfig()),
-        ledger=ledger,
-        position=position,
-        changes=changes,
-        bus=bus,
-        images=images,
-        sampling=Sampling(temperature=1.0),
-        run_id=run_id,
-        trainer_epoch="a",
-        samples_per_group=4,
-        profile="geo3k",
-        environment="single_turn",
-    )
-    streak = FailureStreak(max_in_a_row=2)
-    consumer = consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True)
-    with tempfile.TemporaryDirectory() as folder:
-        async with consumer as groups:
-            collector = Collector(
-                consumer=groups,
-                ledger=ledger,
-                changes=changes,
-                reader=GroupReader(tokens, patcher),
-                lock=await claim(bus, "trainer", ttl_s=0.0),
-                images=images,
-                run_id=run_id,
-                streak=streak,
-                crashes=CrashRecord(Path(folder) / "in_hand.json"),
-            )
-            batches = BatchSource(
-                ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
-            )
-            yield Flow(bus, ledger, collector, feeder, batches, position)
-
-
-@asynccontextmanager
-async def running(bus: Bus, model_path: Path, **settings: Any) -> AsyncIterator[Flow]:
-    """The same, with collector and feeder at work."""
-    async with open_flow(bus, model_path, **settings) as flow, asyncio.TaskGroup() as tasks:
-        working = [tasks.create_task(flow.collector.run()), tasks.create_task(flow.feeder.run())]
-        yield flow
-        for task in working:
-            await end_task(task)
-
-
-async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
-    """Store a group as a worker does; `copy` makes a second copy that the bus cannot recognise."""
-    images = ImageStore(bus)
-    await images.ensure()
-    for sha256 in group.images:
-        await images.put(group.id.scope, IMAGES[sha256])
-    await bus.publish(bus.groups, encode(group), message_id=group.id.message + copy)
 
 
 async def publish_failed(bus: Bus, group: Group, *, reason: str = "the image is broken") -> None:
@@ -160,11 +30,6 @@ async def publish_failed(bus: Bus, group: Group, *, reason: str = "the image is 
 async def num_stored(bus: Bus) -> int:
     """Groups that are still on the bus."""
     return int((await bus.jetstream.stream_info(bus.groups.name)).state.messages)
-
-
-async def num_prompts(bus: Bus) -> int:
-    """Prompts on the bus."""
-    return int((await bus.jetstream.stream_info(bus.prompts.name)).state.messages)
 
 
 async def test_trained_groups_leave_the_bus_only_when_settled(bus: Bus, tiny_model_path: Path) -> None:
@@ -251,23 +116,6 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
             await flow.collector.run()
 
 
-async def test_group_cut_off_on_its_way_comes_again_after_the_ack_wait(
-    bus: Bus, bus_config: BusConfig, run_name: str, tiny_model_path: Path
-) -> None:
-    """The connection breaks in the middle of a group: the server counts it as delivered, and delivers it again."""
-    group = make_group(tiny_model_path, index=0, version=1, own_lengths=[20_000] * 4)
-    async with CuttableLink.to(bus_config.url) as link:
-        async with (
-            connect(bus_config.model_copy(update={"url": link.url}), run=run_name) as trainers_bus,
-            running(trainers_bus, tiny_model_path, ack_wait_s=1.0) as flow,
-        ):
-            link.cut_after(100_000)
-            await publish(bus, group)
-            (finished,) = await flow.next_batch(1)
-        assert link.num_cuts == 1
-    assert finished.ready.index == 0
-
-
 async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
     """A group of another run on the same bus is not trained and not kept."""
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
@@ -342,59 +190,6 @@ async def test_group_that_contradicts_the_model_is_buried_and_the_run_goes_on(bu
     assert await num_stored(bus) == 0
 
 
-def make_group_with_picture(model_path: Path, *, index: int = 0, attempt: int = 0) -> Group:
-    """A group of version 1 whose prompt shows one picture."""
-    return make_group(
-        model_path, index=index, attempt=attempt, images=[picture(index)], placeholders=[num_placeholders((96, 96))]
-    )
-
-
-async def test_group_with_images_is_read_before_and_after_a_restart(bus: Bus, tiny_model_path: Path) -> None:
-    """It is held with the images that its samples show; a trainer that starts again fetches them again."""
-    group = make_group_with_picture(tiny_model_path)
-    await publish(bus, group)
-    patcher = ImagePatcher(tiny_model_path)
-    for _ in range(2):
-        async with running(bus, tiny_model_path, patcher=patcher) as flow:
-            (finished,) = await flow.next_batch(1)
-        assert finished.images == {sha256: IMAGES[sha256] for sha256 in group.images}
-        assert all(sequence.images for sequence in finished.ready.sequences)
-        assert (flow.ledger.counts.failed, flow.ledger.counts.lost) == (0, 0)
-
-
-async def test_group_whose_images_are_gone_is_lost_and_played_again(bus: Bus, tiny_model_path: Path) -> None:
-    """More of them in a row than may fail do not end the run; each message leaves the bus with a checkpoint."""
-    groups = [make_group_with_picture(tiny_model_path, index=index) for index in range(4)]
-    for group in groups:
-        await publish(bus, group)
-        await ImageStore(bus).remove(group.id.scope)
-    async with running(bus, tiny_model_path, groups_per_step=4, patcher=ImagePatcher(tiny_model_path)) as flow:
-        assert flow.collector.streak.max_in_a_row < len(groups)
-        waiting = asyncio.create_task(flow.next_batch(1))
-        await until(lambda: flow.ledger.counts.lost == len(groups))
-        await until(lambda: [each.attempt for each in flow.ledger.unplayed()] == [1] * len(groups))
-        assert await flow.settle() == len(groups)
-        for index in range(len(groups)):
-            await publish(bus, make_group_with_picture(tiny_model_path, index=index, attempt=1))
-        batch = await waiting
-    assert [(finished.ready.index, finished.ready.attempt) for finished in batch] == [(n, 1) for n in range(4)]
-    assert (flow.ledger.counts.failed, flow.ledger.counts.redrawn) == (0, len(groups))
-
-
-async def test_a_group_that_is_lost_again_and_again_ends_the_run(bus: Bus, tiny_model_path: Path) -> None:
-    """Something removes what the run stores: a person must see to it."""
-    for attempt in range(3):
-        group = make_group_with_picture(tiny_model_path, attempt=attempt)
-        await publish(bus, group)
-        await ImageStore(bus).remove(group.id.scope)
-    async with (
-        asyncio.timeout(20),
-        open_flow(bus, tiny_model_path, patcher=ImagePatcher(tiny_model_path)) as flow,
-    ):
-        with pytest.raises(DataError, match=r"group 0 was lost 3 times .*max_failures_in_a_row = 2"):
-            await flow.collector.run()
-
-
 async def test_prompts_that_the_bus_loses_again_and_again_end_the_run(bus: Bus, tiny_model_path: Path) -> None:
     """As when something else takes the run's messages: waiting and publishing again would never end."""
     async with running(bus, tiny_model_path) as flow:
@@ -404,71 +199,6 @@ async def test_prompts_that_the_bus_loses_again_and_again_end_the_run(bus: Bus, 
             await bus.purge(bus.prompts)
         with pytest.raises(DataError, match=r"group 0 was lost 3 times .*the bus holds neither its prompt nor"):
             await waiting
-
-
-async def test_prompt_whose_images_are_gone_is_admitted_again(bus: Bus, tiny_model_path: Path) -> None:
-    """A worker could not begin the group: it is lost, not failed."""
-    group = make_group(tiny_model_path, index=0)
-    await publish(bus, msgspec.structs.replace(group, samples=(), error="image 0a is not stored", is_lost=True))
-    async with running(bus, tiny_model_path) as flow:
-        waiting = asyncio.create_task(flow.next_batch(1))
-        await until(lambda: [each.attempt for each in flow.ledger.unplayed()] == [1])
-        await publish(bus, make_group(tiny_model_path, index=0, attempt=1))
-        (finished,) = await waiting
-    assert finished.ready.attempt == 1
-    assert (flow.ledger.counts.failed, flow.ledger.counts.lost) == (0, 1)
-
-
-async def test_stream_of_images_that_is_gone_ends_the_run(bus: Bus, tiny_model_path: Path) -> None:
-    """A group waits for its images while the server is away, but not for a stream that the server no longer has."""
-    async with open_flow(bus, tiny_model_path) as flow:
-        await publish(bus, make_group_with_picture(tiny_model_path))
-        flow.collector.images = ImageStore(bus)
-        await bus.jetstream.delete_stream(bus.images.name)
-        async with asyncio.timeout(HANG_S):
-            with pytest.raises(SetupError, match=rf"stream {bus.images.name} is gone from NATS"):
-                await flow.collector.run()
-
-
-async def test_lost_group_is_noticed_and_played_again(bus: Bus, tiny_model_path: Path) -> None:
-    """The host of NATS died, and neither queue has what it acknowledged: another attempt is admitted."""
-    async with running(bus, tiny_model_path) as flow:
-        flow.batches.silence_s = 0.01
-        waiting = asyncio.create_task(flow.next_batch(1))
-        await until(lambda: len(flow.ledger.unplayed()) == 1)
-        while await num_prompts(bus) == 0:
-            await asyncio.sleep(0.01)
-        await bus.purge(bus.prompts)
-        await until(lambda: flow.ledger.counts.lost == 1)
-        await publish(bus, make_group(tiny_model_path, index=0, attempt=1, version=1))
-        (finished,) = await waiting
-    assert finished.ready.attempt == 1
-    assert flow.ledger.counts.redrawn == 1
-
-
-async def test_group_that_takes_long_is_not_taken_for_lost(bus: Bus, tiny_model_path: Path) -> None:
-    """While its prompt is with a worker, or the group on its way, nothing is admitted in its place."""
-    async with running(bus, tiny_model_path) as flow:
-        flow.batches.silence_s = 0.01
-        looks = []
-        has_prompts = flow.feeder.has_prompts
-
-        async def look() -> bool:
-            looks.append(await has_prompts())
-            return looks[-1]
-
-        flow.batches.feeder = SimpleNamespace(  # type: ignore[assignment]
-            wake=flow.feeder.wake,
-            publishing=flow.feeder.publishing,
-            has_prompts=look,
-            replace_lost=flow.feeder.replace_lost,
-        )
-        waiting = asyncio.create_task(flow.next_batch(1))
-        await until(lambda: len(looks) >= 3)
-        await publish(bus, make_group(tiny_model_path, index=0, version=1))
-        (finished,) = await waiting
-    assert finished.ready.attempt == 0
-    assert flow.ledger.counts.lost == 0
 
 
 async def test_what_a_worker_sampled_again_is_counted(bus: Bus, tiny_model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run whose processes are small Python programs: `python fake_run.py <folder> <specs as JSON>`.
+"""A run whose processes are small Python programs: `python launcher_process.py <folder> <specs as JSON>`.
 
 Each spec is {"name", "program", "stage", "ends_run"}. The folder is the working directory of the programs; the program
 `name` writes the error that ends it to `name.error.json`.

@@ -1,0 +1,130 @@
+"""The bus when its server goes away, comes back without its store, or cannot be set up."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import unittest.mock
+from pathlib import Path
+
+import nats.errors
+import nats.js.errors
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.bus.connection import Bus, connect
+from penstock.bus.local_server import local_server
+from penstock.config import BusConfig
+from penstock.errors import (
+    SetupError,
+)
+from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
+from tests.support.waiting import promptly, until
+
+
+async def test_a_publish_waits_out_a_restart_of_the_server(
+    workers: OpenConsumer, tmp_path: Path, run_name: str
+) -> None:
+    """While the server is away a publish waits; afterwards it is stored once, and what was stored before is there."""
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(local_server(tmp_path))
+        port = int(url.rsplit(":", 1)[1])
+        async with connect(BusConfig(url=url), run=run_name) as bus:
+            await bus.ensure_streams()
+            await bus.publish(bus.prompts, b"before", message_id="before")
+            consumer = await workers(bus)
+            await server.aclose()
+            with capture_logs() as events:
+                pending = asyncio.create_task(bus.publish(bus.prompts, b"during", message_id="during"))
+                await until(lambda: "bus.store_retried" in [event["event"] for event in events])
+            assert not pending.done()
+            async with local_server(tmp_path, port=port):
+                await promptly(pending)
+                assert await num_messages(bus, bus.prompts.name) == 2
+                assert not await bus.publish(bus.prompts, b"before", message_id="before")
+                assert {(await fetch_one(consumer)).payload for _ in range(2)} == {b"before", b"during"}
+
+
+@pytest.mark.parametrize("waiting", ["publish", "put", "fetch"])
+async def test_a_server_that_comes_back_without_its_store_is_an_error(
+    workers: OpenConsumer, tmp_path: Path, run_name: str, waiting: str
+) -> None:
+    """Whoever waits for the stream, the bucket or the consumer hears that it is gone, where, and what to do."""
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(local_server(tmp_path / "first"))
+        port = int(url.rsplit(":", 1)[1])
+        async with connect(BusConfig(url=url), run=run_name) as bus:
+            await bus.ensure_streams()
+            bucket, consumer = await bus.bucket("policy"), await workers(bus)
+
+            async def fetch_forever() -> None:
+                while True:
+                    await consumer.fetch(1)
+
+            await server.aclose()
+            attempt, what = {
+                "publish": (lambda: bus.publish(bus.prompts, b"x", message_id="x"), f"stream {run_name}_PROMPTS"),
+                "put": (lambda: bus.put(bucket, "current", b"1"), "the bucket for the write of current"),
+                "fetch": (fetch_forever, f"consumer workers of stream {run_name}_PROMPTS"),
+            }[waiting]
+            pending = asyncio.ensure_future(attempt())
+            async with local_server(tmp_path / "second", port=port):
+                with pytest.raises(
+                    SetupError, match=rf"{what} is gone from NATS at {url}: .*start the processes of the run again"
+                ):
+                    await promptly(pending)
+
+
+async def test_a_restarted_server_is_given_time_to_be_ready(bus: Bus) -> None:
+    """Answers of "nobody here" are borne for a while; a server without JetStream for longer is an error."""
+    answers = iter([nats.js.errors.ServiceUnavailableError(), nats.js.errors.NotFoundError(), None])
+
+    async def look() -> None:
+        if error := next(answers, nats.js.errors.ServiceUnavailableError()):
+            raise error
+
+    presence = bus.presence("stream s", look)
+    for _ in range(4):
+        await presence.check()
+    with unittest.mock.patch("penstock.bus.failures._NOT_READY_S", 0.0), pytest.raises(SetupError, match="JetStream"):
+        await presence.check()
+
+
+async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path: Path, run_name: str) -> None:
+    """A server that stops answering, or has no room: SetupError at each of the first things that a process does."""
+    async with local_server(tmp_path) as url, connect(BusConfig(url=url), run=run_name) as bus:
+        await bus.ensure_streams()
+        pid = int((tmp_path / "nats.pid").read_text())
+        full = nats.js.errors.ServerError(code=500, description="insufficient storage resources available")
+        with unittest.mock.patch.object(bus.jetstream, "add_stream", side_effect=full):
+            with pytest.raises(SetupError, match=rf"NATS at {url}: stream .* \(insufficient storage .*has room"):
+                await bus.ensure_streams()
+            with pytest.raises(SetupError, match=rf"NATS at {url}: bucket {run_name}_policy .* \(insufficient storage"):
+                await bus.bucket("policy")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with unittest.mock.patch.object(bus.jetstream, "_timeout", 0.2):
+                for setting_up in (bus.ensure_streams(), bus.bucket("policy"), workers(bus)):
+                    with pytest.raises(SetupError, match=rf"NATS at {url}: .* could not be set up \(nats: timeout\)"):
+                        await setting_up
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("path", ["deploy/nats.conf", "deploy/docker/nats.conf", "penstock/bus/local_server.py"])
+def test_every_server_keeps_what_it_acknowledged_and_bears_several_large_groups(path: str) -> None:
+    """With NATS' defaults a power cut loses two minutes, and a client is cut off that has 64 MB outstanding, or takes
+    10 s for what was sent."""
+    text = (Path(__file__).parents[3] / path).read_text()
+    settings = ("max_payload: 32MB", "max_pending: 512MB", 'write_deadline: "60s"', "sync_interval: always")
+    assert all(setting in text for setting in settings)
+
+
+async def test_no_server_is_one_line_that_says_what_to_do() -> None:
+    """SetupError names bus.url, its value and the remedy."""
+    with pytest.raises(SetupError, match=r"bus.url = 'nats://127.0.0.1:9'.*penstock serve nats"):
+        async with connect(BusConfig(url="nats://127.0.0.1:9"), run="r", timeout_s=0.5):
+            pass
+    with pytest.raises(SetupError, match=r"bus.url is empty.*--bus.url="):
+        async with connect(BusConfig(), run="r"):
+            pass

@@ -1,0 +1,1 @@
+"""The worker among real neighbours."""

@@ -1,0 +1,107 @@
+"""The launcher keeps processes going and leaves none, however the run ends."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch.fake_run import NOTE, PARENT, SERVE, STUBBORN, FakeRun, assert_all_gone
+
+
+def test_end_of_the_trainer_is_the_end_of_the_run(fake_run: Callable[..., FakeRun]) -> None:
+    """Exit 0 of the process that ends the run stops all others, and the launcher exits with 0."""
+    trainer = NOTE + "while not os.path.exists('notes'): time.sleep(0.02)\nnote('trained')"
+    run = fake_run(
+        [
+            {"name": "router", "program": SERVE},
+            {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
+        ]
+    )
+    code, _, err = run.finish()
+    assert (code, err) == (0, "")
+    assert len(run.notes("stopped-router")) == 1
+    assert_all_gone(run)
+
+
+def test_user_error_of_a_process_is_the_run_s(fake_run: Callable[..., FakeRun]) -> None:
+    """Exit code 2 is not answered by a restart: the launcher prints the error that the process wrote, and exits with 2.
+
+    What it logged does not matter, even if it looks like an error."""
+    program = (
+        NOTE
+        + """
+note("up")
+print("error: noise")
+with open("reward.error.json", "w") as file:
+    file.write('{"error": "SetupError", "message": "port 7 is in use"}')
+sys.exit(2)
+"""
+    )
+    run = fake_run([{"name": "router", "program": SERVE}, {"name": "reward", "program": program}])
+    code, _, err = run.finish()
+    assert (code, err) == (2, "error: port 7 is in use\n")
+    assert len(run.notes("up")) <= 2
+    assert_all_gone(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_all_in_order(fake_run: Callable[..., FakeRun], number: signal.Signals) -> None:
+    """Work is stopped first, then what serves it, the bus last; children of children are gone as well."""
+    run = fake_run(
+        [
+            {"name": "nats", "program": SERVE, "stage": "BUS"},
+            {"name": "router", "program": SERVE},
+            {"name": "rollout-0", "program": PARENT},
+            {"name": "worker", "program": SERVE, "stage": "WORK"},
+        ]
+    )
+    run.wait_for("up", 4)
+    run.process.send_signal(number)
+    code, _, _ = run.finish()
+    assert code == 0
+    order = [line.split()[0] for line in (run.folder / "notes").read_text().splitlines() if line.startswith("stopped")]
+    assert order == ["stopped-worker", "stopped-router", "stopped-nats"]
+    assert_all_gone(run)
+
+
+def test_the_trainer_finishes_its_step_however_long_it_takes(fake_run: Callable[..., FakeRun]) -> None:
+    """After the first signal it has no limit, and what it needs for the push stays up, restarted if it dies."""
+    trainer = (
+        NOTE
+        + """
+def finish(*_):
+    note("asked")
+    while not os.path.exists("engine-is-back"):
+        time.sleep(0.02)
+    note("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, finish)
+note("up")
+while True:
+    time.sleep(0.05)
+"""
+    )
+    run = fake_run(
+        [
+            {"name": "rollout-0", "program": SERVE},
+            {"name": "worker-0", "program": STUBBORN, "stage": "WORK"},
+            {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
+        ],
+        kill_after_s=0.5,
+    )
+    run.wait_for("up", 3)
+    engine = next(pid for pid in run.notes("up") if "rollout-0" in Path(f"/proc/{pid}/cmdline").read_text())
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("asked")
+    assert run.process.stdout is not None
+    assert any("worker-0 did not stop within 0.5 s; killed" in line for line in run.process.stdout)
+    os.kill(engine, signal.SIGKILL)
+    run.wait_for("up", 4)
+    (run.folder / "engine-is-back").touch()
+    code, _, err = run.finish()
+    assert (code, err) == (0, "")
+    assert len(run.notes("saved")) == 1
+    assert len(run.notes("stopped-rollout-0")) == 1
+    assert_all_gone(run)

@@ -1,0 +1,136 @@
+"""Processes and launchers that are killed leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.launch.fake_run import (
+    NOTE,
+    PARENT,
+    SERVE,
+    STUBBORN,
+    FakeRun,
+    assert_all_gone,
+    is_alive,
+    wait_until,
+)
+
+DEAF = """
+import asyncio, os, sys
+from pathlib import Path
+from services.launch.bounded_log import BoundedLog
+from services.launch.child import Child, ProcessSpec, StopStage
+from services.launch.reaper import Reaper
+
+async def main():
+    command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)
+    spec = ProcessSpec(name="rollout-0", command=command, environment=environment, stage=StopStage.SERVE)
+    child = Child(spec, log=BoundedLog(Path("log")), reaper=await Reaper.start())
+    start = asyncio.create_subprocess_exec
+    async def start_and_hear_nothing(*command, **options):
+        await start(*command, **options)
+        await asyncio.Event().wait()
+    asyncio.create_subprocess_exec = start_and_hear_nothing
+    await child.run()
+
+asyncio.run(main())
+"""
+
+
+def test_dead_process_is_started_again(fake_run: Callable[..., FakeRun]) -> None:
+    """A process that is killed, and one that exits by itself, come back; the others are left alone."""
+    run = fake_run([{"name": "router", "program": SERVE}, {"name": "reward", "program": SERVE}])
+    first, second = run.wait_for("up", 2)
+    os.kill(first, signal.SIGKILL)
+    third = run.wait_for("up", 3)[2]
+    os.kill(third, signal.SIGTERM)  # exits with 0, which is a death too: nobody asked for it
+    fourth = run.wait_for("up", 4)[3]
+    assert is_alive(second)
+    assert is_alive(fourth)
+    run.process.send_signal(signal.SIGINT)
+    _, out, _ = run.finish()
+    assert "was killed by signal 9" in out
+    assert "exited with 0" in out
+    assert_all_gone(run)
+
+
+def test_process_that_dies_again_and_again_ends_the_run(fake_run: Callable[..., FakeRun]) -> None:
+    """More deaths than allowed end the run with exit code 1, the process's name and the end of its log."""
+    program = NOTE + "note('up'); sys.exit('the boiler is cold')"
+    run = fake_run([{"name": "router", "program": SERVE}, {"name": "reward", "program": program}], max_restarts=2)
+    code, _, err = run.finish()
+    assert code == 1
+    assert err.startswith("error: reward exited with 1, death 3 within 600 s")
+    assert "the boiler is cold" in err
+    assert "Traceback" not in err
+    assert_all_gone(run)
+
+
+def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:
+    """Processes that ignore SIGTERM are killed after their grace; what is stopped after them still ends in order."""
+    specs = [{"name": f"rollout-{index}", "program": STUBBORN} for index in range(4)]
+    run = fake_run([*specs, {"name": "nats", "program": SERVE, "stage": "BUS"}], kill_after_s=0.5)
+    run.wait_for("up", 5)
+    run.process.send_signal(signal.SIGINT)
+    _, out, _ = run.finish()
+    assert out.count("did not stop within 0.5 s; killed") == 4
+    assert len(run.notes("stopped-nats")) == 1
+    assert_all_gone(run)
+
+
+def test_second_signal_kills_at_once(fake_run: Callable[..., FakeRun]) -> None:
+    """A second Ctrl-C waits for nobody, not even the trainer."""
+    deaf = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: time.sleep(0.05)"
+    run = fake_run([{"name": "trainer", "program": deaf, "stage": "WORK", "ends_run": True}])
+    run.wait_for("up")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("asked")
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.finish()
+    assert code == 1
+    assert "Traceback" not in err
+    assert_all_gone(run)
+
+
+def test_killed_launcher_leaves_nothing(fake_run: Callable[..., FakeRun]) -> None:
+    """kill -9 of the launcher ends its processes and theirs, even those that ignore SIGTERM."""
+    run = fake_run([{"name": "rollout-0", "program": PARENT}, {"name": "rollout-1", "program": STUBBORN}])
+    run.wait_for("up", 2)
+    run.process.kill()
+    run.finish()
+    assert len(run.all_pids()) == 3
+    assert_all_gone(run)
+
+
+def test_launcher_killed_while_it_starts_a_process_leaves_nothing(tmp_path: Path) -> None:
+    """A process that was started is ended with its children, even if the launcher never learned that it was."""
+    launcher = subprocess.Popen([sys.executable, "-c", DEAF, PARENT], cwd=tmp_path, start_new_session=True)
+    notes = tmp_path / "notes"
+    wait_until(lambda: notes.exists() and "up" in notes.read_text())
+    launcher.kill()
+    launcher.wait()
+    pids = [int(line.split()[1]) for line in notes.read_text().splitlines()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_alive, pids)))
+    try:
+        assert [pid for pid in pids if is_alive(pid)] == []
+    finally:
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_process_leaves_no_children_behind(fake_run: Callable[..., FakeRun]) -> None:
+    """What a killed process had started is gone when it is started again."""
+    run = fake_run([{"name": "rollout-0", "program": PARENT}])
+    first = run.wait_for("up")[0]
+    orphan = run.notes("grandchild")[0]
+    os.kill(first, signal.SIGKILL)
+    run.wait_for("up", 2)
+    assert not is_alive(orphan)
+    run.process.send_signal(signal.SIGINT)
+    run.finish()
+    assert_all_gone(run)

@@ -1,0 +1,143 @@
+"""When a process of a run counts as up, and what a run says of itself."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.security import Security
+from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from services.launch.bounded_log import BoundedLog
+from services.launch.child import Child, ProcessSpec, State, StopStage
+from services.launch.config import LaunchConfig
+from services.launch.launcher import run_processes
+from services.launch.readiness import serves_grpc, serves_nats
+from services.launch.reaper import Reaper
+from services.launch.run_folder import RunFolder
+from services.launch.run_status import describe_phase, fetch_run
+from services.trainer.telemetry.progress import Progress, TrainerServicer
+from tests.support.waiting import HANG_S, promptly, until
+
+
+async def test_the_summary_counts_what_was_trained_while_stopping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer finishes its step after the signal, so its last row is read after it has ended."""
+    program = """
+import json, signal, sys
+def write(step):
+    with open("metrics.jsonl", "a") as file:
+        row = {"step": step, "num_steps": 9, "reward_mean": 0.5, "num_trained_groups": 32 * step}
+        file.write(json.dumps(row) + "\\n")
+def finish(*_):
+    write(2)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, finish)
+write(1)
+while True:
+    signal.pause()
+"""
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"]
+    trainer = ProcessSpec(
+        name="trainer", command=command, environment=dict(os.environ), stage=StopStage.WORK, ends_run=True
+    )
+    stop = asyncio.Event()
+    running = asyncio.create_task(
+        run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
+    )
+    await until(folder.metrics_file.exists)
+    stop.set()
+    await promptly(running)
+    out = capsys.readouterr().out
+    assert "groups  trained 64" in out
+    assert "step 2/9" in out
+    assert f"penstock train --resume {tmp_path}" in out
+
+
+async def test_a_grpc_server_is_ready_when_its_health_says_so(tmp_path: Path) -> None:
+    """A process counts as up when it answers grpc.health.v1, whatever it logs; each start has its own port."""
+    program = """
+import asyncio, sys
+from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.security import Security
+async def main():
+    server = RpcServer(host="127.0.0.1", port=int(sys.argv[1].partition("=")[2]))
+    print("server.started", flush=True)
+    while not __import__("os").path.exists("go"):
+        await asyncio.sleep(0.02)
+    await server.start()
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    spec = ProcessSpec(
+        name="router",
+        command=[sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"],
+        environment=dict(os.environ),
+        stage=StopStage.SERVE,
+        address="127.0.0.1:0",
+        port_key="router.port",
+        is_ready=serves_grpc,
+    )
+    reaper = await Reaper.start()
+    child = Child(spec, log=BoundedLog(tmp_path / "router.log"), reaper=reaper)
+    assert not await child.check_ready()
+    running = asyncio.create_task(child.run())
+    async with asyncio.timeout(HANG_S):
+        while "server.started" not in "".join(child.log.last_lines(1)):
+            await asyncio.sleep(0.02)
+        assert not await child.check_ready()
+        assert child.state is State.STARTING
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):  # nobody takes the port meanwhile
+            other.bind(("127.0.0.1", int(child.address.rpartition(":")[2])))
+        (tmp_path / "go").touch()
+        while not await child.check_ready():
+            await asyncio.sleep(0.02)
+    assert child.state is State.UP
+    assert child.address.startswith("127.0.0.1:")
+    assert not await child.check_ready()  # it is no news any more
+    child.kill()
+    assert await running == -signal.SIGKILL
+    first = child.address
+    running = asyncio.create_task(child.run())
+    await until(child.check_ready)
+    assert child.address != first
+    child.kill()
+    await running
+    await reaper.end()
+
+
+async def test_the_trainer_is_asked_what_it_is_doing_with_what_it_wants_to_see() -> None:
+    """A run with tokens is reported, too: GetRun wants one."""
+    security = Security(token="t", nats_token="n", control_token="c")
+    server = RpcServer(host="127.0.0.1", port=0, security=security)
+    progress = Progress(run_id="r", num_steps=9, phase=trainer_pb2.RUN_PHASE_PUSHING)
+    name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
+    await server.start()
+    run = await fetch_run(server.address, security)
+    assert run is not None
+    assert describe_phase(run) == "pushing weights to the engines"
+    assert await fetch_run(server.address, Security()) is None
+    await server.drain(0.0)
+    assert await fetch_run(server.address, security) is None
+
+
+async def test_what_does_not_serve_is_not_ready(nats_url: str) -> None:
+    """Not a server that drains, nor a port with nobody, nor another protocol; a nats-server is by its greeting."""
+    server = RpcServer(host="127.0.0.1", port=0)
+    await server.start()
+    assert await serves_grpc(server.address)
+    assert not await serves_nats(server.address)
+    await server.set_serving(False)
+    assert not await serves_grpc(server.address)
+    await server.drain(0.0)
+    assert not await serves_grpc(server.address)
+    assert await serves_nats(nats_url.removeprefix("nats://"))
+    assert not await serves_grpc(nats_url.removeprefix("nats://"))

@@ -1,0 +1,148 @@
+"""The parts of a trainer between the bus and the batch."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.bus.connection import Bus
+from penstock.bus.consumer import Delivery, consuming
+from penstock.bus.image_store import ImageStore
+from penstock.bus.lock import claim
+from penstock.model.tokens import forbidden_token_ids, image_token_id
+from penstock.records import Group, Sampling
+from penstock.records.codec import encode
+from penstock.runtime.process import end_task
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.ledger import GroupLedger
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.sequences import GroupReader, ModelTokens
+from services.trainer.config import DataConfig
+from services.trainer.data.dataset import open_dataset
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
+from services.trainer.flow.collector import Collector, Finished
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.flow.failure_streak import FailureStreak
+from services.trainer.flow.feeder import Feeder
+from services.trainer.position import Position
+from tests.support.trainer.groups import IMAGES
+from tests.support.waiting import HANG_S
+
+RUN = "run"
+"""The run id of `make_group`."""
+NUM_STEPS = 100
+
+
+@dataclass
+class Flow:
+    """The parts of a trainer between the bus and the batch."""
+
+    bus: Bus
+    ledger: GroupLedger[Finished, Delivery]
+    collector: Collector
+    feeder: Feeder
+    batches: BatchSource
+    position: Position
+
+    def announce(self, version: int) -> None:
+        """What the training loop does when the weights of `version` are pushed."""
+        self.position.version = self.position.announced_version = version
+        self.feeder.wake()
+
+    async def next_batch(self, version: int) -> list[Finished]:
+        """The batch that trains `version`, which is announced, within the time of a test."""
+        self.announce(version)
+        async with asyncio.timeout(HANG_S):
+            return await self.batches.next()
+
+    async def settle(self) -> int:
+        """What a checkpoint does; returns the number of messages that it acknowledged."""
+        receipts = self.ledger.settle(self.ledger.checkpoint())
+        for receipt in receipts:
+            await receipt.ack()
+        return len(receipts)
+
+
+@asynccontextmanager
+async def open_flow(
+    bus: Bus,
+    model_path: Path,
+    *,
+    max_staleness: int = 0,
+    groups_per_step: int = 1,
+    run_id: str = RUN,
+    ack_wait_s: float = 60.0,
+    patcher: ImagePatcher | None = None,
+) -> AsyncIterator[Flow]:
+    """Open what a trainer has at its start; everything unacknowledged is delivered again."""
+    tokens = ModelTokens(
+        vocab_size=512, image_id=image_token_id(model_path), forbidden_ids=frozenset(forbidden_token_ids(model_path))
+    )
+    ledger: GroupLedger[Finished, Delivery] = GroupLedger(
+        Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
+    )
+    position = Position(num_steps=NUM_STEPS, step=0, version=0)
+    changes = Changes()
+    images = ImageStore(bus)
+    await images.ensure()
+    feeder = Feeder(
+        dataset=open_dataset(DataConfig()),
+        ledger=ledger,
+        position=position,
+        changes=changes,
+        bus=bus,
+        images=images,
+        sampling=Sampling(temperature=1.0),
+        run_id=run_id,
+        trainer_epoch="a",
+        samples_per_group=4,
+        profile="geo3k",
+        environment="single_turn",
+    )
+    streak = FailureStreak(max_in_a_row=2)
+    consumer = consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True)
+    with tempfile.TemporaryDirectory() as folder:
+        async with consumer as groups:
+            collector = Collector(
+                consumer=groups,
+                ledger=ledger,
+                changes=changes,
+                reader=GroupReader(tokens, patcher),
+                lock=await claim(bus, "trainer", ttl_s=0.0),
+                images=images,
+                run_id=run_id,
+                streak=streak,
+                crashes=CrashRecord(Path(folder) / "in_hand.json"),
+            )
+            batches = BatchSource(
+                ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+            )
+            yield Flow(bus, ledger, collector, feeder, batches, position)
+
+
+@asynccontextmanager
+async def running(bus: Bus, model_path: Path, **settings: Any) -> AsyncIterator[Flow]:
+    """The same, with collector and feeder at work."""
+    async with open_flow(bus, model_path, **settings) as flow, asyncio.TaskGroup() as tasks:
+        working = [tasks.create_task(flow.collector.run()), tasks.create_task(flow.feeder.run())]
+        yield flow
+        for task in working:
+            await end_task(task)
+
+
+async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
+    """Store a group as a worker does; `copy` makes a second copy that the bus cannot recognise."""
+    images = ImageStore(bus)
+    await images.ensure()
+    for sha256 in group.images:
+        await images.put(group.id.scope, IMAGES[sha256])
+    await bus.publish(bus.groups, encode(group), message_id=group.id.message + copy)
+
+
+async def num_prompts(bus: Bus) -> int:
+    """Prompts on the bus."""
+    return int((await bus.jetstream.stream_info(bus.prompts.name)).state.messages)

@@ -1,0 +1,191 @@
+"""A policy and environments that follow a script, for tests of episodes."""
+
+import asyncio
+import dataclasses
+import io
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from penstock.bus.image_store import hash_of
+from penstock.model.chat_template import Renderer
+from penstock.model.families.qwen_vl import ImageGrid
+from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
+from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.base import Observation, StepResult
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.episode import Episode, EpisodePlayer
+from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.trajectory import STOP
+from tests.support.image_shelf import ImageShelf
+
+PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"
+END = "<|im_end|>"
+
+
+@dataclasses.dataclass
+class ScriptedPolicy:
+    """Says `turns` one after another: text and the version that says it, or an error. With `hang` no turn ends."""
+
+    renderer: Renderer
+    turns: Sequence[tuple[str, int] | Exception]
+    finish: generate_pb2.FinishReason.ValueType = STOP
+    hang: bool = False
+    requests: list[generate_pb2.GenerateRequest] = dataclasses.field(default_factory=list)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of what it says."""
+        return list(self.renderer._tokenizer(text, add_special_tokens=False).input_ids)
+
+    async def stream(
+        self, request: generate_pb2.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
+        """The next turn, in one chunk."""
+        turn = self.turns[len(self.requests)]
+        self.requests.append(request)
+        if isinstance(turn, Exception):
+            raise turn
+        text, version = turn
+        ids = self.ids(text)
+        yield generate_pb2.GenerateChunk(
+            output_ids=ids,
+            logprobs=[-0.25 * len(self.requests)] * len(ids),
+            version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=version)],
+            finish_reason=generate_pb2.FINISH_REASON_UNSPECIFIED if self.hang else self.finish,
+            usage=generate_pb2.Usage(
+                num_prompt_tokens=len(request.input_ids) + 8 * len(request.images), num_output_tokens=len(ids)
+            ),
+        )
+        if self.hang:
+            await asyncio.Event().wait()
+
+
+class TwoTurns:
+    """Answers the first turn with a picture and ends after the second; remembers what it was told."""
+
+    last: "TwoTurns"
+
+    def __init__(self) -> None:
+        TwoTurns.last = self
+        self.heard: list[str] = []
+        self.num_closed = 0
+
+    async def reset(self, prompt: Prompt, images: tuple[bytes, ...]) -> Observation:
+        return Observation(messages=prompt.messages, images=images)
+
+    async def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        if len(self.heard) == 2:
+            return StepResult(observation=None)
+        told = Message(role="user", parts=(TextPart(text="Wrong. "), ImagePart(index=0)))
+        return StepResult(observation=Observation(messages=(told,), images=(SECOND_PICTURE,)))
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+class RealPicture(TwoTurns):
+    """Answers the first turn with a picture that can be decoded: 96 x 96 pixels, 9 tokens."""
+
+    async def step(self, text: str) -> StepResult:
+        result = await super().step(text)
+        if result.observation is None:
+            return result
+        file = io.BytesIO()
+        Image.new("RGB", (96, 96)).save(file, "PNG")
+        return StepResult(observation=dataclasses.replace(result.observation, images=(file.getvalue(),)))
+
+
+class Rewarding(TwoTurns):
+    """Rewards each step, and measures something in the first."""
+
+    async def step(self, text: str) -> StepResult:
+        result = await super().step(text)
+        if result.observation is None:
+            return dataclasses.replace(result, reward=1.0)
+        return dataclasses.replace(result, reward=-0.25, metrics={"distance": 3.0})
+
+
+class Truncating(TwoTurns):
+    """Cuts the episode short after the first turn."""
+
+    async def step(self, text: str) -> StepResult:
+        return StepResult(observation=None, truncated=True)
+
+
+class Stuck(TwoTurns):
+    """Never answers."""
+
+    asked: ClassVar[asyncio.Event] = asyncio.Event()
+
+    async def step(self, text: str) -> StepResult:
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Broken(TwoTurns):
+    """Fails while it answers."""
+
+    async def step(self, text: str) -> StepResult:
+        raise RuntimeError("the tool crashed")
+
+
+class OwnPictures(TwoTurns):
+    """Hides the prompt's picture."""
+
+    async def reset(self, prompt: Prompt, images: tuple[bytes, ...]) -> Observation:
+        return Observation(messages=prompt.messages, images=(SECOND_PICTURE,))
+
+
+ENVIRONMENTS = {
+    kind.__name__: f"{__name__}:{kind.__name__}"
+    for kind in (TwoTurns, RealPicture, Rewarding, Truncating, Stuck, Broken, OwnPictures)
+}
+
+
+def make_prompt(environment: str = "single_turn", **changes: Any) -> Prompt:
+    """One picture and a question."""
+    fields: dict[str, Any] = {
+        "id": GroupId(run_id="run", index=3, attempt=1, trainer_epoch="a"),
+        "admitted_version": 4,
+        "num_samples": 2,
+        "sampling": Sampling(temperature=0.5, max_new_tokens=32),
+        "messages": (Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x."))),),
+        "images": (hash_of(PICTURE),),
+        "golds": ("3",),
+        "profile": "math",
+        "environment": environment,
+    }
+    return Prompt(**(fields | changes))
+
+
+async def play(player: EpisodePlayer, prompt: Prompt, number: int = 0) -> Episode:
+    """Play with the prompt's picture stored."""
+    shelf = ImageShelf()
+    await shelf.put(prompt.id.scope, PICTURE)
+    return await player.play(prompt, number, await GroupImages.load(shelf, prompt), SharedPrefill())
+
+
+def make_player(
+    renderer: Renderer,
+    generator: Any,
+    *,
+    forbidden_ids: Sequence[int] = (),
+    context_length: int | None = None,
+    grid: ImageGrid | None = None,
+    **config: Any,
+) -> EpisodePlayer:
+    """A player of at most four turns."""
+    return EpisodePlayer(
+        WorkerConfig(**({"max_turns": 4} | config)),
+        renderer=renderer,
+        generator=generator,
+        environments=EnvironmentRegistry(ENVIRONMENTS),
+        forbidden_ids=forbidden_ids,
+        context_length=context_length,
+        grid=grid,
+    )
