@@ -42,8 +42,10 @@ def test_files_are_made_in_the_folder_and_removed_with_it(parent: Path) -> None:
 
 
 async def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_that_is_in_use(parent: Path) -> None:
-    """Nothing runs after kill -9, so somebody else must; another engine's folder and another program's stay."""
-    (parent / "somebody-elses").mkdir()
+    """Nothing runs after kill -9, so somebody else must; another engine's folder and other people's stay."""
+    others = {parent / name for name in ("somebody-elses", "penstock-test-x", "penstock-engine-logs")}
+    for folder in others:
+        folder.mkdir()
     killed, living = [
         await asyncio.create_subprocess_exec(
             sys.executable, "-c", _HOLD, stdout=asyncio.subprocess.PIPE, preexec_fn=dying_with_parent()
@@ -59,7 +61,7 @@ async def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_tha
         await killed.wait()
         assert list(folders[0].iterdir())
         with scratch_folder() as own:
-            assert set(parent.iterdir()) == {folders[1], own, parent / "somebody-elses"}
+            assert set(parent.iterdir()) == {folders[1], own, *others}
             assert list(folders[1].iterdir())
     finally:
         living.kill()

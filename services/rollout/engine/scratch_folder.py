@@ -1,7 +1,7 @@
 """A folder for the temporary files of this process and its children, removed with it, also after kill -9.
 
 SGLang makes a file for each of its sockets and removes none of them. Invariant: a folder whose process has ended is
-removed by the next process that makes one in the same TMPDIR; a folder in use never is.
+removed by the next process that makes one in the same TMPDIR; a folder in use never is, nor one that was not made here.
 """
 
 import contextlib
@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PREFIX = "penstock-"
+_PREFIX = "penstock-engine-"
 """Short: the path of a socket has at most 107 characters."""
+_LOCK = ".penstock-engine.lock"
+"""The file in a folder that its process has locked. A folder without it is somebody else's, whatever its name."""
 
 
 @contextmanager
@@ -44,26 +46,26 @@ def _make(parent: Path) -> tuple[Path, int]:
     """A new folder, and the descriptor that holds its lock until it is closed or the process ends."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = _lock(folder)
+        lock = _lock(folder, os.O_RDWR | os.O_CREAT)
         if lock is not None:
             return folder, lock
 
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
-        lock = _lock(folder)
+        lock = _lock(folder, os.O_RDWR)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock the folder; None if another process has it, may not be asked about it, or has removed it meanwhile."""
+def _lock(folder: Path, flags: int) -> int | None:
+    """Lock the folder; None if it has no lock, or another process has it or has removed it meanwhile."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder / _LOCK, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.stat(folder)  # locked, but perhaps removed just before
+            os.stat(folder / _LOCK)  # locked, but perhaps removed just before
         except OSError:
             os.close(descriptor)
             raise
