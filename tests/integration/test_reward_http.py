@@ -311,8 +311,8 @@ async def test_metrics_count_what_was_judged_on_both_faces() -> None:
 async def test_draining_tells_health_checks_first_and_finishes_what_runs() -> None:
     """/healthz is 503 while the call in progress goes on to its verdict."""
     stack = contextlib.AsyncExitStack()
-    service = await stack.enter_async_context(running(RewardConfig(workers=1)))
-    async with httpx.AsyncClient(base_url=f"http://{service.http.address}", timeout=20.0) as client:
+    service = await stack.enter_async_context(running(RewardConfig(workers=1), grace_s=HANG_S))
+    async with httpx.AsyncClient(base_url=f"http://{service.http.address}", timeout=HANG_S) as client:
         assert (await client.get("/healthz")).status_code == 200
         hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 5.0}))
         await until(lambda: service.pool.num_busy == 1)

@@ -14,7 +14,7 @@ from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
 from tests.support.reward.service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
 
@@ -182,7 +182,7 @@ async def test_draining_answers_what_a_stream_has_sent_and_then_ends_it() -> Non
 
     got: list[str] = []
     stack = contextlib.AsyncExitStack()
-    service = await stack.enter_async_context(running(RewardConfig(workers=1)))
+    service = await stack.enter_async_context(running(RewardConfig(workers=1), grace_s=HANG_S))
     async with RewardClient(service.rpc.address) as client:
 
         async def read() -> None:
@@ -236,7 +236,7 @@ async def test_a_call_that_ends_takes_its_items_with_it(how: str) -> None:
 async def test_health_tells_watchers_of_the_drain() -> None:
     """NOT_SERVING comes before the calls in progress are done."""
     stack = contextlib.AsyncExitStack()
-    service = await stack.enter_async_context(running(RewardConfig(workers=1)))
+    service = await stack.enter_async_context(running(RewardConfig(workers=1), grace_s=HANG_S))
     async with RewardClient(service.rpc.address) as client:
         request = health_pb2.HealthCheckRequest(service="penstock.v1.RewardService")
         watching = health_pb2_grpc.HealthStub(client._channel).Watch(request, timeout=20)
