@@ -134,3 +134,26 @@ def test_killed_process_leaves_no_children_behind(fake_run: Callable[..., FakeRu
     run.process.send_signal(signal.SIGINT)
     run.finish()
     assert_all_gone(run)
+
+
+def test_a_restart_that_misses_what_was_there_before_is_tried_again(fake_run: Callable[..., FakeRun]) -> None:
+    """As when a killed engine comes back while nats-server is frozen; an error of another kind still ends the run."""
+    program = (
+        NOTE
+        + """
+note("up")
+with open("notes") as file:
+    num_starts = sum(line.startswith("up") for line in file)
+if num_starts == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+with open("reward.error.json", "w") as file:
+    kind = "SetupError" if num_starts < 4 else "ConfigError"
+    file.write('{"error": "%s", "message": "no answer from NATS, start %d"}' % (kind, num_starts))
+sys.exit(2)
+"""
+    )
+    run = fake_run([{"name": "reward", "program": program}])
+    code, out, err = run.finish()
+    assert (code, err) == (2, "error: no answer from NATS, start 4\n")
+    assert out.count("reward exited with 2; starting it again") == 2
+    assert_all_gone(run)
