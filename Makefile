@@ -64,7 +64,7 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 	$(BIN)/buf lint proto
 	$(BIN)/python tools/generate_proto.py --check
 
-test: setup ## Run the tests; ARGS="-m 'not e2e'" picks.
+test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs libibverbs1; fetches it into .mooncake.

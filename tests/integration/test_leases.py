@@ -201,6 +201,7 @@ async def test_a_killed_holders_lease_ends_within_seconds(
         await until(watch, lambda values: values.keys() == {f"other-{index}" for index in range(others)})
 
 
+@pytest.mark.slow
 async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path, run_name: str) -> None:
     """On the same store and port: leases go on, values are kept, changes are seen; the end is in order without it."""
     ttl_s, numbers = 6.0, itertools.count()

@@ -66,6 +66,7 @@ async def _all(pool: WorkerPool, *tasks: SymbolicTask | VerifierTask, deadline_s
     return [reply for reply, _ in await asyncio.gather(*(pool.run(task, deadline_s) for task in tasks))]
 
 
+@pytest.mark.slow
 async def test_items_that_hang_do_not_hold_up_the_others(pool: WorkerPool) -> None:
     """More of them than there are workers hang, and the others are done long before their deadline."""
     hanging = [asyncio.create_task(pool.run(_bad(way), 10.0)) for way in ("spin", "sleep", "spin", "sleep")]
@@ -225,6 +226,7 @@ async def test_a_worker_in_which_a_verifier_left_a_thread_gets_no_other_item() -
         await until(lambda: not is_alive(before))
 
 
+@pytest.mark.slow
 async def test_many_kills_leave_nothing_behind() -> None:
     """No process, no zombie, no open file and no task stays after 200 items that hang or are cancelled."""
 

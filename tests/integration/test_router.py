@@ -336,6 +336,7 @@ async def test_an_unreadable_lease_is_left_out(bus: Bus) -> None:
             assert [each.replica.replica_id for each in (await caller.replicas()).replicas] == ["r0", "r1"]
 
 
+@pytest.mark.slow
 async def test_a_frozen_engine_loses_its_call_to_another(bus: Bus, run_name: str) -> None:
     """A process that neither answers nor closes its connection is noticed by keepalive, within 15 seconds or so."""
     async with simulated_process(bus, run_name, "a-frozen", delay_s=60.0) as frozen, router(bus) as caller:

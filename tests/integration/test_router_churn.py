@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import AsyncIterator
 
+import pytest
+
 from penstock.bus.connection import Bus, connect
 from penstock.rpc.channel import connect as connect_channel
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -132,6 +134,7 @@ class Churn:
             await asyncio.gather(*self._tasks)
 
 
+@pytest.mark.slow
 async def test_replicas_that_come_and_go_lose_no_request(steady_bus: Bus) -> None:
     """Sixteen; half of those that leave crash: every answer is whole, and sessions stay where they can."""
     async with (

@@ -273,6 +273,7 @@ async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
         assert engine.num_calls == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_on", [True, False])
 async def test_a_client_that_does_not_read_holds_no_replica(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, reads_on: bool
