@@ -121,10 +121,11 @@ def test_deaths_without_a_step_end_the_run(tmp_path: Path) -> None:
     CrashRecord(file).require_progress(1)
 
 
-def test_a_damaged_record_is_begun_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", "[1]", '{"reading": '])
+def test_a_damaged_record_is_begun_anew(tmp_path: Path, content: str) -> None:
     """It must not keep a run from going on."""
     file = tmp_path / "in_hand.json"
-    file.write_text("")
+    file.write_text(content)
     with CrashRecord(file).training([1]):
         pass
     nobody: dict[str, object] = {"in_hand": [], "deaths": {}}

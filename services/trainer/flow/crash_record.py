@@ -142,7 +142,9 @@ class _Suspects:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
