@@ -21,7 +21,7 @@ from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
-from services.rollout.engine.disaggregation import PAIR_DEADLINE_S
+from services.rollout.engine.config import RolloutConfig
 from tests.support.engine.pd_pairs import Pair, PairHost, missing_for_pairs, pair_host
 from tests.support.engine.push import Push
 from tests.support.engine.reference import (
@@ -264,7 +264,7 @@ async def test_half_a_pair_gives_up_in_seconds(pair: Pair) -> None:
         (pair.decode, nowhere),
     ]
     # Whoever takes longer fails with another code.
-    calls = [engine.generation.Generate(half, timeout=3 * PAIR_DEADLINE_S) for engine, half in halves]
+    calls = [engine.generation.Generate(half, timeout=3 * RolloutConfig().pair_deadline_s) for engine, half in halves]
     results = await asyncio.gather(*calls, return_exceptions=True)
     for error in results:
         require_code(error, grpc.StatusCode.UNAVAILABLE)

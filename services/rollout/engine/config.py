@@ -28,6 +28,9 @@ class RolloutConfig(Config):
     transfer_backend: Literal["auto", "mooncake", "nixl"] = "auto"
     """What carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines. auto: nixl
     on a CPU, where it needs no other library, and mooncake on a GPU."""
+    pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
+    """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
+    other's queue, so raise it where prompts take seconds to compute."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""
 

@@ -7,6 +7,7 @@ generates the rest. The router pairs engines; `pd_barrier.py` keeps pushes and p
 import importlib
 import importlib.util
 import ipaddress
+import math
 import urllib.request
 from typing import Any
 
@@ -32,9 +33,6 @@ _DEBIAN_PACKAGES = {"libibverbs.so": "libibverbs1", "libnuma.so": "libnuma1", "l
 _MAX_PORT = 65_535
 _NUM_ROOMS = 1 << 62
 
-PAIR_DEADLINE_S = 10
-"""The longest that one peer waits for the other, its queue included; SGLang reads whole seconds. A prompt takes well
-under a second to compute; a peer that died costs its partner this long, and then another pair continues the turn."""
 _REGISTRATION_TIMEOUT_S = 10.0
 _HEARTBEAT_S = 2
 """Seconds between a decode engine's health checks of its prefill engines; SGLang allows no fewer."""
@@ -98,7 +96,7 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
     """SGLang's environment variables for this role; set them before SGLang is imported."""
     if not is_disaggregated(config):
         return {}
-    deadline = str(PAIR_DEADLINE_S)
+    deadline = str(math.ceil(config.pair_deadline_s))
     variables = {
         # By default an engine waits five minutes for its peer.
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": deadline,
