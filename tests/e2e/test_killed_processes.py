@@ -2,13 +2,13 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.testing.train_process import RECIPE, started
+from tests.support.waiting import HANG_S
 
 pytestmark = [
     pytest.mark.e2e,
@@ -79,15 +79,13 @@ def assert_engines_served_what_they_said(rows: list[dict[str, Any]]) -> None:
 
 
 def test_interrupted_run_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
-    """Ctrl-C ends everything within 20 s; --resume goes on to the last step though the newest checkpoint is damaged."""
+    """Ctrl-C ends everything; --resume goes on to the last step though the newest checkpoint is damaged."""
     num_steps = 12
     settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__checkpoint_every=2, rollout__replicas=1)
     with started(tmp_path, str(RECIPE), *settings) as train:
         train.wait_for_step(4, timeout_s=240)
-        pressed = time.monotonic()
         os.kill(train.process.pid, signal.SIGINT)
-        train.wait(25)
-        assert time.monotonic() - pressed < 20
+        train.wait(HANG_S)
         assert train.pids() == []
         folder = train.folder
     newest = max((folder / "checkpoints").glob("step-*"))

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from penstock.bus.connection import Bus
+from penstock.clients import RouterClient
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
 from services.router.config import RouterConfig
 from services.router.server import routing
+from tests.support.waiting import until
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -32,7 +34,13 @@ async def test_lists_and_drains_replicas(steady_bus: Bus, tmp_path: Path) -> Non
         routing(RouterConfig(), steady_bus) as server,
     ):
         await two.update(num_running=2, kv_use=0.25)
-        await asyncio.sleep(0.3)
+        async with RouterClient(server.address) as client:
+
+            async def is_known() -> bool:
+                replicas = (await client.list_replicas()).replicas
+                return [each.replica.num_running for each in replicas] == [0, 2, 0, 0]
+
+            await until(is_known)
         listed = await penstock("replicas", "--address", server.address, "--json")
         assert listed.returncode == 0, listed.stderr
         pool = json.loads(listed.stdout)

@@ -13,7 +13,7 @@ from services.reward.isolation.pool import WorkerPool
 from tests.support.reward.service import EASY, item_of, reward_service
 from tests.support.waiting import HANG_S
 
-pytestmark = pytest.mark.leaves_behind("the module's service replaces workers that were killed")
+pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
 _STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 

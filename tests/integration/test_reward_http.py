@@ -17,7 +17,7 @@ from services.reward.server import RunningService, running
 from tests.support.reward.service import item_of
 from tests.support.waiting import HANG_S, until
 
-pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
 HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_verify", "deadline_s": 30}
 

@@ -20,7 +20,7 @@ from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import is_alive, parent_of
 from tests.support.waiting import HANG_S, until
 
-pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
 _EASY = SymbolicTask(
     golds=(SymbolicGold(text=r"\frac{1}{x+1}", use_text=False, value="", tolerance="0"),),

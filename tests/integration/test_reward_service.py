@@ -19,7 +19,7 @@ from services.reward.server import running
 from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, is_alive, item_of, reward_service
 from tests.support.waiting import promptly, until
 
-pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
 _SHARED = Path(__file__).parents[3] / "shared"
 

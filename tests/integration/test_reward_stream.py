@@ -16,7 +16,7 @@ from services.reward.server import running
 from tests.support.reward.service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
 from tests.support.waiting import HANG_S, until
 
-pytestmark = pytest.mark.leaves_behind("the pool of the module's service replaces workers")
+pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
 Item = reward_pb2.VerifyItem
 Response = reward_pb2.VerifyStreamResponse

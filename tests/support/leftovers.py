@@ -2,7 +2,8 @@
 
 What a test adds to this process, and does not give back within `_GRACE_S`, fails it. What a fixture of a wider scope
 adds while it is set up belongs to that fixture, and so do connections of its servers. What code adds inside
-`for_the_session` may stay to the end. A test with the marker `leaves_behind(reason)` is not checked.
+`for_the_session` may stay to the end. A test with the marker `leaves_behind(reason, *kinds)` may leave those kinds:
+task, thread, process, descriptor, file; without any it is not checked.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ _of_session: set[Hashable] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Have temporary files in a folder of this process's own, so that those of others are not taken for a test's."""
-    config.addinivalue_line("markers", "leaves_behind(reason): what the test leaves behind is no fault")
+    config.addinivalue_line(
+        "markers", "leaves_behind(reason, *kinds): what the test leaves of these kinds, or of all, is no fault"
+    )
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for tmp_path, which outlives this process
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="penstock-test-")
     # At exit, and after multiprocessing has removed its folder in there (which it does with priority -100).
@@ -80,11 +83,15 @@ async def nothing_left_behind(request: pytest.FixtureRequest, _session_loop: Non
     """Fail a test that leaves something behind. Set up before the test's other fixtures, it looks after they ended."""
     before = _holdings().keys()
     yield
-    if request.node.get_closest_marker("leaves_behind"):
-        return
+    may_stay = set[str]()
+    if (marker := request.node.get_closest_marker("leaves_behind")) is not None:
+        _reason, *kinds = marker.args
+        if not kinds:
+            return
+        may_stay.update(kinds)
     ends_at = time.monotonic() + _GRACE_S
     collect_at = ends_at - _GRACE_S / 2
-    while left := _left(before):
+    while left := _left(before, may_stay):
         if time.monotonic() > ends_at:
             pytest.fail("left behind: " + "; ".join(left), pytrace=False)
         if time.monotonic() > collect_at:
@@ -93,13 +100,20 @@ async def nothing_left_behind(request: pytest.FixtureRequest, _session_loop: Non
         await asyncio.sleep(0.01)
 
 
-def _left(before: Set[Hashable]) -> list[str]:
+def _left(before: Set[Hashable], may_stay: Set[str]) -> list[str]:
     known = {*before, *_of_session, asyncio.current_task()}
-    left = {key: words for key, words in _holdings().items() if words and key not in known}
+    now = {key: words for key, words in _holdings().items() if _kind_of(key) not in may_stay}
+    left = {key: words for key, words in now.items() if words and key not in known}
     if left:
         connections = _to_servers_among(known)
         left = {key: words for key, words in left.items() if key not in connections}
     return list(left.values())
+
+
+def _kind_of(key: Hashable) -> str:
+    if isinstance(key, tuple):
+        return str(key[0])
+    return "task" if isinstance(key, asyncio.Task) else "thread"
 
 
 def _to_servers_among(known: Set[Hashable]) -> set[Hashable]:
