@@ -23,7 +23,7 @@ from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
 from services.trainer.algorithm.config import AlgorithmConfig
-from services.trainer.config import DataConfig, TrainerConfig
+from services.trainer.config import DataConfig, TrackersConfig, TrainerConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 
 
@@ -36,6 +36,7 @@ class Recipe(Config):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    trackers: TrackersConfig = TrackersConfig()
     rollout: RolloutConfig = RolloutConfig()
     worker: WorkerConfig = WorkerConfig()
     reward: RewardConfig = RewardConfig()

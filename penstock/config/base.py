@@ -2,6 +2,7 @@
 
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -13,6 +14,14 @@ class Config(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
     )
+
+
+def leaves(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dumped section under their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaves(f"{prefix}.{name}", value) if isinstance(value, Mapping) else {f"{prefix}.{name}": value}
+    return found
 
 
 def section_of(annotation: Any) -> type[Config] | None:

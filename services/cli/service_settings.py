@@ -13,6 +13,7 @@ from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
+from services.trainer.telemetry.trackers import require_packages
 
 
 def for_reward(recipe: Recipe) -> RewardSettings:
@@ -78,9 +79,10 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """What `penstock serve trainer` receives.
 
     Raises:
-        ConfigError: there is no model or no data, or the sampling cannot be trained on.
+        ConfigError: there is no model or no data, the sampling cannot be trained on, or a tracker is not installed.
     """
     recipe.data.require_file()
+    require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
     return TrainerSettings(
         trainer=recipe.trainer,
@@ -91,6 +93,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         model=_model(recipe),
         data=recipe.data,
         sampling=recipe.sampling,
+        trackers=recipe.trackers,
     )
 
 

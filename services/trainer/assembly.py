@@ -39,6 +39,7 @@ from services.trainer.replay.settings import StepSettings
 from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
 from services.trainer.versions import first_version, newest_version_held
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -181,6 +182,7 @@ async def assemble(
             saved_version=start.version,
         ),
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step),
+        trackers=await _open_trackers(settings, start, stack),
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
     )
 
@@ -200,6 +202,21 @@ async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitS
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:
     gate = Gate(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
+
+
+async def _open_trackers(settings: TrainerSettings, start: StartingPoint, stack: AsyncExitStack) -> Trackers:
+    config = settings.trackers
+    run = TrackedRun(
+        run_id=start.run_id,
+        name=config.run_name or start.run_id,
+        project=config.project,
+        last_step=start.step,
+        folder=start.folder / "trackers",
+        settings=described(settings),
+    )
+    trackers = await asyncio.to_thread(Trackers.open, config, run)
+    stack.push_async_callback(asyncio.to_thread, trackers.close)
+    return trackers
 
 
 def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, run_id: str) -> StepRecorder:

@@ -205,6 +205,21 @@ class DataConfig(Config):
             )
 
 
+class TrackersConfig(Config):
+    """Experiment trackers that get every step's metrics beside metrics.jsonl (docs/metrics.md).
+
+    Keys and addresses are read from each tracker's own environment variables.
+    """
+
+    use: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ()
+    """Which ones. `penstock[trackers]` installs the first three. All but trackio keep files in `trackers` in the run's
+    folder."""
+    project: str = pydantic.Field(default="penstock", min_length=1)
+    """Project, or experiment, under which they show the run."""
+    run_name: str = ""
+    """Name under which they show the run. Empty: the run's id, its name with the time of its start."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """All that a trainer process receives."""
@@ -217,3 +232,4 @@ class TrainerSettings:
     model: ModelConfig
     data: DataConfig
     sampling: SamplingConfig
+    trackers: TrackersConfig

@@ -36,6 +36,7 @@ from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import StepClock, describe_batch, describe_groups, describe_push
+from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 
@@ -64,6 +65,7 @@ class TrainingLoop:
     batches: BatchSource
     checkpoints: CheckpointSaver
     metrics: MetricsLog
+    trackers: Trackers
     recorder: StepRecorder | None
     """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
 
@@ -147,7 +149,7 @@ class TrainingLoop:
         report = await self.publication.publish(weights.version, weights)
         self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
         seconds = clock.seconds()
-        self.metrics.write(
+        row = (
             metrics
             | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)
             | describe_groups(
@@ -162,6 +164,8 @@ class TrainingLoop:
             }
             | seconds
         )
+        self.metrics.write(row)
+        self.trackers.log(row)
 
     async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 import torch
 
+from penstock.config.base import leaves
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -196,8 +197,8 @@ class InProcessBackend:
         """Every setting of a step by its name in a recipe, as plain data."""
         return {
             "sampling.temperature": self._temperature,
-            **_flat("trainer", self._config.model_dump(mode="json")),
-            **_flat("algorithm", self._algorithm.model_dump(mode="json")),
+            **leaves("trainer", self._config.model_dump(mode="json")),
+            **leaves("algorithm", self._algorithm.model_dump(mode="json")),
         }
 
     def _log_changes(self, saved: dict[str, Any]) -> None:
@@ -207,11 +208,3 @@ class InProcessBackend:
             before, value = saved.get(name), settings.get(name)
             if before != value:
                 log.info("setting.changed", setting=name, checkpoint=before, recipe=value)
-
-
-def _flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the leaves of `tree` under their dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(f"{prefix}.{name}", value) if isinstance(value, dict) else {f"{prefix}.{name}": value}
-    return flat

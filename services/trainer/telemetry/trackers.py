@@ -1,0 +1,243 @@
+"""The run's metrics in experiment trackers: Weights & Biases, TensorBoard, MLflow, SwanLab, Trackio.
+
+accelerate's trackers speak to them. Each has a thread of its own, so the training loop never waits for one, and one
+that hangs delays no other. Nothing of a tracker is imported unless the recipe uses it.
+
+Invariants: no error of a tracker reaches the run; each warns once. A run that goes on from a checkpoint goes on in
+every tracker under the same id.
+"""
+
+import importlib.util
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from penstock.config.base import leaves
+from penstock.errors import ConfigError
+from services.trainer.config import TrackersConfig, TrainerSettings
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+log = structlog.get_logger()
+
+_MAX_WAITING_ROWS = 1000
+"""Steps that wait for a tracker that hangs; later ones are not sent to it."""
+_CLOSE_TIMEOUT_S = 60.0
+"""The longest that the end of a run waits for uploads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What trackers know of a run."""
+
+    run_id: str
+    """The same before and after a resume."""
+    name: str
+    project: str
+    last_step: int
+    """Of the checkpoint that the run goes on from; 0 in a new run."""
+    folder: Path
+    """For files of trackers."""
+    settings: Mapping[str, str]
+    """The recipe, by dotted name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerKind:
+    """A tracker that a recipe can name."""
+
+    package: str
+    """What pip installs."""
+    modules: Sequence[str]
+    """What must then be importable."""
+    make: Callable[[TrackedRun], "GeneralTracker"]
+    """Returns it, not yet started."""
+    settings_can_change: bool
+    """Whether settings may be stored again after a resume."""
+
+
+class Trackers:
+    """Sends every step's metrics to each tracker of the recipe."""
+
+    def __init__(self, feeds: Sequence["Feed"]) -> None:
+        """Use trackers that were started."""
+        self._feeds = feeds
+
+    @classmethod
+    def open(cls, config: TrackersConfig, run: TrackedRun) -> "Trackers":
+        """Start the trackers of the recipe; `require_packages` comes before. Blocks while accelerate is imported."""
+        if config.use:
+            from accelerate.state import PartialState
+
+            run.folder.mkdir(parents=True, exist_ok=True)
+            PartialState(cpu=True)  # accelerate's trackers ask whether they are the main process
+        feeds = [Feed(name, KINDS[name], run) for name in config.use]
+        for feed in feeds:
+            feed.start()
+        return cls(feeds)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Send one step's row of metrics.jsonl, or what is a number in it. Returns at once."""
+        values = {
+            name: value for name, value in row.items() if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for feed in self._feeds:
+            feed.put(values)
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Wait until everything is sent, together at most `timeout_s`. Blocks."""
+        deadline = time.monotonic() + timeout_s
+        for feed in self._feeds:
+            feed.put(None)
+        for feed in self._feeds:
+            feed.join(max(0.0, deadline - time.monotonic()))
+            if feed.is_alive():
+                log.warning("tracker.unfinished", tracker=feed.name, waited_s=timeout_s)
+
+
+class Feed(threading.Thread):
+    """The thread of one tracker. A daemon: a tracker that hangs does not keep the process alive."""
+
+    def __init__(self, name: str, kind: TrackerKind, run: TrackedRun) -> None:
+        """Prepare; `start` begins."""
+        super().__init__(name=name, daemon=True)
+        self._kind = kind
+        self._run = run
+        self._rows: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
+        self._has_failed = False
+
+    def put(self, row: dict[str, float] | None) -> None:
+        """Send a row after those that wait; None ends the thread after them."""
+        if row is not None and self._rows.qsize() >= _MAX_WAITING_ROWS:
+            self._warn(f"{_MAX_WAITING_ROWS} steps wait for it; later ones are not sent")
+        else:
+            self._rows.put(row)
+
+    def run(self) -> None:
+        """Start the tracker, send it rows until the end, and finish it."""
+        tracker: Any = None
+
+        def start() -> None:
+            nonlocal tracker
+            made = self._kind.make(self._run)
+            made.start()
+            tracker = made
+            if self._run.last_step == 0 or self._kind.settings_can_change:
+                tracker.store_init_configuration(dict(self._run.settings))
+
+        self._attempt(start)
+        while (row := self._rows.get()) is not None:
+            if tracker is not None:
+                self._attempt(partial(tracker.log, row, step=int(row["step"])))
+        if tracker is not None:
+            self._attempt(tracker.finish)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a boundary: nothing that a tracker raises may end the run
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_failed:
+            log.warning("tracker.failed", tracker=self.name, reason=reason, consequence="training goes on")
+        self._has_failed = True
+
+
+def require_packages(config: TrackersConfig) -> None:
+    """Check that the trackers of the recipe are installed; accelerate would leave them out in silence.
+
+    Raises:
+        ConfigError: one is not; names the command that installs it.
+    """
+    for name in config.use:
+        kind = KINDS[name]
+        if missing := [module for module in kind.modules if importlib.util.find_spec(module) is None]:
+            raise ConfigError(
+                f"trackers.use names {name!r}, but {missing[0]} is not installed; pip install {kind.package}, or leave "
+                f"{name!r} out"
+            )
+
+
+def described(settings: TrainerSettings) -> dict[str, str]:
+    """Return the settings that decide what is learned, by dotted name: not the addresses, which may hold secrets."""
+    sections = ("run", "model", "data", "sampling", "algorithm", "trainer")
+    return {
+        name: str(value)
+        for section in sections
+        for name, value in leaves(section, getattr(settings, section).model_dump(mode="json")).items()
+    }
+
+
+def _tensorboard(run: TrackedRun) -> "GeneralTracker":
+    from accelerate.tracking import TensorBoardTracker
+
+    # TensorBoard shows nothing that was logged earlier for steps from purge_step on.
+    return TensorBoardTracker(run.name, run.folder / "tensorboard", purge_step=run.last_step + 1)
+
+
+def _wandb(run: TrackedRun) -> "GeneralTracker":
+    from accelerate.tracking import WandBTracker
+
+    settings = {"console": "off", "silent": True}  # the trainer's log is its own
+    return WandBTracker(
+        run.project, id=run.run_id, name=run.name, dir=str(run.folder), resume="allow", settings=settings
+    )
+
+
+def _mlflow(run: TrackedRun) -> "GeneralTracker":
+    import mlflow
+    from accelerate.tracking import MLflowTracker
+
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri(f"sqlite:///{run.folder.absolute() / 'mlflow.db'}")
+
+    class Tracker(MLflowTracker):  # type: ignore[misc]  # accelerate is untyped
+        """Keeps the id that MLflow draws for the run."""
+
+        def start(self) -> None:
+            super().start()
+            file.write_text(json.dumps({"run_id": run.run_id, "mlflow_run_id": self.active_run.info.run_id}))
+
+    file = run.folder / "mlflow-run.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    run_id = known["mlflow_run_id"] if known.get("run_id") == run.run_id else None
+    return Tracker(run.project, logging_dir=str(run.folder / "mlflow"), run_id=run_id, run_name=run.name)
+
+
+def _swanlab(run: TrackedRun) -> "GeneralTracker":
+    from accelerate.tracking import SwanLabTracker
+
+    return SwanLabTracker(
+        run.project, id=run.run_id, name=run.name, resume="allow", log_dir=str(run.folder / "swanlab")
+    )
+
+
+def _trackio(run: TrackedRun) -> "GeneralTracker":
+    from accelerate.tracking import TrackioTracker
+
+    return TrackioTracker(run.project, name=run.run_id, resume="allow")
+
+
+KINDS: Mapping[str, TrackerKind] = {
+    "tensorboard": TrackerKind(
+        package="tensorboard", modules=["tensorboard"], make=_tensorboard, settings_can_change=False
+    ),
+    "wandb": TrackerKind(package="wandb", modules=["wandb"], make=_wandb, settings_can_change=True),
+    "mlflow": TrackerKind(
+        package="mlflow", modules=["mlflow", "sqlalchemy", "alembic"], make=_mlflow, settings_can_change=False
+    ),
+    "swanlab": TrackerKind(package="swanlab", modules=["swanlab"], make=_swanlab, settings_can_change=True),
+    "trackio": TrackerKind(package="trackio", modules=["trackio"], make=_trackio, settings_can_change=True),
+}
+"""Every tracker by its name in a recipe."""

@@ -1,0 +1,238 @@
+"""Trackers: what was logged can be read back, a resume goes on in the same run, and no failure reaches the trainer."""
+
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from penstock.config import load
+from penstock.errors import ConfigError
+from services.recipe import Recipe
+from services.trainer.config import TrackersConfig
+from services.trainer.telemetry.trackers import Feed, TrackedRun, TrackerKind, Trackers, require_packages
+
+RUN_ID = "tiny-20260101-120000"
+ROWS = [{"step": step, "reward_mean": step / 10, "groups": [1, 2], "weights_digest": "00ff"} for step in range(1, 5)]
+
+LOG_ROWS = """
+import json, sys
+from pathlib import Path
+import structlog
+from services.trainer.config import TrackersConfig
+from services.trainer.telemetry.trackers import TrackedRun, Trackers
+
+given = json.loads(sys.argv[1])
+with structlog.testing.capture_logs() as logs:
+    run = TrackedRun(**given["run"] | {"folder": Path(given["run"]["folder"])})
+    trackers = Trackers.open(TrackersConfig.model_validate({"use": [given["use"]]}), run)
+    for row in given["rows"]:
+        trackers.log(row)
+    trackers.close()
+assert logs == [], logs
+"""
+
+READ_WANDB = """
+import json, sys
+from wandb.proto.wandb_internal_pb2 import Record
+
+content, record, rows = open(sys.argv[1], "rb").read(), b"", []
+position = 7  # the file's header; then LevelDB's log format: checksum, length and type before each part of a record
+while position + 7 <= len(content):
+    left = 32768 - position % 32768
+    length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+    if left < 7 or kind == 0:
+        position += left
+        continue
+    record += content[position + 7 : position + 7 + length]
+    position += 7 + length
+    if kind in (1, 4):  # a whole record, or the last part of one
+        parsed, record = Record.FromString(record), b""
+        if parsed.HasField("history"):
+            history = parsed.history
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+            rows.append((history.step.num, items.get("reward_mean")))
+print(json.dumps(rows))
+"""
+
+
+def python(program: str, *arguments: str, **environment: str) -> str:
+    """Run it as a process of its own, as a trainer is: trackers leave threads, files and children to the exit."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_in(folder: Path, last_step: int = 0) -> TrackedRun:
+    """A run from its beginning, or from a checkpoint."""
+    settings = {"run.name": "tiny"}
+    return TrackedRun(
+        run_id=RUN_ID, name="tiny", project="tests", last_step=last_step, folder=folder, settings=settings
+    )
+
+
+def log_rows(
+    use: str, folder: Path, rows: list[dict[str, Any]], *, last_step: int = 0, run_id: str = RUN_ID, **environment: str
+) -> None:
+    """Open one tracker, log and close; nothing may have failed."""
+    run = {
+        "run_id": run_id,
+        "name": "tiny",
+        "project": "tests",
+        "last_step": last_step,
+        "folder": str(folder),
+        "settings": {"trainer.num_steps": str(4 + last_step)},
+    }
+    python(LOG_ROWS, json.dumps({"use": use, "run": run, "rows": rows}), **environment)
+
+
+def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    """Four steps, then a resume from step 2 with another value: each step once, with its newest value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_rows("tensorboard", tmp_path, ROWS)
+    log_rows("tensorboard", tmp_path, [{"step": 3, "reward_mean": 0.75}], last_step=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "tiny"))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("reward_mean")] == [
+        (1, pytest.approx(0.1)),
+        (2, pytest.approx(0.2)),
+        (3, 0.75),
+    ]
+    assert set(events.Tags()["scalars"]) == {"step", "reward_mean"}
+
+
+@pytest.mark.slow
+def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id is kept in the run's folder; a new run in the same folder gets another one."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    log_rows("mlflow", tmp_path, ROWS[:2])
+    log_rows("mlflow", tmp_path, ROWS[2:], last_step=2)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        values = database.execute("SELECT step, value FROM metrics WHERE key = 'reward_mean' ORDER BY step").fetchall()
+        runs = database.execute("SELECT name, status FROM runs").fetchall()
+        parameters = database.execute("SELECT key, value FROM params").fetchall()
+    assert values == [(step, pytest.approx(step / 10)) for step in range(1, 5)]
+    assert runs == [("tiny", "FINISHED")]
+    assert parameters == [("trainer.num_steps", "4")]
+    log_rows("mlflow", tmp_path, ROWS[:1], run_id="tiny-20260102-000000")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        assert database.execute("SELECT count(*) FROM runs").fetchall() == [(2,)]
+
+
+@pytest.mark.slow
+def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
+    """Offline, each part of the run is a file of its own; both carry the run's id, by which `wandb sync` joins them."""
+    log_rows("wandb", tmp_path, ROWS[:2], WANDB_MODE="offline")
+    log_rows("wandb", tmp_path, ROWS[2:], last_step=2, WANDB_MODE="offline")
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{RUN_ID}.wandb"))
+    assert len(files) == 2
+    rows = [tuple(row) for file in files for row in json.loads(python(READ_WANDB, str(file)))]
+    assert rows == [(step, pytest.approx(step / 10)) for step in range(1, 5)]
+
+
+def test_a_failing_tracker_warns_once_and_delays_no_other(tmp_path: Path) -> None:
+    """One fails at every row and one at its start; a third gets all rows, numbers only."""
+    got: list[tuple[int, dict[str, float]]] = []
+    failing = Feed("failing", kind_of(log=fail), run_in(tmp_path))
+    unreachable = Feed("unreachable", kind_of(start=fail), run_in(tmp_path))
+    working = Feed("working", kind_of(log=lambda values, step: got.append((step, values))), run_in(tmp_path))
+    with structlog.testing.capture_logs() as logs:
+        trackers = Trackers([failing, unreachable, working])
+        for feed in (failing, unreachable, working):
+            feed.start()
+        for row in [*ROWS, {"step": 5, "loss": math.inf, "done": True}]:
+            trackers.log(row)
+        trackers.close()
+    assert [(step, values) for step, values in got] == [
+        *((step, {"step": step, "reward_mean": step / 10}) for step in range(1, 5)),
+        (5, {"step": 5, "loss": math.inf}),
+    ]
+    assert sorted((entry["event"], entry["tracker"], entry["reason"]) for entry in logs) == [
+        ("tracker.failed", "failing", "OSError: no route"),
+        ("tracker.failed", "unreachable", "OSError: no route"),
+    ]
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
+    """Rows wait for it up to a bound, more are counted off with one warning, and closing gives up on it."""
+    release = threading.Event()
+    feed = Feed("hanging", kind_of(log=lambda values, step: release.wait()), run_in(tmp_path))
+    with structlog.testing.capture_logs() as logs:
+        feed.start()
+        trackers = Trackers([feed])
+        for step in range(1, 1100):
+            trackers.log({"step": step})
+        trackers.close(timeout_s=0.0)
+    assert [entry["event"] for entry in logs] == ["tracker.failed", "tracker.unfinished"]
+    assert "1000 steps wait for it" in logs[0]["reason"]
+    release.set()
+    feed.join()
+
+
+def test_a_missing_package_is_named() -> None:
+    """Before anything starts, with what to do; accelerate would say nothing."""
+    with pytest.raises(ConfigError, match=r"trackers\.use names 'swanlab', .* pip install swanlab"):
+        require_packages(TrackersConfig.model_validate({"use": ["tensorboard", "swanlab"]}))
+    with pytest.raises(ConfigError, match=r"trackers\.use\.0 = 'tensorbord'"):
+        load(Recipe, [], ['--trackers.use=["tensorbord"]'])
+
+
+def test_nothing_is_imported_that_is_not_used() -> None:
+    """A run without trackers loads none of them, and starts no thread."""
+    program = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "from services.trainer.config import TrackersConfig\n"
+        "from services.trainer.telemetry.trackers import TrackedRun, Trackers, require_packages\n"
+        "config = TrackersConfig()\n"
+        "require_packages(config)\n"
+        "run = TrackedRun(run_id='a', name='a', project='a', last_step=0, folder=Path('nowhere'), settings={})\n"
+        "trackers = Trackers.open(config, run)\n"
+        "trackers.log({'step': 1})\n"
+        "trackers.close()\n"
+        "assert threading.active_count() == 1\n"
+        "assert not Path('nowhere').exists()\n"
+        "assert not {'accelerate', 'tensorboard', 'wandb', 'mlflow', 'torch'} & set(sys.modules)\n"
+    )
+    python(program)
+
+
+class Tracker:
+    """Calls what a test gives it, with the methods of accelerate's trackers."""
+
+    def __init__(self, start: Any, log: Any) -> None:
+        self._start, self._log = start, log
+
+    def start(self) -> None:
+        self._start()
+
+    def store_init_configuration(self, values: dict[str, str]) -> None:
+        pass
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._log(values, step)
+
+    def finish(self) -> None:
+        pass
+
+
+def kind_of(start: Any = lambda: None, log: Any = lambda values, step: None) -> TrackerKind:
+    """A kind whose trackers do this."""
+    return TrackerKind(package="none", modules=[], make=lambda run: Tracker(start, log), settings_can_change=True)
+
+
+def fail(*args: Any) -> None:
+    """What a tracker does whose server is gone."""
+    raise OSError("no route")
