@@ -18,6 +18,7 @@ from penstock.model.tokens import forbidden_token_ids
 from services.cli.replay import replay
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.config import AdvantageConfig
+from services.trainer.algorithm.presets import PRESETS
 from services.trainer.backend.environment import current_environment
 from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.store import CheckpointStore
@@ -139,6 +140,35 @@ def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
     cut = with_settings("--trainer.micro_batch_tokens=1")
     assert cut.metrics["loss"] == pytest.approx(recorded.metrics["loss"], abs=1e-6)
     assert all(step.weights_before == recorded.weights_before for step in (capped, direct, clipped, slow, cut))
+
+
+def test_any_algorithm_can_be_replayed(tmp_path: Path) -> None:
+    """Every preset takes a step from the same weights, and settings beside a preset lie over it.
+
+    In this step no weight reaches a bound, and all samples have five tokens: two presets take the recorded step.
+    """
+    run = RecordedRun(RECORDED)
+    start = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
+    recording = run.recording(2)
+
+    def under(*overrides: str) -> ReplayedStep:
+        return replay_step(start, recording, run.recording(2, overrides).settings)
+
+    steps = {preset: under(f"--algorithm.preset={preset}") for preset in PRESETS}
+    recorded = run.metrics(2)
+    assert {name for name, step in steps.items() if step.weights_after == steps["tis"].weights_after} == {
+        "tis",
+        "icepop",
+        "rlinf_geo3k",
+    }
+    assert {step.weights_before for step in steps.values()} == {recording.inputs.weights}
+    assert steps["tis"].metrics["loss"] == pytest.approx(recorded["loss"], rel=1e-5, abs=1e-7)
+    assert all(step.metrics["skipped"] == 0 and step.metrics["grad_norm"] > 0 for step in steps.values())
+    assert steps["gspo"].metrics["clip_fraction"] > steps["dapo"].metrics["clip_fraction"]
+    sharp = under("--algorithm.preset=dppo", "--algorithm.drift=10")
+    assert sharp.metrics["drift_loss"] == pytest.approx(1e4 * steps["dppo"].metrics["drift_loss"], rel=1e-6)
+    with pytest.raises(ConfigError, match=r"needs a reference policy, but .* was saved without one"):
+        under("--algorithm.kl.kind=k3")
 
 
 def test_a_stricter_bound_leaves_stale_groups_out(tmp_path: Path) -> None:
