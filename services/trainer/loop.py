@@ -33,6 +33,7 @@ from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
+from services.trainer.telemetry.field_names import field_names
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import StepClock, describe_batch, describe_groups, describe_push
@@ -164,6 +165,7 @@ class TrainingLoop:
             }
             | seconds
         )
+        row |= field_names(row)
         self.metrics.write(row)
         self.trackers.log(row)
 

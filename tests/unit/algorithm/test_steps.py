@@ -14,6 +14,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from services.trainer.config import BackendConfig, OptimizerConfig
+from services.trainer.telemetry.field_names import FIELD_NAMES, field_names
 from tests.support.trainer.groups import IMAGES, make_group, picture
 
 VERSION = 3
@@ -243,6 +244,19 @@ def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups:
     """Entropy here is about 5 nats: above a target of 1 the first step has the bonus, the next ones none."""
     backend = loaded(tiny_model_path, entropy={"kind": "target", "coef": 0.01, "target": 1.0})
     assert [backend.step(groups, VERSION)["entropy_coef"] for _ in range(3)] == [0.01, 0, 0]
+
+
+def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """Each is the value of a metric that exists; the loop measures the times."""
+    row = loaded(tiny_model_path).step(groups, VERSION) | {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0}
+    assert set(FIELD_NAMES) <= set(row)
+    named = field_names(row)
+    assert not set(named) & set(row)
+    assert named["actor/grad_norm"] == named["optim/grad_norm"] == row["grad_norm"]
+    assert named["mismatch_kl/mean"] == row["kl_k3"]
+    assert named["time/wait_for_batch"] == 1
+    assert named["frac_reward_zero_std"] == 1 / 4
+    assert set(field_names({"grad_norm": 1.0})) == {"actor/grad_norm", "optim/grad_norm", "train/grad_norm"}
 
 
 def test_a_bonus_raises_the_entropy(tiny_model_path: Path, groups: list[TrainGroup]) -> None:

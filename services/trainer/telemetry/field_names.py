@@ -1,0 +1,46 @@
+"""Metrics under the names that other frameworks' dashboards know, beside our own.
+
+A name is here only if the other framework computes the same number.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # verl: actor/, critic/, response_length/, rollout_corr/. prime-rl: optim/, mismatch_kl/, entropy/, time/.
+        # slime: train/, rollout/. TRL: clip_ratio/, sampling/. SkyRL: async/.
+        "loss": ("train/loss",),
+        "policy_loss": ("actor/pg_loss", "train/pg_loss"),
+        "grad_norm": ("actor/grad_norm", "optim/grad_norm", "train/grad_norm"),
+        "learning_rate": ("actor/lr", "optim/lr"),
+        "clip_fraction": ("actor/pg_clipfrac", "clip_ratio/region_mean", "train/pg_clipfrac"),
+        "clip_fraction_low": ("clip_ratio/low_mean",),
+        "clip_fraction_high": ("clip_ratio/high_mean",),
+        "entropy": ("actor/entropy", "entropy/mean"),
+        "kl_k1": ("rollout_corr/kl",),
+        "kl_k3": ("rollout_corr/k3_kl", "mismatch_kl/mean"),
+        "tis_mean": ("rollout_corr/rollout_is_mean",),
+        "tis_ess": ("rollout_corr/rollout_is_eff_sample_size",),
+        "dlogp_mean": ("train/train_rollout_logprob_abs_diff", "sampling/sampling_logp_difference/mean"),
+        "dlogp_max": ("sampling/sampling_logp_difference/max",),
+        "reward_mean": ("critic/rewards/mean", "reward/all/mean", "rollout/raw_reward"),
+        "sample_tokens_mean": ("response_length/mean", "rollout/response_len/mean"),
+        "sample_tokens_max": ("response_length/max", "rollout/response_len/max"),
+        "staleness_mean": ("async/staleness_mean",),
+        "staleness_max": ("async/staleness_max",),
+        "wait_s": ("time/wait_for_batch", "perf/train_wait_time"),
+        "step_s": ("time/step", "perf/step_time"),
+        "push_s": ("time/broadcast_weights", "perf/update_weights_time"),
+    }
+)
+"""Our name: theirs."""
+
+
+def field_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step's values under the other frameworks' names, as far as the step has them."""
+    named = {theirs: row[ours] for ours, names in FIELD_NAMES.items() if ours in row for theirs in names}
+    if row.get("num_groups"):
+        named["frac_reward_zero_std"] = row["num_groups_without_gradient"] / row["num_groups"]
+    return named
