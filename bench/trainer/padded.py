@@ -39,10 +39,13 @@ class PaddedPolicy:
         """Use `model` as it is, in evaluation mode."""
         self.model = model.eval()
         self._temperature = temperature
-        self._forbidden_ids = torch.tensor(forbidden_ids, dtype=torch.int64)
+        self._device = next(model.parameters()).device
+        self._forbidden_ids = torch.tensor(forbidden_ids, dtype=torch.int64, device=self._device)
 
     @classmethod
-    def load(cls, path: Path, *, temperature: float, forbidden_ids: Sequence[int]) -> "PaddedPolicy":
+    def load(
+        cls, path: Path, *, temperature: float, forbidden_ids: Sequence[int], device: torch.device | str = "cpu"
+    ) -> "PaddedPolicy":
         """Load a model folder in float32."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging as transformers_logging
@@ -51,7 +54,7 @@ class PaddedPolicy:
         has_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
         auto_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
         model = auto_class.from_pretrained(path, dtype=torch.float32)
-        return cls(model, temperature=temperature, forbidden_ids=forbidden_ids)
+        return cls(model.to(device), temperature=temperature, forbidden_ids=forbidden_ids)
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> torch.Tensor:
         """Return float32[N] of the samples in one micro-batch, sample by sample, with gradient."""
@@ -65,10 +68,13 @@ class PaddedPolicy:
             attention_mask_BT[row, :width] = 1
             image_mask_BT[row, :width] = torch.from_numpy(sequence.image_mask_X.astype(np.int64))
             own_BT[row, :width] = torch.from_numpy(sequence.loss_mask_X)
+        input_ids_BT, attention_mask_BT, image_mask_BT, own_BT = (
+            tensor.to(self._device) for tensor in (input_ids_BT, attention_mask_BT, image_mask_BT, own_BT)
+        )
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
         if images := [image for sequence in sequences for image in sequence.images]:
             inputs["mm_token_type_ids"] = image_mask_BT
-            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in images])
+            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in images], device=self._device)
             inputs["mm_encoder_outputs"] = {"image": self._image_features(images)}
         hidden_BTH = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         rows_N, columns_N = own_BT.nonzero(as_tuple=True)
@@ -81,8 +87,8 @@ class PaddedPolicy:
         """Encode each different image once, and repeat its features where it occurs."""
         different = list({id(image): image for image in images}.values())
         numbers = [[id(other) for other in different].index(id(image)) for image in images]
-        pixels = torch.cat([image.pixel_values_PD for image in different])
-        grids = torch.tensor([image.grid_thw for image in different])
+        pixels = torch.cat([image.pixel_values_PD for image in different]).to(self._device)
+        grids = torch.tensor([image.grid_thw for image in different], device=self._device)
         output = self.model.base_model.get_image_features(pixels, grids, return_dict=True)
         output.pooler_output = tuple(output.pooler_output[number] for number in numbers)
         if getattr(output, "deepstack_features", None) is not None:

@@ -1,0 +1,279 @@
+"""Optimizer steps on one GPU: attention over packed rows, packed beside padded log-probabilities, MFU and memory.
+
+    python bench/gpu/bench_train_step.py            # on a machine with a GPU: Qwen3-VL-2B's shape, random weights
+    python bench/gpu/bench_train_step.py --cpu      # anywhere, in a minute: a tiny model, the same code otherwise
+
+Three tables, for docs/benchmarks.md:
+
+- attention: `varlen_attn` over gathered keys against a full mask in float32, outputs and gradients. It pins that causal
+  means aligned at the bottom right where a segment has fewer queries than keys, and that the backward pass fits the
+  forward pass.
+- log-probabilities of group rows, of packed rows and of padded samples through transformers' own attention.
+- steps of the trainer, with group rows and without, with recomputed activations and without: tokens/s, MFU, memory.
+
+THE CUDA PARTS HAVE NOT RUN YET; what ran is --cpu, whose numbers mean nothing.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import torch  # noqa: E402 - after the path is set
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+from bench.gpu.bench_gpu import TEXT_2B, VISION_2B  # noqa: E402
+from bench.trainer.padded import PaddedPolicy  # noqa: E402
+from models import tiny_qwen3_vl as tiny  # noqa: E402
+from penstock.model.tokens import forbidden_token_ids, image_token_id  # noqa: E402
+from services.trainer.algorithm.config import AlgorithmConfig  # noqa: E402
+from services.trainer.backend.attention import RowLayout, packed_attention  # noqa: E402
+from services.trainer.backend.in_process import InProcessBackend  # noqa: E402
+from services.trainer.batching.images import ImagePatches  # noqa: E402
+from services.trainer.batching.packing import num_row_tokens, pack  # noqa: E402
+from services.trainer.batching.rows import Segment, build_row  # noqa: E402
+from services.trainer.batching.sequences import TrainGroup, TrainSequence  # noqa: E402
+from services.trainer.config import BackendConfig  # noqa: E402
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0}
+"""Dense bfloat16, from NVIDIA's data sheets."""
+REWARDS = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+
+
+def attention_table(device: torch.device) -> str:
+    """Compare outputs and gradients with a full mask in float32, on segments of a group row and of packed rows."""
+    lengths = [("prompt 450, responses 100-1500", 450, [100, 380, 900, 1500]), ("no prompt", 0, [700, 64, 1300])]
+    lines = ["| segments | what | largest error | of values up to |", "|---|---|---|---|"]
+    for name, prompt, responses in lengths:
+        segments = [Segment(start=0, stop=prompt)] if prompt else []
+        start = prompt
+        for length in responses:
+            segments.append(Segment(start=start, stop=start + length, prefix_start=0, prefix_stop=prompt))
+            start += length
+        mask = torch.zeros(start, start, dtype=torch.bool, device=device)
+        for segment in segments:
+            mask[segment.start : segment.stop, : segment.prefix_stop] = True
+            width = segment.stop - segment.start
+            mask[segment.start : segment.stop, segment.start : segment.stop] = torch.ones(
+                width, width, dtype=torch.bool, device=device
+            ).tril()
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = [(1, heads, start, 128) for heads in (16, 8, 8, 16)]
+        half = torch.bfloat16 if device.type == "cuda" else torch.float32
+        *inputs, gradient = (torch.randn(shape, generator=generator, device=device).to(half) for shape in shapes)
+        ours = [tensor.clone().requires_grad_() for tensor in inputs]
+        output, _ = packed_attention(
+            torch.nn.Identity(), *ours, None, scaling=128**-0.5, row_layout=RowLayout(segments, device)
+        )
+        output.transpose(1, 2).backward(gradient)
+        exact = [tensor.float().requires_grad_() for tensor in inputs]
+        expected = scaled_dot_product_attention(*exact, attn_mask=mask, enable_gqa=True)
+        expected.backward(gradient.float())
+        pairs = [("output", output.transpose(1, 2), expected)]
+        pairs += [(f"gradient of {n}", o.grad, e.grad) for n, o, e in zip("qkv", ours, exact, strict=True)]
+        for what, found, right in pairs:
+            error, largest = (found.float() - right).abs().max(), right.abs().max()
+            lines.append(f"| {name} | {what} | {error:.1e} | {largest:.1f} |")
+    return "\n".join(lines)
+
+
+def write_model(folder: Path, *, is_tiny: bool, device: torch.device) -> None:
+    """Write a Qwen3-VL with random weights."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    tokenizer = tiny.build_tokenizer()
+    config = tiny.build_config(tokenizer)
+    if is_tiny:
+        model = tiny.build_model(config, seed=0)
+    else:
+        for part, shape in ((config.text_config, TEXT_2B), (config.vision_config, VISION_2B)):
+            for name, value in shape.items():
+                setattr(part, name, value)
+        with device:
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                model = Qwen3VLForConditionalGeneration(config)
+            finally:
+                torch.set_default_dtype(torch.float32)
+    tiny.save_model(model, tiny.build_processor(tokenizer), folder)
+
+
+def make_groups(model: Path, arguments: argparse.Namespace) -> list[TrainGroup]:
+    """Make groups of eight responses of long-tailed lengths to a random picture each."""
+    rng = np.random.default_rng(0)
+    side = arguments.image_side
+    num_placeholders = side * side // 4
+    image_id = image_token_id(model)
+    groups = []
+    for index in range(arguments.groups):
+        pixels = torch.from_numpy(rng.standard_normal((side * side, 3 * 2 * 16 * 16), dtype=np.float32))
+        image = ImagePatches(pixel_values_PD=pixels, grid_thw=(1, side, side), num_placeholders=num_placeholders)
+        prompt = [*rng.integers(0, 256, 10), *[image_id] * num_placeholders, *rng.integers(0, 256, 50)]
+        longest = arguments.max_response
+        lengths = (rng.lognormal(np.log(longest / 3), 0.6, 8).clip(longest // 15, longest)).astype(int)
+        groups.append(
+            TrainGroup(
+                index=index,
+                attempt=0,
+                oldest_version=1,
+                sequences=tuple(_sample(prompt, rng.integers(0, 256, n).tolist(), image, image_id) for n in lengths),
+                rewards=REWARDS,
+            )
+        )
+    return groups
+
+
+def _sample(prompt: Sequence[int], own: Sequence[int], image: ImagePatches, image_id: int | None) -> TrainSequence:
+    ids = np.array([*prompt, *own])
+    mask = np.arange(len(ids)) >= len(prompt)
+    return TrainSequence(
+        token_ids_X=ids,
+        loss_mask_X=mask,
+        engine_logprobs_X=np.where(mask, -11.0, 0).astype(np.float32),
+        versions_X=np.where(mask, 1, -1),
+        image_mask_X=ids == image_id,
+        images=(image,),
+    )
+
+
+def backend_of(model: Path, arguments: argparse.Namespace, **changes: Any) -> InProcessBackend:
+    """Load the trainer's own backend."""
+    config = BackendConfig(
+        device="cpu" if arguments.cpu else "cuda", micro_batch_tokens=arguments.micro_batch_tokens, **changes
+    )
+    backend = InProcessBackend(model, config, AlgorithmConfig(), seed=0, temperature=1.0)
+    backend.load(None)
+    return backend
+
+
+def logprobs_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.Namespace) -> str:
+    """Compare log-probabilities of the first group with those of one sample at a time in float32."""
+    sequences = list(groups[0].sequences)
+    device = torch.device("cpu" if arguments.cpu else "cuda")
+    policy = backend_of(model, arguments).policy
+    forbidden_ids = forbidden_token_ids(model)
+    reference = PaddedPolicy.load(model, temperature=1.0, forbidden_ids=forbidden_ids, device=device)
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        exact = torch.cat([reference.logprobs([sequence]) for sequence in sequences])
+        with torch.autocast(device.type, torch.bfloat16, enabled=not arguments.cpu):
+            found["padded, transformers' attention"] = reference.logprobs(sequences)
+            for name, share in (("packed rows", False), ("group rows", True)):
+                rows = pack(sequences, [0] * 8, range(8), max_tokens=arguments.micro_batch_tokens, share_prompts=share)
+                values: dict[int, torch.Tensor] = {}
+                for row in (build_row(sequences, plan).to(device) for plan in rows):
+                    logprobs_N = policy(row).logprobs_N
+                    values |= {int(n): logprobs_N[row.sample_N == n] for n in row.sample_N.unique()}
+                found[name] = torch.cat([values[number] for number in sorted(values)])
+    lines = ["| log-probabilities | mean error | largest error |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {(logprobs - exact).abs().mean():.1e} | {(logprobs - exact).abs().max():.1e} |"
+        for name, logprobs in found.items()
+    ]
+    return "\n".join(lines)
+
+
+def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.Namespace) -> str:
+    """Measure whole optimizer steps."""
+    lines = [
+        "| rows | activations | s/step | tokens of samples/s | computed tokens/s | MFU | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    group_of = [number for number, group in enumerate(groups) for _ in group.sequences]
+    for share in (True, False):
+        rows = pack(
+            sequences,
+            group_of,
+            range(len(sequences)),
+            max_tokens=arguments.micro_batch_tokens,
+            share_prompts=share,
+        )
+        num_inputs = [sequence.num_inputs for sequence in sequences]
+        num_computed = sum(num_row_tokens(row, num_inputs) for row in rows)
+        for recompute in (False, True):
+            backend = backend_of(model, arguments, share_prompts=share, gradient_checkpointing=recompute)
+            backend.step(groups, 1)  # what is compiled and allocated at first use
+            if not arguments.cpu:
+                torch.cuda.reset_peak_memory_stats()
+            started = time.perf_counter()
+            for _ in range(arguments.steps):
+                backend.step(groups, 1)  # ends with the loss on the host
+            seconds = (time.perf_counter() - started) / arguments.steps
+            flops = step_flops(backend.policy.model, rows, sequences)
+            mfu = f"{flops / seconds / arguments.peak_tflops / 1e12:.1%}" if arguments.peak_tflops else "-"
+            memory = "-" if arguments.cpu else f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+            lines.append(
+                f"| {'group' if share else 'packed'} | {'recomputed' if recompute else 'kept'} | {seconds:.2f} "
+                f"| {sum(num_inputs) / seconds:,.0f} | {num_computed / seconds:,.0f} | {mfu} "
+                f"| {memory} |"
+            )
+            del backend
+    return "\n".join(lines)
+
+
+def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequence]) -> float:
+    """Return the model's arithmetic of a step: forward once, backward twice; recomputing does not count.
+
+    Text layers over computed tokens, attention over what each token sees, the head over own tokens. The tower counts
+    its layers over patches and its attention inside each picture.
+    """
+    text, vision = model.config.text_config, model.config.vision_config
+    layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    width = text.num_attention_heads * text.head_dim
+    num_tokens, num_seen, patches = 0, 0, {}
+    for row in rows:
+        for segment in (segment for segment in build_row(sequences, row).segments):
+            length = segment.stop - segment.start
+            num_tokens += length
+            num_seen += length * (segment.prefix_stop - segment.prefix_start) + length * (length + 1) // 2
+    for sequence in sequences:
+        for image in sequence.images:
+            patches[id(image)] = len(image.pixel_values_PD)
+    num_own = sum(sequence.num_own_tokens for sequence in sequences)
+    multiplications = num_tokens * layers + num_seen * 2 * width * text.num_hidden_layers
+    multiplications += num_own * text.vocab_size * text.hidden_size
+    multiplications += sum(p * tower + p * p * 2 * vision.hidden_size * vision.depth for p in patches.values())
+    return 6.0 * multiplications
+
+
+def main() -> None:
+    """Measure and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU, with a tiny model")
+    parser.add_argument("--groups", type=int, default=0, help="of eight samples; 0: 8, with --cpu 2")
+    parser.add_argument("--steps", type=int, default=0, help="measured after one that is not; 0: 5, with --cpu 1")
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--peak-tflops", type=float, default=0, help="of the GPU; 0: from its data sheet")
+    arguments = parser.parse_args()
+    arguments.groups = arguments.groups or (2 if arguments.cpu else 8)
+    arguments.steps = arguments.steps or (1 if arguments.cpu else 5)
+    arguments.image_side, arguments.max_response = (6, 60) if arguments.cpu else (40, 1500)
+    if not arguments.cpu and not torch.cuda.is_available():
+        raise SystemExit("no GPU is seen; give --cpu for a dry run without one")
+    device = torch.device("cpu" if arguments.cpu else "cuda")
+    name = platform.machine() if arguments.cpu else torch.cuda.get_device_name(device)
+    if not arguments.peak_tflops:
+        arguments.peak_tflops = next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), 0.0)
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers"))
+    sys.stdout.write(f"{name}, {versions}\n\n{attention_table(device)}\n\n")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        write_model(model, is_tiny=arguments.cpu, device=device)
+        groups = make_groups(model, arguments)
+        sys.stdout.write(f"{logprobs_table(model, groups, arguments)}\n\n{steps_table(model, groups, arguments)}\n")
+
+
+if __name__ == "__main__":
+    main()
