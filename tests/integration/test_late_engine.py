@@ -52,6 +52,7 @@ async def test_an_engine_that_joins_late(
     def publishing(watch: Watch, *, files_dir: Path | None = None, **settings: object) -> WeightPublisher:
         publisher = WeightPublisher(
             config=config.model_copy(update=settings),
+            host="127.0.0.1",
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),

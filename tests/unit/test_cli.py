@@ -52,7 +52,8 @@ def test_version_is_the_package_s() -> None:
 
 def test_config_prints_a_recipe_that_means_the_same(recipe: Path, tmp_path: Path) -> None:
     """What `penstock config` prints is a whole recipe: printing that again changes nothing."""
-    first = penstock("config", recipe, "--algorithm.trust_region.clip_high=0.28", "--run.name=other")
+    overrides = ("--algorithm.preset=ppo", "--algorithm.trust_region.clip_high=0.28", "--run.name=other")
+    first = penstock("config", recipe, *overrides)
     assert first.returncode == 0, first.stderr
     resolved = tomllib.loads(first.stdout)
     assert resolved["trainer"]["num_steps"] == 7
@@ -188,7 +189,9 @@ def test_settings_explain_themselves() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("[trainer.optimizer]")
     assert "learning_rate = 1e-06\n      number, > 0\n      Learning rate after warm-up." in result.stdout
-    assert result.stdout.count("[") == 1 + result.stdout.count("= [")
+    headings = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    assert headings
+    assert all(heading.lstrip("[").startswith("trainer.optimizer") for heading in headings)
     everything = penstock("config", "--help-settings").stdout
     assert everything.index("[run]") < everything.index("[trainer.optimizer]") < everything.index("[launch]")
     assert_mistake(penstock("config", "--help-settings", "trainer.optimiser"), "did you mean trainer.optimizer?")

@@ -80,7 +80,7 @@ def test_other_tokenizers_are_refused(tiny_model_path: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
     tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
-    with pytest.raises(ConfigError, match="byte-level BPE only"):
+    with pytest.raises(ConfigError, match="only text of byte-level BPE can be streamed"):
         Renderer(tokenizer, image_token_id=None).token_texts()
 
 

@@ -94,7 +94,7 @@ def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
         for other in able
         if (leases[one].role, leases[other].role) == (PREFILL, DECODE)
         and leases[one].state == leases[other].state == READY
-        and leases[one].policy_version == leases[other].balancer_version
+        and leases[one].policy_version == leases[other].policy_version
         and leases[one].disaggregation.tensor_parallel == leases[other].disaggregation.tensor_parallel > 0
         and leases[one].disaggregation.transfer_backend == leases[other].disaggregation.transfer_backend
     }

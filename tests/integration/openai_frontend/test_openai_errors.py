@@ -202,7 +202,7 @@ async def test_another_model_is_not_found(stage: Stage) -> None:
 async def test_what_is_no_json_is_said_to_be_none(stage: Stage) -> None:
     """400, in OpenAI's form; so are keys that come twice."""
     async with stage.http() as client:
-        for body, message in ((b"{", "no JSON"), (b'{"model": "a", "model": "b"}', "twice")):
+        for body, message in ((b"{", "not JSON"), (b'{"model": "a", "model": "b"}', "twice")):
             answer = await client.post("/v1/chat/completions", content=body)
             assert answer.status_code == 400
             assert message in answer.json()["error"]["message"]
