@@ -18,7 +18,8 @@ from bench.trainer.padded import PaddedPolicy, plan_padded
 from bench.trainer.workload import Workload, read_groups
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.advantage import sample_advantages
-from services.trainer.algorithm.config import AdvantageConfig, AlgorithmConfig
+from services.trainer.algorithm.axes import AdvantageConfig
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.optimizer import Optimizer, make_adamw
 from services.trainer.batching.sequences import TrainGroup

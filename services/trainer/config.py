@@ -13,7 +13,8 @@ import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
-from services.trainer.algorithm.config import AlgorithmConfig, Axis
+from services.trainer.algorithm.axes import Axis
+from services.trainer.algorithm.config import AlgorithmConfig
 
 
 class ScheduleConfig(Axis):

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, SetupError
 from penstock.model.tokens import forbidden_token_ids
 from services.cli.replay import replay
 from services.trainer.algorithm.advantage import sample_advantages
-from services.trainer.algorithm.config import AdvantageConfig
+from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.presets import PRESETS
 from services.trainer.backend.environment import current_environment
 from services.trainer.batching.sequences import open_reader

@@ -13,7 +13,8 @@ import torch
 from penstock.errors import ConfigError, UserError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from services.trainer.algorithm.advantage import sample_advantages
-from services.trainer.algorithm.config import AdvantageConfig, AlgorithmConfig
+from services.trainer.algorithm.axes import AdvantageConfig
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.batch import measured_samples
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy

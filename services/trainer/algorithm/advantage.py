@@ -15,7 +15,7 @@ vanishing standard deviation makes a gradient of it. Invariants:
 import numpy as np
 
 from penstock.errors import DataError
-from services.trainer.algorithm.config import AdvantageConfig, LengthPenaltyConfig
+from services.trainer.algorithm.axes import AdvantageConfig, LengthPenaltyConfig
 from services.trainer.algorithm.plugin import load_function
 
 STD_EPS = 1e-6

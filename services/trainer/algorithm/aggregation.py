@@ -9,7 +9,7 @@ heavier.
 
 import numpy as np
 
-from services.trainer.algorithm.config import AggregationConfig
+from services.trainer.algorithm.axes import AggregationConfig
 
 
 def token_weights(num_tokens_G: np.ndarray, group_G: np.ndarray, config: AggregationConfig) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.trainer.algorithm.config import CorrectionConfig
+from services.trainer.algorithm.axes import CorrectionConfig
 from services.trainer.algorithm.ratio import exp_ratio
 from services.trainer.algorithm.tokens import sample_any, sample_means, sample_sums
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.algorithm.config import EntropyConfig, KlConfig
+from services.trainer.algorithm.axes import EntropyConfig, KlConfig
 from services.trainer.algorithm.ratio import exp_ratio
 
 

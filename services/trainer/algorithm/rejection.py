@@ -7,7 +7,7 @@ Invariant: a rejection multiplies by 0 and changes no denominator.
 
 import torch
 
-from services.trainer.algorithm.config import RejectionConfig
+from services.trainer.algorithm.axes import RejectionConfig
 from services.trainer.algorithm.ratio import exp_ratio
 from services.trainer.algorithm.tokens import sample_means
 

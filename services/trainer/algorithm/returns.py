@@ -5,7 +5,7 @@ Legend: N = own tokens.
 
 import torch
 
-from services.trainer.algorithm.config import KlConfig
+from services.trainer.algorithm.axes import KlConfig
 from services.trainer.algorithm.tokens import Samples, Tokens, sample_sums
 
 

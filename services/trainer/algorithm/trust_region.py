@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import DataError
-from services.trainer.algorithm.config import TrustRegionConfig
+from services.trainer.algorithm.axes import TrustRegionConfig
 from services.trainer.algorithm.plugin import load_function
 
 _EPS = 1e-8

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from services.trainer.algorithm.config import KlConfig
+from services.trainer.algorithm.axes import KlConfig
 from services.trainer.backend.master_weights import MasterWeights
 from services.trainer.batching.rows import PackedRow
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithm.advantage import sample_advantages
-from services.trainer.algorithm.config import AdvantageConfig
+from services.trainer.algorithm.axes import AdvantageConfig
 
 KINDS = [kind for kind in typing.get_args(AdvantageConfig.model_fields["kind"].annotation) if kind != "custom"]
 COMPARING = [kind for kind in KINDS if kind != "reinforce_pp"]

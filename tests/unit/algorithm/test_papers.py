@@ -9,7 +9,8 @@ import pytest
 
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.aggregation import token_weights
-from services.trainer.algorithm.config import AdvantageConfig, AggregationConfig, AlgorithmConfig
+from services.trainer.algorithm.axes import AdvantageConfig, AggregationConfig
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
 from services.trainer.algorithm.statistics import batch_statistics
 from services.trainer.algorithm.tokens import Tokens

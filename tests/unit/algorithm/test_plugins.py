@@ -10,7 +10,8 @@ import torch
 
 from penstock.errors import ConfigError, DataError
 from services.trainer.algorithm.advantage import sample_advantages
-from services.trainer.algorithm.config import AdvantageConfig, AlgorithmConfig
+from services.trainer.algorithm.axes import AdvantageConfig
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
 from services.trainer.algorithm.plugin import load_function, require_functions
 from services.trainer.algorithm.tokens import Tokens

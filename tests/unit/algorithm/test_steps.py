@@ -103,25 +103,30 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
 
 
 @pytest.mark.parametrize("broken", ["engine", "reward", "forward"])
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 1])
 def test_a_group_that_is_not_finite_is_skipped_and_counted(
-    tiny_model_path: Path, groups: list[TrainGroup], broken: str
+    tiny_model_path: Path, groups: list[TrainGroup], broken: str, micro_batch_tokens: int
 ) -> None:
-    """It counts in the denominator: the gradient is that of the batch in which it has no signal."""
-    first = {
-        "engine": with_logprob(groups[0], math.nan),
-        "reward": replace(groups[0], rewards=(1.0, math.inf, 0.0, 0.0)),
-        "forward": with_broken_picture(groups[0]),
+    """It counts in the denominator: the gradient is that of the batch in which it has no signal.
+
+    With a row for each sample, the forward pass that fails comes after the gradient of others.
+    """
+    bad = {
+        "engine": with_logprob(groups[1], math.nan),
+        "reward": replace(groups[1], rewards=(1.0, math.inf, 0.0, 0.0)),
+        "forward": with_broken_picture(groups[1]),
     }[broken]
     with structlog.testing.capture_logs() as logs:
-        metrics = loaded(tiny_model_path).step([first, *groups[1:]], VERSION)
-    silent = replace(groups[0], rewards=(0.5, 0.5, 0.5, 0.5))
-    expected = loaded(tiny_model_path).step([silent, *groups[1:]], VERSION)
+        backend = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens)
+        metrics = backend.step([groups[0], bad, *groups[2:]], VERSION)
+    silent = replace(groups[1], rewards=(0.5, 0.5, 0.5, 0.5))
+    expected = loaded(tiny_model_path).step([groups[0], silent, *groups[2:]], VERSION)
     assert metrics["num_groups_skipped"] == 1
     assert metrics["skipped"] == 0
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
     assert metrics["num_tokens"] == expected["num_tokens"]
-    assert [(entry["event"], entry["index"]) for entry in logs] == [("group.skipped", 0)]
+    assert [(entry["event"], entry["index"]) for entry in logs] == [("group.skipped", 1)]
 
 
 def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
