@@ -76,7 +76,7 @@ def as_markdown(described: Sequence[Section]) -> str:
     """For a page of documentation: a table for each section."""
     lines = []
     for section in described:
-        lines += [f"## [{section.key}]", "", section.help.replace("\n", " "), ""]
+        lines += [f"## [{section.key}]", "", " ".join(section.help.split()), ""]
         lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
         for setting in section.settings:
             cells = (f"`{setting.name}`", setting.kind, f"`{setting.default}`", setting.help)

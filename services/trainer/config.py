@@ -207,9 +207,9 @@ class DataConfig(Config):
 
 
 class TrackersConfig(Config):
-    """Experiment trackers that get every step's metrics beside metrics.jsonl (docs/metrics.md).
+    """Experiment trackers that get every step's metrics beside metrics.jsonl.
 
-    Keys and addresses are read from each tracker's own environment variables.
+    Keys and addresses come from each tracker's own environment variables (docs/metrics.md).
     """
 
     use: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ()

@@ -163,6 +163,7 @@ class TrainingLoop:
                 "output_tokens_per_s": metrics["num_tokens"] / seconds["step_s"],
                 "trainer_idle_fraction": 1 - seconds["train_s"] / seconds["step_s"],
             }
+            | ({} if self.checkpoints.write_s is None else {"checkpoint_write_s": self.checkpoints.write_s})
             | seconds
         )
         row |= field_names(row)

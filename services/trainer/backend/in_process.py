@@ -22,6 +22,7 @@ from services.trainer.backend.learning_rates import rates_of
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
+from services.trainer.backend.memory import memory_peaks, reset_memory_peak
 from services.trainer.backend.model import PolicyModel
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
@@ -155,7 +156,8 @@ class InProcessBackend:
 
     def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
         """Take one optimizer step over the whole batch; see `TrainBackend.step`."""
-        return self._step(groups, policy_version)
+        reset_memory_peak(self._device)
+        return self._step(groups, policy_version) | memory_peaks(self._device)
 
     def _precision(self) -> torch.autocast:
         """Compute in the configured precision; the weights stay float32."""

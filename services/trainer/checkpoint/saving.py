@@ -54,6 +54,8 @@ class CheckpointSaver:
     progress: Progress
     saved_version: int | None
     """The policy version in the newest checkpoint; None in a new run."""
+    write_s: float | None = None
+    """Seconds that writing the newest checkpoint took; None before the first of this process."""
 
     def moment(self, position: Position) -> Moment:
         """Return this moment, between two steps.
@@ -79,7 +81,8 @@ class CheckpointSaver:
         }
         started = time.monotonic()
         await asyncio.to_thread(self.store.save, moment.step, state, self.backend.save)
-        log.info("checkpoint.saved", step=moment.step, elapsed_s=round(time.monotonic() - started, 3))
+        self.write_s = time.monotonic() - started
+        log.info("checkpoint.saved", step=moment.step, elapsed_s=round(self.write_s, 3))
 
     async def settle(self, moment: Moment) -> None:
         """Acknowledge what the checkpoint of `moment`, now on disk, accounts for, and announce it.

@@ -36,7 +36,10 @@ _SHOWN = (
     "kl_reference",
     "entropy",
 )
-_TIMES = frozenset({"step_time_s", "trained_tokens_per_s"})
+_OF_THE_MACHINE = frozenset(
+    {"step_time_s", "trained_tokens_per_s", "host_memory_peak_bytes", "device_memory_peak_bytes"}
+)
+"""Metrics that differ from one computation of a step to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ def compare(
         replayed: The step under the recorded settings.
         changed: The step under other settings.
     """
-    names = [name for name in replayed.metrics if name not in _TIMES and (name in logged or not logged)]
+    names = [name for name in replayed.metrics if name not in _OF_THE_MACHINE and (name in logged or not logged)]
     shown = [name for name in _SHOWN if name in {*names, *(changed.metrics if changed else ())}]
     differing = [name for name in names if name not in shown and logged.get(name) != _logged(replayed, name)]
     return [

@@ -43,7 +43,9 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
         "groups": [group.id.index for group in groups],
         "num_unjudged_samples": sum(sample.reward is None for sample in samples),
         "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
+        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / max(1, len(samples)),
         "num_deadline_samples": sum(sample.finish_reason == "deadline" for sample in samples),
+        "turns_mean": sum(len(sample.turns) for sample in samples) / max(1, len(samples)),
         "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
         "prefill_ratio": prefill_ratio(groups),
     }

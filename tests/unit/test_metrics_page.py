@@ -1,0 +1,56 @@
+"""docs/metrics.md explains every metric that a step logs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.model.tokens import image_token_id, vocab_size
+from services.trainer.admission.ledger import GroupCounts
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.sequences import GroupReader, ModelTokens
+from services.trainer.config import TrainerConfig
+from services.trainer.telemetry.step_metrics import describe_batch, describe_groups, describe_push
+from services.trainer.weight_sync.publisher import PushReport
+from tests.support.trainer.groups import IMAGES, make_group, picture
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def explained() -> list[re.Pattern[str]]:
+    """The names of the page's tables; `<k>` stands for anything."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`([\w<>]+)`", row.split(" | ")[0])]
+    return [re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in names]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"preset": "dppo", "kl": {"kind": "k3"}, "entropy": {"kind": "bonus"}, "drift": 0.1},
+        {"preset": "slime_geo3k", "correction": {"kind": "mask", "veto_low": 1e-4}, "rejection": {"kind": "opsm"}},
+    ],
+)
+def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, object]) -> None:
+    """Those of the backend under several algorithms, and those of the controller."""
+    tokens = ModelTokens(
+        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
+    )
+    group = make_group(
+        tiny_model_path, index=0, rewards=(1.0, 0.0, 0.0, 1.0), version=1, images=[picture(0)], placeholders=[9]
+    )
+    config = TrainerConfig.model_validate({"device": "cpu", "optimizer": {"learning_rates": {"tower": 1e-7}}})
+    backend = InProcessBackend(
+        tiny_model_path, config, AlgorithmConfig.model_validate(algorithm), seed=0, temperature=1.0
+    )
+    backend.load(None)
+    row = backend.step([GroupReader(tokens, ImagePatcher(tiny_model_path)).read(group, IMAGES)], policy_version=2)
+    row |= describe_batch([group])
+    report = PushReport(version=1, num_replicas=1, num_failed=0, num_bytes=1, push_s=1.0, pause_s=1.0)
+    row |= describe_push(report, num_live_replicas=1)
+    row |= describe_groups(GroupCounts(), num_duplicate=0, num_unreadable=0)
+    patterns = explained()
+    assert [name for name in row if not any(pattern.fullmatch(name) for pattern in patterns)] == []
