@@ -22,6 +22,7 @@ from services.reward.config import RewardConfig
 from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
+from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import DataConfig, TrackersConfig, TrainerConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
@@ -35,6 +36,7 @@ class Recipe(Config):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    filters: FilterConfig = FilterConfig()
     trainer: TrainerConfig = TrainerConfig()
     trackers: TrackersConfig = TrackersConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -57,4 +59,10 @@ class Recipe(Config):
                 f"{weight_sync.stage_timeout_s:g} let a push take {push_s:g} s, more than the {MAX_PUSH_S:g} s that "
                 "engines accept; lower them"
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _filters_fit_the_algorithm(self) -> Self:
+        if reason := contradiction(self.filters, self.algorithm):
+            raise ValueError(reason)
         return self

@@ -42,6 +42,11 @@ class Group(Envelope, frozen=True, kw_only=True):
         return max(sample.newest_version for sample in self.samples)
 
     @property
+    def num_own_tokens(self) -> int:
+        """Tokens that the policy itself produced, over all samples."""
+        return sum(sample.num_own_tokens for sample in self.samples)
+
+    @property
     def images(self) -> frozenset[str]:
         """Content hashes of all images of all its samples; stored under `id.scope`."""
         return frozenset[str]().union(*(sample.images for sample in self.samples))

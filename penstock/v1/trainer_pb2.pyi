@@ -90,6 +90,7 @@ class GetRunResponse(_message.Message):
     NUM_TRAINED_GROUPS_FIELD_NUMBER: _builtins.int
     NUM_STALE_GROUPS_FIELD_NUMBER: _builtins.int
     NUM_FAILED_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_FILTERED_GROUPS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     phase: Global___RunPhase.ValueType
@@ -110,6 +111,8 @@ class GetRunResponse(_message.Message):
     """Groups rejected because they were stale, so far."""
     num_failed_groups: _builtins.int
     """Groups that could not be played, so far."""
+    num_filtered_groups: _builtins.int
+    """Groups that a filter left out of training, so far."""
     def __init__(
         self,
         *,
@@ -123,10 +126,11 @@ class GetRunResponse(_message.Message):
         num_trained_groups: _builtins.int = ...,
         num_stale_groups: _builtins.int = ...,
         num_failed_groups: _builtins.int = ...,
+        num_filtered_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "num_failed_groups", b"num_failed_groups", "num_outstanding_groups", b"num_outstanding_groups", "num_stale_groups", b"num_stale_groups", "num_steps", b"num_steps", "num_trained_groups", b"num_trained_groups", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "num_failed_groups", b"num_failed_groups", "num_filtered_groups", b"num_filtered_groups", "num_outstanding_groups", b"num_outstanding_groups", "num_stale_groups", b"num_stale_groups", "num_steps", b"num_steps", "num_trained_groups", b"num_trained_groups", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     return TrainerSettings(
         trainer=recipe.trainer,
         algorithm=recipe.algorithm,
+        filters=recipe.filters,
         run=recipe.run,
         network=recipe.network,
         bus=recipe.bus,
@@ -94,6 +95,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         data=recipe.data,
         sampling=recipe.sampling,
         trackers=recipe.trackers,
+        context_length=recipe.rollout.context_length,
     )
 
 

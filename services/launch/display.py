@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launch.child import Child, State
-from services.launch.metrics import StepRow, describe_step, sparkline
+from services.launch.metrics import StepRow, describe_step, reward_of, sparkline
 
 _COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}
 _SPARKLINE_WIDTH = 60
@@ -93,13 +93,16 @@ def _processes(children: Sequence[Child]) -> Text:
 def _table(rows: Sequence[StepRow]) -> Table:
     last = rows[-1]
     step, num_steps = int(last.get("step", len(rows))), int(last.get("num_steps", 0))
-    rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
+    rewards = [reward_of(row) for row in rows if "reward_mean" in row]
     table = Table.grid(padding=(0, 2))
     table.add_row(
         "step", f"{step}/{num_steps}", ProgressBar(total=num_steps or 1, completed=step, width=_SPARKLINE_WIDTH)
     )
     if rewards:
         table.add_row("reward", f"{rewards[-1]:.3f}", Text(sparkline(rewards, width=_SPARKLINE_WIDTH), style="green"))
+    if last.get("num_filtered_groups"):
+        note = f"of the groups that arrived; {last['num_filtered_groups']:,} since the run began"
+        table.add_row("filtered", f"{last.get('filtered_group_fraction', 0):.0%}", Text(note, style="dim"))
     for label, key, form, note in (
         ("staleness", "staleness_mean", "{:.2f}", f"max {last.get('staleness_max', 0):g} versions"),
         ("throughput", "output_tokens_per_s", "{:,.0f}", "tokens/s"),

@@ -58,12 +58,20 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
+def reward_of(row: StepRow) -> float:
+    """The reward of a step: of all groups that were played, once a filter keeps some of them from the batch."""
+    key = "reward_mean_played" if row.get("num_filtered_groups") and "reward_mean_played" in row else "reward_mean"
+    return float(row[key])
+
+
 def describe_step(row: StepRow) -> str:
     """One step in one line."""
     parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
-    parts += [f"reward {row['reward_mean']:.3f}"] if "reward_mean" in row else []
+    parts += [f"reward {reward_of(row):.3f}"] if "reward_mean" in row else []
     if "staleness_mean" in row:
         parts.append(f"staleness {row['staleness_mean']:.2f} (max {row.get('staleness_max', 0):g})")
+    if row.get("filtered_group_fraction"):
+        parts.append(f"filtered {row['filtered_group_fraction']:.0%}")
     parts += [f"{row['output_tokens_per_s']:,.0f} tokens/s"] if "output_tokens_per_s" in row else []
     parts += [f"push {row['push_s']:.2f} s"] if "push_s" in row else []
     parts += [f"replicas {row['num_replicas']}"] if "num_replicas" in row else []
@@ -74,7 +82,7 @@ def describe_step(row: StepRow) -> str:
 
 def describe_run(rows: Sequence[StepRow]) -> list[str]:
     """The run in lines: how the reward rose, and what became of the groups."""
-    rewards = [float(row["reward_mean"]) for row in rows if "reward_mean" in row]
+    rewards = [reward_of(row) for row in rows if "reward_mean" in row]
     if not rewards:
         return ["no step was trained"]
     count = max(1, min(10, len(rewards) // 2))

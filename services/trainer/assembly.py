@@ -16,6 +16,7 @@ from penstock.bus.watch import Watch, watched
 from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.weights import nccl
+from services.trainer.admission.config import doubts
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.backend.base import TrainBackend
@@ -24,13 +25,15 @@ from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
-from services.trainer.data.dataset import open_dataset
+from services.trainer.data.dataset import Dataset, open_dataset
+from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
+from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.publication import Publication
@@ -69,7 +72,10 @@ async def assemble(
     crashes = await asyncio.to_thread(_open_crash_record, start.folder, config)
     streak = FailureStreak(max_in_a_row=config.max_failures_in_a_row)
     ledger = _open_ledger(config, start.checkpoint)
-    dataset = await asyncio.to_thread(open_dataset, settings.data, seed=settings.run.seed)
+    tally = FilterTally(max_share=settings.filters.max_filtered_share)
+    for doubt in doubts(settings.filters, settings.algorithm):
+        log.warning("settings.doubtful", reason=doubt)
+    dataset = await asyncio.to_thread(_open_dataset, settings)
     backend = InProcessBackend(
         settings.model.path,
         config,
@@ -109,12 +115,15 @@ async def assemble(
         run_id=start.run_id,
         streak=streak,
         crashes=crashes,
+        filters=settings.filters,
+        tally=tally,
     )
     feeder = Feeder(
         dataset=dataset,
         ledger=ledger,
         position=position,
         changes=changes,
+        tally=tally,
         bus=bus,
         images=images,
         sampling=Sampling(
@@ -199,6 +208,15 @@ async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitS
     return await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
 
 
+def _open_dataset(settings: TrainerSettings) -> Dataset:
+    limit = None
+    if settings.filters.overlong_prompts == "drop":
+        limit = PromptLimit.of_run(
+            settings.model.path, context=settings.context_length, max_new_tokens=settings.sampling.max_new_tokens
+        )
+    return open_dataset(settings.data, seed=settings.run.seed, limit=limit)
+
+
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:
     gate = Gate(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
@@ -226,6 +244,7 @@ def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, ru
         temperature=settings.sampling.temperature,
         trainer=settings.trainer,
         algorithm=settings.algorithm,
+        filters=settings.filters,
     )
     return StepRecorder(folder, recorded, backend, run_id=run_id)
 

@@ -13,6 +13,7 @@ import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError
+from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
 
@@ -227,6 +228,7 @@ class TrainerSettings:
 
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
+    filters: FilterConfig
     run: RunConfig
     network: NetworkConfig
     bus: BusConfig
@@ -234,3 +236,5 @@ class TrainerSettings:
     data: DataConfig
     sampling: SamplingConfig
     trackers: TrackersConfig
+    context_length: int
+    """The most tokens of prompt and response together that engines take; 0: what the model allows."""

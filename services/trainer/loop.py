@@ -36,7 +36,13 @@ from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.field_names import field_names
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
-from services.trainer.telemetry.step_metrics import StepClock, describe_batch, describe_groups, describe_push
+from services.trainer.telemetry.step_metrics import (
+    StepClock,
+    describe_batch,
+    describe_filters,
+    describe_groups,
+    describe_push,
+)
 from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
@@ -101,7 +107,7 @@ class TrainingLoop:
             await pushes.free()
             weights = await self._copy_weights()
             clock.lap("push_wait_s")
-            pushes.start(self._push(weights, metrics | describe_batch([each.played for each in batch]), clock))
+            pushes.start(self._push(weights, metrics | self._describe(batch), clock))
             if self.position.step % _SAMPLES_EVERY == 0 or self.position.step == 1:
                 await samples.free()
                 samples.start(asyncio.to_thread(self._write_samples, batch[0], self.position.step))
@@ -139,6 +145,10 @@ class TrainingLoop:
         groups = [finished.ready for finished in batch]
         with self.crashes.training([group.index for group in groups]):
             return self.backend.step(groups, self.position.version)
+
+    def _describe(self, batch: Sequence[Finished]) -> dict[str, Any]:
+        played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]
+        return describe_batch(played) | describe_filters(played, ready, self.collector.tally.take())
 
     async def _copy_weights(self) -> WeightSnapshot:
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING

@@ -17,7 +17,7 @@ from penstock.records import Group
 from penstock.records.codec import encode
 from services.trainer.admission.ledger import GroupStatus
 from services.trainer.batching.sequences import TrainGroup
-from tests.support.trainer.flow import RUN, num_prompts, open_flow, publish, running
+from tests.support.trainer.flow import RUN, num_prompts, num_stored, open_flow, publish, running
 from tests.support.trainer.groups import make_group, num_placeholders, picture
 from tests.support.waiting import HANG_S, until
 
@@ -25,11 +25,6 @@ from tests.support.waiting import HANG_S, until
 async def publish_failed(bus: Bus, group: Group, *, reason: str = "the image is broken") -> None:
     """Store what a worker reports when it could not play the group."""
     await publish(bus, msgspec.structs.replace(group, samples=(), error=reason))
-
-
-async def num_stored(bus: Bus) -> int:
-    """Groups that are still on the bus."""
-    return int((await bus.jetstream.stream_info(bus.groups.name)).state.messages)
 
 
 async def test_trained_groups_leave_the_bus_only_when_settled(bus: Bus, tiny_model_path: Path) -> None:

@@ -177,6 +177,23 @@ def test_a_stricter_bound_leaves_stale_groups_out(tmp_path: Path) -> None:
         replayed(RecordedRun(RECORDED), 2, tmp_path, "--trainer.max_staleness=0")
 
 
+def test_filters_show_what_they_would_have_done(tmp_path: Path) -> None:
+    """Step 2 has three groups of equal rewards: without them, the gradient is larger by the share of their tokens."""
+    run = RecordedRun(RECORDED)
+    before, after = (replayed(run, 2, tmp_path, *overrides) for overrides in ((), ("--filters.zero_variance=true",)))
+    assert before.metrics["num_groups_without_gradient"] == after.metrics["num_groups_zero_variance"] == 3
+    assert after.metrics["num_groups"] == 5
+    assert after.metrics["num_groups_without_gradient"] == 0
+    factor = before.metrics["num_tokens"] / after.metrics["num_tokens"]
+    assert factor > 1.4
+    assert after.metrics["grad_norm"] == pytest.approx(before.metrics["grad_norm"] * factor, rel=1e-4)
+    lines = compare(run.recording(2).inputs, run.metrics(2), before, after)
+    (line,) = [line for line in lines if line.name == "num_groups_zero_variance"]
+    assert (line.recorded, line.replayed, line.changed) == (None, None, 3)
+    with pytest.raises(SetupError, match=r"the filters leave none of the 8 groups of the step \(repetition 8\)"):
+        replayed(run, 2, tmp_path, "--filters.repetition=drop", "--filters.max_compression_ratio=1e-9")
+
+
 def test_an_exported_step_is_replayed_without_run_and_model(run: RecordedRun, tmp_path: Path) -> None:
     """One file holds weights, optimizer, groups and results; nothing else of the run is read."""
     file = tmp_path / "report.tar"

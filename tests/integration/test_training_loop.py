@@ -166,7 +166,7 @@ async def test_trainer_that_is_replaced_while_it_acknowledges_does_not_announce(
             await claim(bus, "trainer", ttl_s=0.0)
 
     trainer.ledger.admit(7)
-    trainer.ledger.drop(0, 0, GroupStatus.FAILED)
+    trainer.ledger.fail(0, 0)
     trainer.ledger.keep_receipt(0, Replacing())  # type: ignore[arg-type]
     with pytest.raises(SupersededError, match="another process has taken over as trainer"):
         await trainer.save()
@@ -178,7 +178,7 @@ async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: B
     pushes, receipt = Pushes(), Receipt()
     silent = await open_controller(bus, tmp_path, epoch="a", pushes=pushes)
     silent.ledger.admit(7)
-    silent.ledger.drop(0, 0, GroupStatus.FAILED)
+    silent.ledger.fail(0, 0)
     silent.ledger.keep_receipt(0, receipt)  # type: ignore[arg-type]
     successor = await open_controller(bus, tmp_path, epoch="b", pushes=pushes)
     await successor.publish(8)
@@ -193,7 +193,8 @@ async def test_trainer_that_was_replaced_touches_nothing_of_its_successor(bus: B
     assert snapshot(tmp_path) == checkpoints
 
 
-async def test_a_checkpoint_settles_the_groups_that_it_accounts_for(bus: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["failed", "filtered"])
+async def test_a_checkpoint_settles_the_groups_that_it_accounts_for(bus: Bus, tmp_path: Path, outcome: str) -> None:
     """Their messages leave the bus, and their images with them; a group that waits for its batch keeps both."""
     await bus.ensure_streams()
     trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes(), groups_per_step=2)
@@ -208,7 +209,10 @@ async def test_a_checkpoint_settles_the_groups_that_it_accounts_for(bus: Bus, tm
         async with asyncio.timeout(HANG_S):
             while len(deliveries) < 2:
                 deliveries += await consumer.fetch(2)
-        trainer.ledger.drop(0, 0, GroupStatus.FAILED)
+        if outcome == "failed":
+            trainer.ledger.fail(0, 0)
+        else:
+            trainer.ledger.filter_out(0, 0, reason="zero_variance", num_tokens=1)
         group: Any = None
         trainer.ledger.hold(Arrival(index=1, attempt=0, oldest_version=7, newest_version=7, num_tokens=1, group=group))
         for index, delivery in enumerate(deliveries):

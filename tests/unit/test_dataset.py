@@ -7,13 +7,18 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import structlog
 from PIL import Image
 
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError, PromptTooLongError
+from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, TextPart
+from penstock.v1 import generate_pb2
+from services.rollout.engine.prompt import PromptChecker
 from services.trainer.config import DataConfig
 from services.trainer.data.dataset import BuiltInRows, Dataset, open_dataset, row_at
 from services.trainer.data.geometry import KINDS
+from services.trainer.data.prompt_length import PromptLimit
 
 
 def png(color: str = "red", mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
@@ -184,3 +189,75 @@ def test_refuses_a_picture_that_the_engine_would_refuse(tmp_path: Path) -> None:
         DataError, match=r"row 0: image 0: 120000000 pixels \(12000 x 10000\); a request may have 100000000"
     ):
         open_dataset(DataConfig(path=path))
+
+
+def limit_of(model_path: Path, max_tokens: int) -> PromptLimit:
+    """A limit of so many tokens of a prompt."""
+    limit = PromptLimit.of_run(model_path, context=max_tokens + 8, max_new_tokens=8)
+    assert limit is not None
+    return limit
+
+
+def test_a_prompt_is_as_long_as_the_engine_counts_it(tmp_path: Path, tiny_model_path: Path) -> None:
+    """Rendered with the chat template, each picture expanded as the image processor does it."""
+    columns: dict[str, list[object]] = {
+        "images": [[], [png(size=(96, 64))], [png(size=(500, 333)), png(size=(33, 900))]],
+        "problem": ["1+1?", "<image>Find x.", "<image> or <image>?\r\n<|im_end|>"],
+        "answer": ["1"] * 3,
+    }
+    config = DataConfig(path=write(tmp_path / "a.parquet", columns), system_prompt="Think.", shuffle=False)
+    dataset, limit = open_dataset(config), limit_of(tiny_model_path, 1000)
+    renderer, checker = Renderer.load(tiny_model_path), PromptChecker(tiny_model_path, max_tokens=1)
+    for position in range(3):
+        example = dataset[position]
+        ids = renderer.render_prompt(example.messages, num_images=len(example.images))
+        sampling = generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=8)
+        request = generate_pb2.GenerateRequest(input_ids=ids, sampling=sampling)
+        with pytest.raises(PromptTooLongError, match=f"the prompt has {limit.num_tokens(example)} tokens"):
+            checker.check(request, example.images)
+
+
+def test_prompts_that_leave_no_room_are_found_at_the_start_and_never_played(
+    tmp_path: Path, tiny_model_path: Path
+) -> None:
+    """They are counted once, and keep their positions: another limit moves no other row."""
+    problems = ["a", "b" * 500, "c", "d" * 700, "e"]
+    config = DataConfig(path=write(tmp_path / "a.parquet", {"problem": problems, "answer": list("12345")}))
+    with structlog.testing.capture_logs() as logs:
+        dataset = open_dataset(config, seed=3, limit=limit_of(tiny_model_path, 300))
+    (found,) = [entry for entry in logs if entry["event"] == "data.overlong_prompts_dropped"]
+    assert (found["num_rows"], found["num_rows_checked"], found["max_prompt_tokens"]) == (2, 5, 300)
+    assert 700 <= found["longest_prompt_tokens"] < 750
+    unlimited = open_dataset(config, seed=3)
+    for position in range(10):
+        example, all_of_them = dataset.playable(position), unlimited[position]
+        assert example == (None if all_of_them.golds in (("2",), ("4",)) else all_of_them)
+
+
+def test_a_prompt_of_exactly_the_limit_is_played(tmp_path: Path, tiny_model_path: Path) -> None:
+    """It leaves max_new_tokens; one token less does not."""
+    config = DataConfig(path=write(tmp_path / "a.parquet", {"problem": ["a", "abc"], "answer": ["1"] * 2}))
+    longest = max(limit_of(tiny_model_path, 100).num_tokens(open_dataset(config)[position]) for position in range(2))
+    for max_tokens, num_played in ((longest, 2), (longest - 1, 1)):
+        dataset = open_dataset(config, limit=limit_of(tiny_model_path, max_tokens))
+        assert sum(dataset.playable(position) is not None for position in range(2)) == num_played
+
+
+def test_refuses_data_and_settings_with_which_no_prompt_fits(tmp_path: Path, tiny_model_path: Path) -> None:
+    """With the lengths and what to change, before anything is played."""
+    config = DataConfig(path=write(tmp_path / "a.parquet", {"problem": ["a" * 200, "b" * 300], "answer": ["1"] * 2}))
+    with pytest.raises(
+        DataError, match=r"all 2 prompts are longer than the 50 tokens .* shortest of them 2\d\d; raise rollout\."
+    ):
+        open_dataset(config, limit=limit_of(tiny_model_path, 50))
+    with pytest.raises(ConfigError, match=r"max_new_tokens = 64 leaves no room for a prompt in a context of 64"):
+        PromptLimit.of_run(tiny_model_path, context=64, max_new_tokens=64)
+
+
+def test_a_row_that_the_model_cannot_read_is_named(tmp_path: Path, tiny_model_path: Path) -> None:
+    """A strip of a picture, which every engine would refuse."""
+    path = write(
+        tmp_path / "a.parquet", {"images": [[png(size=(900, 3))]], "problem": ["<image>Find x."], "answer": ["1"]}
+    )
+    with pytest.raises(DataError, match=r"row 0: images\[0\] is 900 x 3 pixels; .* repair the row or remove it"):
+        open_dataset(DataConfig(path=path), limit=limit_of(tiny_model_path, 1000))

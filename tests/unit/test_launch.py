@@ -261,6 +261,18 @@ def test_step_is_one_line() -> None:
     assert describe_step({"step": 3, "num_steps": 4}) == "step 3/4"
 
 
+def test_filtered_groups_are_shown_with_the_reward_of_all_that_were_played() -> None:
+    """A batch without groups of equal rewards stays near one half, whatever the policy learns."""
+    row = {"step": 3, "num_steps": 4, "reward_mean": 0.5, "reward_mean_played": 0.9}
+    assert describe_step(row) == "step 3/4  reward 0.500"
+    row |= {"num_filtered_groups": 7, "filtered_group_fraction": 0.25}
+    assert describe_step(row) == "step 3/4  reward 0.900  filtered 25%"
+    assert describe_run([row]) == [
+        "reward  first 1 steps 0.900, last 1 steps 0.900 (+0.000)",
+        "groups  filtered 7",
+    ]
+
+
 def test_summary_compares_the_first_steps_with_the_last() -> None:
     """The summary gives the mean reward of the first and last ten steps, and what became of the groups."""
     rows = [

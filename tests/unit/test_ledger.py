@@ -1,5 +1,7 @@
 """GroupLedger: what becomes of each group."""
 
+import json
+
 import pytest
 
 from services.trainer.admission.gate import Gate
@@ -82,11 +84,60 @@ def test_a_dropped_group_makes_room_for_the_next_prompt(outcome: GroupStatus) ->
     """Failed and filtered groups are counted apart, and neither is admitted again."""
     ledger = ledger_of()
     ledger.admit(1)
-    assert ledger.drop(0, 0, outcome)  # type: ignore[arg-type]
+    assert ledger.fail(0, 0) if outcome is GroupStatus.FAILED else ledger.filter_out(0, 0, reason="zero_variance")
     assert ledger.status(0) is outcome
     assert ledger.admit(1).index == 1
     counts = ledger.counts
     assert (counts.failed, counts.filtered) == ((1, 0) if outcome is GroupStatus.FAILED else (0, 1))
+
+
+def test_filtered_groups_are_counted_by_reason_over_a_restart() -> None:
+    """With their tokens, and as sampled again if they were; a prompt that was never played costs none."""
+    ledger = ledger_of(groups_per_step=4)
+    for _ in range(4):
+        ledger.admit(1)
+    assert ledger.filter_out(0, 0, reason="zero_variance", num_tokens=7)
+    assert ledger.filter_out(1, 0, reason="zero_variance", num_tokens=7, was_redelivered=True)
+    assert ledger.filter_out(2, 1, reason="repetition", num_tokens=7)
+    assert ledger.filter_out(3, 0, reason="overlong_prompt")
+    assert not ledger.filter_out(3, 0, reason="overlong_prompt"), "once is enough"
+    checkpoint = ledger.checkpoint()
+    ledger.admit(1)
+    ledger.filter_out(4, 0, reason="repetition", num_tokens=7)
+    counts = GroupLedger[str, str].from_state(json.loads(json.dumps(checkpoint.state)), ledger.gate).counts
+    assert (counts.filtered, counts.filtered_tokens) == (4, 21)
+    assert counts.filtered_by_reason == {"zero_variance": 2, "repetition": 1, "overlong_prompt": 1}
+    assert (counts.redrawn, counts.redrawn_tokens, counts.failed) == (2, 14, 0)
+
+
+def test_a_filter_does_not_replace_an_attempt_in_hand() -> None:
+    """What is held can still be trained."""
+    ledger = ledger_of()
+    ledger.admit(1)
+    ledger.hold(arrival(0))
+    assert not ledger.filter_out(0, 1, reason="zero_variance")
+    assert ledger.status(0) is GroupStatus.HELD
+
+
+def test_refilled_batches_are_of_the_published_version() -> None:
+    """With max_staleness 0, the batch is groups admitted at the version, those in place of filtered ones included."""
+    ledger = ledger_of(groups_per_step=3)
+    for version in (1, 2, 3):
+        played = []
+        while not (indices := ledger.select(version).indices):
+            while ledger.num_admissible(NUM_STEPS_LEFT):
+                played.append(ledger.admit(version))
+            index = ledger.unplayed()[0].index
+            if index % 3:
+                ledger.filter_out(index, 0, reason="zero_variance", num_tokens=7)
+            else:
+                ledger.hold(arrival(index, version=version))
+        assert [admission.version for admission in played] == [version] * len(played)
+        assert len(indices) == 3
+        assert set(indices) < {admission.index for admission in played}, "no admission is left over from before"
+        assert len(ledger.start_training(indices)) == 3
+        ledger.finish_training()
+    assert (ledger.counts.trained, ledger.num_untrained) == (9, 0)
 
 
 def test_a_failure_does_not_replace_an_attempt_in_hand() -> None:
@@ -94,7 +145,7 @@ def test_a_failure_does_not_replace_an_attempt_in_hand() -> None:
     ledger = ledger_of()
     ledger.admit(1)
     ledger.hold(arrival(0))
-    assert not ledger.drop(0, 1, GroupStatus.FAILED)
+    assert not ledger.fail(0, 1)
     assert ledger.status(0) is GroupStatus.HELD
 
 
@@ -123,7 +174,7 @@ def test_groups_of_a_trainer_that_died_wait_for_their_admission() -> None:
     """They are not played again; one that failed is dropped as soon as it is admitted."""
     ledger = ledger_of(groups_per_step=2)
     assert ledger.hold(arrival(1))
-    assert ledger.drop(0, 0, GroupStatus.FAILED)
+    assert ledger.fail(0, 0)
     ledger.keep_receipt(1, "held"), ledger.keep_receipt(0, "failed")
     assert ledger.checkpoint().receipts == frozenset(), "no state knows of them"
     assert (ledger.status(0), ledger.status(1)) == ("unadmitted", "unadmitted")

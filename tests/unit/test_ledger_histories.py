@@ -21,10 +21,11 @@ class Message:
     version: int
     is_sound: bool
     has_images: bool
+    is_filtered: bool
 
 
-KINDS = st.sampled_from([(True, True), (False, True), (True, False)])
-"""Of messages: sound with its images, or without one of the two."""
+KINDS = st.sampled_from([(True, True, False), (False, True, False), (True, False, False), (True, True, True)])
+"""Of messages: sound with its images, or without one of the two, or left out by a filter."""
 
 
 class Histories(RuleBasedStateMachine):
@@ -40,6 +41,7 @@ class Histories(RuleBasedStateMachine):
         self.undelivered: list[int] = []
         self.trained: set[int] = set()  # of the surviving history
         self.dropped: set[int] = set()
+        self.filtered: set[int] = set()
         self.batch: list[Message] = []
         self.readmissions_due: dict[int, int] = {}
         self.lost_early: dict[int, int] = {}  # index -> next attempt; not admitted yet
@@ -47,24 +49,31 @@ class Histories(RuleBasedStateMachine):
         self.pending: LedgerCheckpoint | None = None
         self.next_message = 0
 
-    def _save(self) -> tuple[LedgerCheckpoint, set[int], set[int], dict[int, int]]:
-        return self.ledger.checkpoint(), set(self.trained), set(self.dropped), dict(self.readmissions_due)
+    def _save(self) -> tuple[LedgerCheckpoint, set[int], set[int], set[int], dict[int, int]]:
+        ended = set(self.trained), set(self.dropped), set(self.filtered)
+        return self.ledger.checkpoint(), *ended, dict(self.readmissions_due)
 
     def _publish(self, index: int, attempt: int) -> None:
         self.prompts.append((index, attempt, self.version))
 
-    @rule()
-    def admit(self) -> None:
-        """Fill the gate."""
+    @rule(num_overlong=st.integers(0, 2))
+    def admit(self, num_overlong: int) -> None:
+        """Fill the gate; prompts that are too long to be played are filtered at once."""
         while self.ledger.num_admissible(NUM_STEPS_LEFT):
             admission = self.ledger.admit(self.version)
             due = self.readmissions_due.pop(admission.index, None)
             assert admission.attempt == (self.lost_early.pop(admission.index, 0) if due is None else due)
             status = self.ledger.status(admission.index)
-            if status is GroupStatus.ADMITTED:
+            if status is GroupStatus.ADMITTED and num_overlong:
+                num_overlong -= 1
+                assert self.ledger.filter_out(admission.index, admission.attempt, reason="overlong_prompt")
+                self.filtered.add(admission.index)
+            elif status is GroupStatus.ADMITTED:
                 self._publish(admission.index, admission.attempt)
             elif status is GroupStatus.FAILED:
                 self.dropped.add(admission.index)
+            elif status is GroupStatus.FILTERED:
+                self.filtered.add(admission.index)
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -91,6 +100,10 @@ class Histories(RuleBasedStateMachine):
             if self.ledger.lose(message.index, message.attempt):
                 is_early = before is GroupStatus.UNADMITTED
                 (self.lost_early if is_early else self.readmissions_due)[message.index] = message.attempt + 1
+        elif message.is_filtered:
+            is_new = self.ledger.filter_out(message.index, message.attempt, reason="zero_variance", num_tokens=1)
+            if is_new and before is GroupStatus.ADMITTED:
+                self.filtered.add(message.index)
         elif message.is_sound:
             found = Arrival(
                 index=message.index,
@@ -101,7 +114,7 @@ class Histories(RuleBasedStateMachine):
                 group=message,
             )
             assert self.ledger.hold(found) == wanted
-        elif self.ledger.drop(message.index, message.attempt, GroupStatus.FAILED) and before is GroupStatus.ADMITTED:
+        elif self.ledger.fail(message.index, message.attempt) and before is GroupStatus.ADMITTED:
             self.dropped.add(message.index)
         self.ledger.keep_receipt(message.index, number)
 
@@ -121,6 +134,7 @@ class Histories(RuleBasedStateMachine):
                 assert 0 <= self.version - message.version <= 1, "stale"
                 assert message.is_sound
                 assert message.has_images
+                assert not message.is_filtered
 
     @precondition(lambda self: self.batch)
     @rule()
@@ -145,13 +159,13 @@ class Histories(RuleBasedStateMachine):
         """It is on disk: its messages are acknowledged."""
         assert self.pending is not None
         self.saved = self.saving
-        _, trained, dropped, _ = self.saved
+        _, trained, dropped, filtered, _ = self.saved
         for number in self.ledger.settle(self.pending):
             message = self.messages.pop(number)
             restored: GroupLedger[Message, int] = GroupLedger.from_state(self.pending.state, self.ledger.gate)
-            assert message.index in trained | dropped or not restored.wants(message.index, message.attempt), (
-                "acknowledged before a checkpoint accounted for it"
-            )
+            assert message.index in trained | dropped | filtered or not restored.wants(
+                message.index, message.attempt
+            ), "acknowledged before a checkpoint accounted for it"
         self.pending = None
 
     @precondition(lambda self: not self.prompts and not self.undelivered)
@@ -164,11 +178,12 @@ class Histories(RuleBasedStateMachine):
     @rule(has_caught_up=st.booleans())
     def crash(self, has_caught_up: bool) -> None:
         """The trainer dies and starts from its last checkpoint. What is unacknowledged comes again, soon or later."""
-        checkpoint, trained, dropped, readmissions_due = self.saved
+        checkpoint, trained, dropped, filtered, readmissions_due = self.saved
         state = json.loads(json.dumps(checkpoint.state))
         self.ledger = GroupLedger.from_state(state, Gate(max_staleness=1, groups_per_step=2))
         assert self.ledger.checkpoint().state == checkpoint.state, "the state does not survive the round trip"
-        self.trained, self.dropped, self.readmissions_due = set(trained), set(dropped), dict(readmissions_due)
+        self.trained, self.dropped, self.filtered = set(trained), set(dropped), set(filtered)
+        self.readmissions_due = dict(readmissions_due)
         self.batch, self.pending, self.lost_early = [], None, {}
         self.undelivered = sorted(self.messages)
         self.version += 2  # beyond the bound: what lost weights sampled is stale
@@ -187,16 +202,19 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def every_index_has_the_status_of_the_books(self) -> None:
         """No index is lost, and none is counted twice."""
-        ended = {GroupStatus.TRAINED, GroupStatus.FAILED, GroupStatus.SETTLED}
-        next_index = max([*self.trained, *self.dropped, *self.readmissions_due, -1]) + 1
+        ended = {GroupStatus.TRAINED, GroupStatus.FAILED, GroupStatus.FILTERED, GroupStatus.SETTLED}
+        books = self.trained | self.dropped | self.filtered
+        next_index = max([*books, *self.readmissions_due, -1]) + 1
         in_batch = {message.index for message in self.batch}
         for index in range(next_index + 3):
             status = self.ledger.status(index)
-            assert (status in ended) == (index in self.trained | self.dropped)
+            assert (status in ended) == (index in books)
             assert (status is GroupStatus.REJECTED) == (index in self.readmissions_due)
             assert (status is GroupStatus.TRAINING) == (index in in_batch)
         assert self.ledger.counts.trained == len(self.trained)
         assert self.ledger.counts.failed == len(self.dropped)
+        assert self.ledger.counts.filtered == len(self.filtered) == sum(self.ledger.counts.filtered_by_reason.values())
+        assert len(self.trained) + len(self.dropped) + len(self.filtered) == len(books), "an index has two fates"
 
     @invariant()
     def what_is_awaited_can_come(self) -> None:

@@ -9,17 +9,20 @@ changes the status of a group. It is pure: groups and receipts are opaque to it.
                    |  +-> failed, filtered -> settled              |
                    +-----------------------------------------------+
 
+A group is filtered before it is held: when it arrives, or, if its prompt cannot be played, when it is admitted.
+
 Invariants:
 - each index has exactly one status;
 - admitted, held and training groups together never exceed the gate's capacity, unless a restart made it smaller;
 - an index is trained at most once, and never with a stale group;
 - each rejection leads to exactly one further admission;
+- a filtered group is never trained and never admitted again: the next index takes its place;
 - a receipt is released only by a checkpoint whose state accounts for its message.
 """
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from services.trainer.admission.batch_selection import Selection, select_batch
@@ -49,9 +52,6 @@ class GroupStatus(enum.StrEnum):
     """It could not be played or read, and that is not yet in a checkpoint. Another prompt takes its place."""
     SETTLED = "settled"
     """Trained, filtered or failed, and in a checkpoint."""
-
-
-Dropped = Literal[GroupStatus.FILTERED, GroupStatus.FAILED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,18 @@ class Arrival(Generic[GroupT]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Dropped:
+    """A group that will not be trained, and why."""
+
+    attempt: int
+    outcome: Literal[GroupStatus.FAILED, GroupStatus.FILTERED]
+    reason: str = ""
+    """The filter."""
+    num_tokens: int = 0
+    """The policy's own tokens in it, if it was filtered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCheckpoint:
     """The ledger of one moment; give it to `settle` once it is on disk."""
 
@@ -106,6 +118,10 @@ class GroupCounts:
     """The policy's own tokens in them: shows whether long answers are the ones that are lost."""
     failed: int = 0
     filtered: int = 0
+    filtered_tokens: int = 0
+    """The policy's own tokens in them: what filtering costs."""
+    filtered_by_reason: dict[str, int] = field(default_factory=dict)
+    """How many each filter left out."""
     lost: int = 0
     """Gone from the bus, or their images are, and therefore admitted again."""
     redrawn: int = 0
@@ -128,7 +144,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         self._ended: dict[int, GroupStatus] = {}  # not yet in a checkpoint
         # Arrivals of groups that are not admitted (yet) come from a trainer that died after its last checkpoint.
         self._arrivals: dict[int, Arrival[GroupT]] = {}
-        self._dropped_early: dict[int, tuple[int, Dropped]] = {}  # index -> attempt and outcome
+        self._dropped_early: dict[int, _Dropped] = {}
         self._lost_early: dict[int, int] = {}  # index -> next attempt
         self._receipts: dict[int, tuple[int, ReceiptT]] = {}  # number -> index and receipt
         self._next_receipt = 0
@@ -157,7 +173,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             return False
         if index in self._arrivals and self._arrivals[index].attempt >= attempt:
             return False
-        if index in self._dropped_early and self._dropped_early[index][0] >= attempt:
+        if index in self._dropped_early and self._dropped_early[index].attempt >= attempt:
             return False
         if index in self._lost_early and self._lost_early[index] > attempt:
             return False
@@ -207,7 +223,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         admission = Admission(index=index, attempt=attempt, version=version)
         self._admissions[index] = admission
         if index in self._dropped_early:
-            self._drop(index, self._dropped_early.pop(index)[1])
+            self._end(index, self._dropped_early.pop(index))
         return admission
 
     def readmit_lost(self, version: int) -> list[Admission]:
@@ -228,22 +244,36 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             return False
         self._arrivals[arrival.index] = arrival
         self._dropped_early.pop(arrival.index, None)
-        if arrival.attempt > 0 or arrival.was_redelivered:
-            self.counts.redrawn += 1
-            self.counts.redrawn_tokens += arrival.num_tokens
+        self._count_redrawn(arrival.attempt, arrival.num_tokens, was_redelivered=arrival.was_redelivered)
         return True
 
-    def drop(self, index: int, attempt: int, outcome: Dropped) -> bool:
-        """Record that a group will not be trained; return False, and change nothing, if it is not wanted.
+    def fail(self, index: int, attempt: int) -> bool:
+        """Record that a group cannot be played or read; return False, and change nothing, if it is not wanted.
 
         An earlier attempt that is in hand is kept: it can still be trained.
         """
-        if not self.wants(index, attempt) or index in self._arrivals:
+        return self._drop(index, _Dropped(attempt=attempt, outcome=GroupStatus.FAILED))
+
+    def filter_out(
+        self, index: int, attempt: int, *, reason: str, num_tokens: int = 0, was_redelivered: bool = False
+    ) -> bool:
+        """Record that a group is left out on purpose; return False, and change nothing, if it is not wanted.
+
+        It is no failure, and its prompt does not come back: the next one takes its place. An earlier attempt that is in
+        hand is kept.
+
+        Args:
+            index: Of the group.
+            attempt: The one that was filtered.
+            reason: The filter's name, under which it is counted.
+            num_tokens: The policy's own tokens, over all samples; 0 if it was not played.
+            was_redelivered: Whether a worker had begun to play the prompt before.
+        """
+        dropped = _Dropped(attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens)
+        if not self._drop(index, dropped):
             return False
-        if index in self._admissions:
-            self._drop(index, outcome)
-        else:
-            self._dropped_early[index] = (attempt, outcome)
+        if num_tokens:
+            self._count_redrawn(attempt, num_tokens, was_redelivered=was_redelivered)
         return True
 
     def lose(self, index: int, attempt: int) -> bool:
@@ -348,7 +378,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
                 "next_index": self._next_index,
                 "admitted": [[a.index, a.attempt, a.version] for a in self._admissions.values()],
                 "rejected": sorted([index, attempt] for index, attempt in self._rejected.items()),
-                "counts": {name: getattr(self.counts, name) for name in GroupCounts.__slots__},
+                "counts": asdict(self.counts),
             },
             receipts=frozenset(number for number, (index, _) in self._receipts.items() if index not in only_here),
             ended=frozenset(self._ended),
@@ -373,10 +403,27 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         ledger._rejected = dict(state["rejected"])
         return ledger
 
-    def _drop(self, index: int, outcome: Dropped) -> None:
-        del self._admissions[index]
-        self._ended[index] = outcome
-        if outcome is GroupStatus.FAILED:
-            self.counts.failed += 1
+    def _drop(self, index: int, dropped: _Dropped) -> bool:
+        if not self.wants(index, dropped.attempt) or index in self._arrivals:
+            return False
+        if index in self._admissions:
+            self._end(index, dropped)
         else:
-            self.counts.filtered += 1
+            self._dropped_early[index] = dropped
+        return True
+
+    def _end(self, index: int, dropped: _Dropped) -> None:
+        del self._admissions[index]
+        self._ended[index] = dropped.outcome
+        counts = self.counts
+        if dropped.outcome is GroupStatus.FAILED:
+            counts.failed += 1
+        else:
+            counts.filtered += 1
+            counts.filtered_tokens += dropped.num_tokens
+            counts.filtered_by_reason[dropped.reason] = counts.filtered_by_reason.get(dropped.reason, 0) + 1
+
+    def _count_redrawn(self, attempt: int, num_tokens: int, *, was_redelivered: bool) -> None:
+        if attempt > 0 or was_redelivered:
+            self.counts.redrawn += 1
+            self.counts.redrawn_tokens += num_tokens

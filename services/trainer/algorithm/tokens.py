@@ -44,7 +44,7 @@ class Samples:
     weights_G: torch.Tensor
     """Weight in the loss of each token of the sample (`aggregation.token_weights`)."""
     judged_G: torch.Tensor
-    """bool: the sample has a reward."""
+    """bool: the sample has a reward, and is not masked."""
     version: int
     """The published version, which the weights have before the step."""
 

@@ -110,9 +110,12 @@ def make_batch(
     advantages_G = sample_advantages(
         rewards_G, group_G, num_tokens_G, algorithm.advantage, is_whitened=not has_token_rewards
     )
-    judged_G = ~np.isnan(rewards_G)
+    masked_G = np.array([masked for group in groups for masked in group.masked or [False] * len(group.sequences)])
+    advantages_G = np.where(masked_G, 0.0, advantages_G)
+    weights_G = np.where(masked_G, 0.0, token_weights(num_tokens_G, group_G, algorithm.aggregation))
+    judged_G = ~np.isnan(rewards_G) & ~masked_G
     has_advantage_G = judged_G if has_token_rewards else advantages_G != 0
-    has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G
+    has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G & ~masked_G
     without = np.flatnonzero(~has_gradient_G & usable_G).tolist()
     if not needs_statistics(algorithm):
         without = measured_samples(without, version)
@@ -133,7 +136,7 @@ def make_batch(
         num_tokens_G=num_tokens_G,
         samples=Samples(
             advantages_G=torch.from_numpy(advantages_G).float().to(device),
-            weights_G=torch.from_numpy(token_weights(num_tokens_G, group_G, algorithm.aggregation)).float().to(device),
+            weights_G=torch.from_numpy(weights_G).float().to(device),
             judged_G=torch.from_numpy(judged_G).to(device),
             version=version,
         ),

@@ -8,7 +8,7 @@ many as the image processor's grid says, and the total is checked against the en
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from penstock.errors import InvalidRequestError
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, TokenSequence
+from services.trainer.admission.filters import Screening
 from services.trainer.batching.images import ImagePatcher, ImagePatches
 
 
@@ -67,6 +68,17 @@ class TrainGroup:
     sequences: tuple[TrainSequence, ...]
     rewards: tuple[float, ...]
     """NaN for a sample that was not judged: it has no gradient and does not count in its group's mean."""
+    masked: tuple[bool, ...] = ()
+    """Samples without gradient, which count in every mean and denominator all the same; empty: none."""
+
+    def screened(self, screening: Screening) -> "TrainGroup":
+        """Return the group as the filters leave it."""
+        return replace(
+            self,
+            sequences=tuple(self.sequences[number] for number in screening.kept),
+            rewards=screening.rewards,
+            masked=screening.masked,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

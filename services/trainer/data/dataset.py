@@ -1,7 +1,8 @@
 """The data set of a run: an endless sequence of examples with random access.
 
 Invariant: the example at a position depends only on the data, the seed and the position. A checkpoint therefore keeps
-one integer, and each epoch plays every row exactly once.
+one integer, and each epoch plays every row exactly once. Rows whose prompt is too long keep their positions, which the
+feeder passes over: another limit on prompts moves no other row.
 """
 
 from collections.abc import Sequence
@@ -9,12 +10,16 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
+import structlog
 
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.config import DataConfig
 from services.trainer.data.example import Example, Row, make_example
 from services.trainer.data.geometry import GeometryDataset, Kind
 from services.trainer.data.parquet import ParquetRows
+from services.trainer.data.prompt_length import PromptLimit
+
+log = structlog.get_logger()
 
 NUM_BUILT_IN_ROWS = 10_000
 """An epoch of the built-in problems: more rows than there are different pictures of a coordinate, few enough for an
@@ -22,7 +27,8 @@ order of rows to be drawn in a millisecond."""
 BUILT_IN_SEED = 0
 """The built-in problems are the same in every run, so that runs can be compared; run.seed changes their order."""
 MAX_CHECKED_ROWS = 5000
-"""Data sets up to this size are read completely before the run starts: about a millisecond per image."""
+"""Data sets up to this size are read completely before the run starts: about a millisecond per image, and another to
+count the tokens of a prompt. Later rows of larger ones are checked when they are played."""
 
 
 class Rows(Protocol):
@@ -40,18 +46,18 @@ class Rows(Protocol):
 class Dataset:
     """Examples by position, epoch after epoch."""
 
-    def __init__(self, rows: Rows, config: DataConfig, *, seed: int) -> None:
+    def __init__(self, rows: Rows, config: DataConfig, *, seed: int, limit: PromptLimit | None = None) -> None:
         """Check the first `MAX_CHECKED_ROWS` rows of a file; others are checked when they are read.
 
         Raises:
-            DataError: a row is wrong.
+            DataError: a row is wrong, or no prompt fits.
         """
         self._rows = rows
         self._config = config
         self._seed = seed if config.shuffle else None
+        self._limit = limit
         if config.path:
-            for number in range(min(len(rows), MAX_CHECKED_ROWS)):
-                self._example(number)
+            self._check(min(len(rows), MAX_CHECKED_ROWS))
 
     @property
     def num_rows(self) -> int:
@@ -66,6 +72,46 @@ class Dataset:
         """
         return self._example(row_at(position, self.num_rows, self._seed))
 
+    def playable(self, position: int) -> Example | None:
+        """Return the example at a position, or None if its prompt leaves no room for an answer.
+
+        Raises:
+            DataError: the row is wrong.
+        """
+        number = row_at(position, self.num_rows, self._seed)
+        example = self._example(number)
+        return example if self._num_tokens_over(number, example) <= 0 else None
+
+    def _check(self, num_checked: int) -> None:
+        over = [self._num_tokens_over(number, self._example(number)) for number in range(num_checked)]
+        num_overlong = sum(num_tokens > 0 for num_tokens in over)
+        if not num_overlong or self._limit is None:
+            return
+        longest = max(over) + self._limit.max_tokens
+        if num_overlong == len(self._rows):
+            raise DataError(
+                f"data.path {self._config.path!r}: all {num_overlong} prompts are longer than the "
+                f"{self._limit.max_tokens} tokens that leave room for an answer, the shortest of them "
+                f"{min(over) + self._limit.max_tokens}; raise rollout.context_length, lower sampling.max_new_tokens, "
+                "or play them with the room that is left by filters.overlong_prompts = 'keep'"
+            )
+        log.warning(
+            "data.overlong_prompts_dropped",
+            num_rows=num_overlong,
+            num_rows_checked=num_checked,
+            max_prompt_tokens=self._limit.max_tokens,
+            longest_prompt_tokens=longest,
+        )
+
+    def _num_tokens_over(self, number: int, example: Example) -> int:
+        """Return by how many tokens a row's prompt is too long; at most 0 if it fits."""
+        if self._limit is None:
+            return 0
+        try:
+            return self._limit.num_tokens(example) - self._limit.max_tokens
+        except InvalidRequestError as error:
+            raise self._wrong(number, error) from None
+
     def _example(self, number: int) -> Example:
         try:
             return make_example(
@@ -74,21 +120,25 @@ class Dataset:
                 system_prompt=self._config.system_prompt,
             )
         except (ValueError, InvalidRequestError) as error:
-            name = self._config.path or "geometry"
-            raise DataError(f"data set {name!r}, row {number}: {error}; repair the row or remove it") from None
+            raise self._wrong(number, error) from None
+
+    def _wrong(self, number: int, error: Exception) -> DataError:
+        name = self._config.path or "geometry"
+        return DataError(f"data set {name!r}, row {number}: {error}; repair the row or remove it")
 
 
-def open_dataset(config: DataConfig, *, seed: int = 0) -> Dataset:
+def open_dataset(config: DataConfig, *, seed: int = 0, limit: PromptLimit | None = None) -> Dataset:
     """Open the file at `path`, or the built-in data set if the path is empty.
 
     Args:
         config: Which data, and how to read it.
         seed: Seed of the order of rows, if it is shuffled. The built-in problems are always the same.
+        limit: Which prompts are too long to be played; None plays all.
 
     Raises:
-        DataError: the file, one of its columns or one of its rows is wrong.
+        DataError: the file, one of its columns or one of its rows is wrong, or no prompt fits.
     """
-    return Dataset(ParquetRows(config) if config.path else BuiltInRows(config.kinds), config, seed=seed)
+    return Dataset(ParquetRows(config) if config.path else BuiltInRows(config.kinds), config, seed=seed, limit=limit)
 
 
 def row_at(position: int, num_rows: int, seed: int | None) -> int:

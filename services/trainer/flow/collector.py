@@ -16,11 +16,14 @@ from penstock.bus.lock import Lock
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
 from penstock.records import Group, GroupId
 from penstock.records.codec import decode
-from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
+from services.trainer.admission.config import FilterConfig
+from services.trainer.admission.filters import FilterReason, Screening, screen
+from services.trainer.admission.ledger import Arrival, GroupLedger
 from services.trainer.batching.sequences import GroupReader, TrainGroup
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
+from services.trainer.flow.filter_tally import FilterTally
 
 log = structlog.get_logger()
 
@@ -54,6 +57,9 @@ class Collector:
     """Ends the run when nothing but failures and losses arrives."""
     crashes: CrashRecord
     """Knows the groups that kill the trainer."""
+    filters: FilterConfig
+    tally: FilterTally
+    """Ends the run when nearly everything is filtered."""
     num_duplicate: int = 0
     """Copies of groups, since this trainer started."""
     num_foreign: int = 0
@@ -107,10 +113,12 @@ class Collector:
             is_of_use = self._lose(index, attempt, group.error)
         elif group.error:
             is_of_use = self._fail(index, attempt, group.error)
+        elif (reason := (screening := screen(group, self.filters)).reason) is not None:
+            is_of_use = self._filter(group, reason)
         else:
             try:
                 images = await self._fetch_images(group)
-                ready = await asyncio.to_thread(self._read, group, images)
+                ready = await asyncio.to_thread(self._read, group, images, screening)
             except MissingImageError as error:
                 is_of_use = self._lose(index, attempt, str(error))
             except InvalidRequestError as error:
@@ -124,23 +132,41 @@ class Collector:
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
 
-    def _read(self, group: Group, images: Mapping[str, bytes]) -> TrainGroup:
+    def _read(self, group: Group, images: Mapping[str, bytes], screening: Screening) -> TrainGroup:
         with self.crashes.reading(group.id.index):
-            return self.reader.read(group, images)
+            return self.reader.read(group, images).screened(screening)
 
     def _hold(self, group: Group, images: Mapping[str, bytes], ready: TrainGroup) -> bool:
         self.streak.end()
-        return self.ledger.hold(
+        is_of_use = self.ledger.hold(
             Arrival(
                 index=group.id.index,
                 attempt=group.id.attempt,
                 oldest_version=group.oldest_version,
                 newest_version=group.newest_version,
-                num_tokens=sum(sequence.num_own_tokens for sequence in ready.sequences),
+                num_tokens=group.num_own_tokens,
                 was_redelivered=group.num_deliveries > 1,
                 group=Finished(played=group, images=images, ready=ready),
             )
         )
+        if is_of_use:
+            self.tally.keep(sample.reward for sample in group.samples)
+        return is_of_use
+
+    def _filter(self, group: Group, reason: FilterReason) -> bool:
+        """Leave a sound group out of training; its images are never fetched."""
+        self.streak.end()
+        is_of_use = self.ledger.filter_out(
+            group.id.index,
+            group.id.attempt,
+            reason=reason,
+            num_tokens=group.num_own_tokens,
+            was_redelivered=group.num_deliveries > 1,
+        )
+        if is_of_use:
+            log.debug("group.filtered", group=group.id.message, reason=reason)
+            self.tally.filter_out(reason, (sample.reward for sample in group.samples))
+        return is_of_use
 
     async def _fetch_images(self, group: Group) -> dict[str, bytes]:
         """Fetch what the group's samples show, waiting out a server that is away.
@@ -192,7 +218,7 @@ class Collector:
         return True
 
     def _drop(self, index: int, attempt: int, reason: str) -> bool:
-        if not self.ledger.drop(index, attempt, GroupStatus.FAILED):
+        if not self.ledger.fail(index, attempt):
             return False
         log.error("group.failed", index=index, attempt=attempt, reason=reason)
         return True

@@ -18,9 +18,11 @@ from penstock.bus.image_store import ImageStore
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import GroupId, Prompt, Sampling
 from penstock.records.codec import encode
+from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.ledger import Admission, GroupLedger, GroupStatus
 from services.trainer.data.dataset import Dataset
 from services.trainer.flow.changes import Changes
+from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
 
 log = structlog.get_logger()
@@ -37,6 +39,7 @@ class Feeder:
     ledger: GroupLedger[Any, Any]
     position: Position
     changes: Changes
+    tally: FilterTally
     bus: Bus
     images: ImageStore
     sampling: Sampling
@@ -117,7 +120,10 @@ class Feeder:
             )
 
     async def _publish_one(self, admission: Admission) -> None:
-        example = await asyncio.to_thread(self.dataset.__getitem__, admission.index)
+        example = await asyncio.to_thread(self.dataset.playable, admission.index)
+        if example is None:
+            self._pass_over(admission)
+            return
         group_id = GroupId(
             run_id=self.run_id,
             index=admission.index,
@@ -140,3 +146,10 @@ class Feeder:
         except InvalidRequestError as error:
             raise DataError(f"the row at position {admission.index} of the data cannot be sent: {error}") from None
         log.debug("prompt.admitted", group=group_id.group, attempt=group_id.attempt)
+
+    def _pass_over(self, admission: Admission) -> None:
+        """Filter a group whose prompt is too long to be played; the gate then has room for the next."""
+        if self.ledger.filter_out(admission.index, admission.attempt, reason=FilterReason.OVERLONG_PROMPT):
+            log.info("prompt.overlong_dropped", index=admission.index)
+            self.tally.filter_out(FilterReason.OVERLONG_PROMPT)
+            self.changes.notify()

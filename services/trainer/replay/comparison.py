@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.trainer.admission.filters import FilterReason
 from services.trainer.replay.recording import StepInputs
 from services.trainer.replay.replay import ReplayedStep
 from services.trainer.telemetry.metrics_log import as_logged
@@ -18,6 +19,9 @@ _SHOWN = (
     "learning_rate",
     "skipped",
     "num_groups",
+    *(f"num_groups_{reason}" for reason in FilterReason),
+    "num_masked_samples",
+    "num_dropped_samples",
     "num_tokens",
     "reward_mean",
     "dlogp_mean",

@@ -5,6 +5,8 @@ A step reads only the weights, the optimizer's state, torch's random state, the 
 version and its settings. Its packed rows follow from these.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import structlog
 import torch
 
 from penstock.errors import InvalidRequestError, SetupError
+from services.trainer.admission.filters import FilterReason, screen
 from services.trainer.backend.environment import Environment, computing_threads
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.batching.sequences import open_reader
+from services.trainer.batching.sequences import TrainGroup, open_reader
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.recording import Recording
 from services.trainer.replay.run import RecordedRun
@@ -116,10 +119,19 @@ class _Trainer:
 
     def compute(self, recording: Recording) -> ReplayedStep:
         inputs = recording.inputs
+        screenings = [screen(group, self.settings.filters) for group in recording.groups]
+        filtered = Counter(each.reason for each in screenings if each.reason is not None)
         try:
-            groups = [self._reader.read(group, recording.images) for group in recording.groups]
+            groups = [
+                self._reader.read(group, recording.images).screened(screening)
+                for group, screening in zip(recording.groups, screenings, strict=True)
+                if screening.reason is None
+            ]
         except InvalidRequestError as error:
             raise SetupError(f"step {inputs.step} does not fit the model in {self._base_path}: {error}") from None
+        if not groups:
+            found = ", ".join(f"{reason} {count}" for reason, count in filtered.items())
+            raise SetupError(f"the filters leave none of the {len(recording.groups)} groups of the step ({found})")
         bound = self.settings.trainer.max_staleness
         fresh = [group for group in groups if inputs.policy_version - group.oldest_version <= bound]
         if not fresh:
@@ -129,7 +141,7 @@ class _Trainer:
             metrics = self.backend.step(fresh, inputs.policy_version)
             environment = self.backend.environment()
         return ReplayedStep(
-            metrics=metrics,
+            metrics=metrics | _filter_metrics(recording, fresh, filtered),
             weights_before=before.weights,
             weights_after=self.backend.digests().weights,
             random_state=before.random_state,
@@ -138,6 +150,19 @@ class _Trainer:
 
     def save(self, store: CheckpointStore, step: int) -> Checkpoint:
         return store.save(step, {}, self.backend.save)
+
+
+def _filter_metrics(
+    recording: Recording, trained: Sequence[TrainGroup], filtered: Mapping[FilterReason, int]
+) -> dict[str, float]:
+    """Return what the filters did to a step, without what they left alone. A run trains no group that it filters."""
+    num_played = {group.id.index: len(group.samples) for group in recording.groups}
+    metrics = {
+        "num_masked_samples": sum(sum(group.masked) for group in trained),
+        "num_dropped_samples": sum(num_played[group.index] - len(group.sequences) for group in trained),
+        **{f"num_groups_{reason}": count for reason, count in filtered.items()},
+    }
+    return {name: float(count) for name, count in metrics.items() if count}
 
 
 def _require_same_weights(trainer: _Trainer, first: Recording, start: Checkpoint | None, model_path: Path) -> None:

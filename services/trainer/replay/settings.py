@@ -1,10 +1,12 @@
 """The settings that decide what a batch does to the weights. Every recorded step keeps them."""
 
 from pathlib import Path
+from typing import Self
 
 import pydantic
 
 from penstock.config import Config
+from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import BackendConfig, TrainerConfig
 
@@ -45,10 +47,24 @@ class StepSettings(Config):
     sampling: StepSampling
     trainer: StepTrainer
     algorithm: AlgorithmConfig
+    filters: FilterConfig = FilterConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _filters_fit_the_algorithm(self) -> Self:
+        if reason := contradiction(self.filters, self.algorithm):
+            raise ValueError(reason)
+        return self
 
     @classmethod
     def of(
-        cls, *, model_path: Path, seed: int, temperature: float, trainer: TrainerConfig, algorithm: AlgorithmConfig
+        cls,
+        *,
+        model_path: Path,
+        seed: int,
+        temperature: float,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        filters: FilterConfig,
     ) -> "StepSettings":
         """Take the settings of a step from those of a run."""
         return cls(
@@ -57,4 +73,5 @@ class StepSettings(Config):
             sampling=StepSampling(temperature=temperature),
             trainer=StepTrainer(**{name: getattr(trainer, name) for name in StepTrainer.model_fields}),
             algorithm=algorithm,
+            filters=filters,
         )

@@ -22,6 +22,7 @@ class Progress:
     num_trained_groups: int = 0
     num_stale_groups: int = 0
     num_failed_groups: int = 0
+    num_filtered_groups: int = 0
 
     def count_groups(self, counts: GroupCounts, *, num_untrained: int) -> None:
         """Take over the ledger's counts."""
@@ -29,6 +30,7 @@ class Progress:
         self.num_trained_groups = counts.trained
         self.num_stale_groups = counts.rejected
         self.num_failed_groups = counts.failed
+        self.num_filtered_groups = counts.filtered
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -54,4 +56,5 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             num_trained_groups=progress.num_trained_groups,
             num_stale_groups=progress.num_stale_groups,
             num_failed_groups=progress.num_failed_groups,
+            num_filtered_groups=progress.num_filtered_groups,
         )

@@ -6,7 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.records import Group
+from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.ledger import GroupCounts
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.flow.filter_tally import Interval
 from services.trainer.weight_sync.publisher import PushReport
 
 
@@ -51,6 +54,29 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
+def describe_filters(played: Sequence[Group], ready: Sequence[TrainGroup], since: Interval) -> dict[str, Any]:
+    """Describe what the filters did to the batch, and to the groups that arrived since the last step.
+
+    `reward_mean_played` is of all samples of those groups, before any filter: the reward of the policy. `reward_mean`
+    is of the batch, which a filter of groups keeps away from 0 and 1.
+
+    Args:
+        played: The batch as it was played.
+        ready: The batch as it was trained.
+        since: What met the filters since the last step.
+    """
+    metrics = {
+        "num_masked_samples": sum(sum(group.masked) for group in ready),
+        "num_dropped_samples": sum(
+            len(group.samples) - len(trained.sequences) for group, trained in zip(played, ready, strict=True)
+        ),
+        "filtered_group_fraction": since.num_filtered / since.num_groups if since.num_groups else 0.0,
+    }
+    if since.rewards:
+        metrics["reward_mean_played"] = sum(since.rewards) / len(since.rewards)
+    return metrics
+
+
 def prefill_ratio(groups: Sequence[Group]) -> float:
     """Return how many prompt tokens the engines computed for each that had to be; 1 is the least.
 
@@ -89,6 +115,8 @@ def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: 
         "num_stale_tokens": counts.rejected_tokens,
         "num_failed_groups": counts.failed,
         "num_filtered_groups": counts.filtered,
+        "num_filtered_tokens": counts.filtered_tokens,
+        **{f"num_filtered_groups_{reason}": counts.filtered_by_reason.get(reason, 0) for reason in FilterReason},
         "num_lost_groups": counts.lost,
         "num_redrawn_groups": counts.redrawn,
         "num_redrawn_tokens": counts.redrawn_tokens,

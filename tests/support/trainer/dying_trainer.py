@@ -25,6 +25,7 @@ from penstock.bus.lock import claim
 from penstock.config import BusConfig
 from penstock.records import Group
 from penstock.runtime.process import end_task
+from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
@@ -34,6 +35,7 @@ from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
+from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.telemetry.progress import Progress
@@ -105,6 +107,8 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 run_id="run",
                 streak=streak,
                 crashes=crashes,
+                filters=FilterConfig(),
+                tally=FilterTally(max_share=1.0),
             )
             loop = TrainingLoop(
                 config=TrainerConfig(),

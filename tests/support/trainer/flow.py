@@ -16,18 +16,20 @@ from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group, Sampling
 from penstock.records.codec import encode
 from penstock.runtime.process import end_task
+from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens
 from services.trainer.config import DataConfig
-from services.trainer.data.dataset import open_dataset
+from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
+from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
 from tests.support.trainer.groups import IMAGES
 from tests.support.waiting import HANG_S
@@ -77,28 +79,37 @@ async def open_flow(
     run_id: str = RUN,
     ack_wait_s: float = 60.0,
     patcher: ImagePatcher | None = None,
+    filters: FilterConfig = FilterConfig(),  # noqa: B008 - it is frozen
+    dataset: Dataset | None = None,
+    state: dict[str, Any] | None = None,
+    trainer_epoch: str = "a",
 ) -> AsyncIterator[Flow]:
-    """Open what a trainer has at its start; everything unacknowledged is delivered again."""
+    """Open what a trainer has at its start; everything unacknowledged is delivered again.
+
+    `state` is the ledger's, from the checkpoint that the trainer starts from.
+    """
     tokens = ModelTokens(
         vocab_size=512, image_id=image_token_id(model_path), forbidden_ids=frozenset(forbidden_token_ids(model_path))
     )
-    ledger: GroupLedger[Finished, Delivery] = GroupLedger(
-        Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
+    gate = Gate(max_staleness=max_staleness, groups_per_step=groups_per_step)
+    ledger: GroupLedger[Finished, Delivery] = (
+        GroupLedger(gate) if state is None else GroupLedger.from_state(state, gate)
     )
     position = Position(num_steps=NUM_STEPS, step=0, version=0)
-    changes = Changes()
+    changes, tally = Changes(), FilterTally(max_share=filters.max_filtered_share)
     images = ImageStore(bus)
     await images.ensure()
     feeder = Feeder(
-        dataset=open_dataset(DataConfig()),
+        dataset=dataset or open_dataset(DataConfig()),
         ledger=ledger,
         position=position,
         changes=changes,
+        tally=tally,
         bus=bus,
         images=images,
         sampling=Sampling(temperature=1.0),
         run_id=run_id,
-        trainer_epoch="a",
+        trainer_epoch=trainer_epoch,
         samples_per_group=4,
         profile="geo3k",
         environment="single_turn",
@@ -117,6 +128,8 @@ async def open_flow(
                 run_id=run_id,
                 streak=streak,
                 crashes=CrashRecord(Path(folder) / "in_hand.json"),
+                filters=filters,
+                tally=tally,
             )
             batches = BatchSource(
                 ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
@@ -146,3 +159,8 @@ async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
 async def num_prompts(bus: Bus) -> int:
     """Prompts on the bus."""
     return int((await bus.jetstream.stream_info(bus.prompts.name)).state.messages)
+
+
+async def num_stored(bus: Bus) -> int:
+    """Groups that are still on the bus."""
+    return int((await bus.jetstream.stream_info(bus.groups.name)).state.messages)

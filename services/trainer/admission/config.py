@@ -1,0 +1,64 @@
+"""Settings of the filters before the batch: section `[filters]` of a recipe."""
+
+from typing import Literal
+
+import pydantic
+
+from penstock.config import Config
+from services.trainer.algorithm.config import AlgorithmConfig
+
+
+class FilterConfig(Config):
+    """What is left out of training on purpose, before batches are formed."""
+
+    zero_variance: bool = False
+    """Leave out groups whose judged samples all have the same reward, or are all masked: they say nothing about which
+    answer is better. The next prompt takes the place, so a batch is groups_per_step groups that teach something (DAPO's
+    dynamic sampling). Rewards are compared before length penalties."""
+    truncated: Literal["keep", "mask", "zero"] = "keep"
+    """Samples cut by length or by a deadline. keep: trained with the reward that they have. mask: no gradient; their
+    rewards and tokens still count in means and denominators (DAPO's overlong filtering). zero: a reward above 0 becomes
+    0."""
+    repetition: Literal["keep", "mask", "drop"] = "keep"
+    """Samples whose text repeats itself. mask: as for truncated. drop: treated as never sampled; a group with fewer
+    than two samples left is filtered, and the next prompt takes its place."""
+    max_compression_ratio: float = pydantic.Field(default=10.0, gt=0)
+    """A text repeats itself if its last 10,000 characters are more than this many times larger than zlib compresses
+    them; prose and mathematics come to 2 to 4."""
+    overlong_prompts: Literal["keep", "drop"] = "drop"
+    """Rows whose prompt, images included, leaves less than sampling.max_new_tokens of the context. drop: the next row
+    takes the place. keep: they are played with the room that is left, and fail if there is none."""
+    max_filtered_share: float = pydantic.Field(default=0.95, gt=0, le=1)
+    """If more than this share of the last 256 groups was filtered, the run ends and says why; 1 never ends it."""
+
+
+def contradiction(filters: FilterConfig, algorithm: AlgorithmConfig) -> str:
+    """Return why a run cannot have these settings together; empty if it can."""
+    if filters.zero_variance and algorithm.advantage.kind == "reinforce_pp":
+        return (
+            "filters.zero_variance = true leaves out groups of equal rewards, but algorithm.advantage.kind = "
+            "'reinforce_pp' compares each sample with the whole batch and learns from them; set "
+            "filters.zero_variance = false or algorithm.advantage.kind = 'reinforce_pp_baseline'"
+        )
+    return ""
+
+
+def doubts(filters: FilterConfig, algorithm: AlgorithmConfig) -> list[str]:
+    """Return what a person who chose these settings together may not have meant."""
+    found = []
+    if filters.zero_variance and algorithm.regularises:
+        found.append(
+            "filters.zero_variance = true keeps groups of equal rewards from the algorithm's KL, drift and entropy "
+            "terms too, which then see the policy only where its answers differ"
+        )
+    if filters.zero_variance and algorithm.advantage.kind == "custom":
+        found.append(
+            "filters.zero_variance = true leaves out groups of equal rewards; check that algorithm.advantage.function "
+            f"= {algorithm.advantage.function!r} gives them no advantage"
+        )
+    if filters.truncated == "mask" and algorithm.advantage.length_penalty.kind != "none":
+        found.append(
+            "filters.truncated = 'mask' takes the gradient of the longest samples, which "
+            f"algorithm.advantage.length_penalty.kind = {algorithm.advantage.length_penalty.kind!r} penalises most"
+        )
+    return found

@@ -1,0 +1,86 @@
+"""Which samples and groups are left out of training on purpose. Pure, so that a replay decides as the run did.
+
+Invariant: what becomes of a group depends on the group and the settings alone, never on other groups or on time.
+"""
+
+import enum
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.records import Group, Sample
+from services.trainer.admission.config import FilterConfig
+
+TRUNCATED: Final = frozenset({"length", "deadline"})
+"""Finish reasons of samples whose last turn was cut."""
+REPETITION_WINDOW: Final = 10_000
+"""Characters at the end of a text in which repetition is looked for, as slime does."""
+_COMPRESSION_LEVEL: Final = 9
+
+
+class FilterReason(enum.StrEnum):
+    """Why a group was filtered."""
+
+    ZERO_VARIANCE = "zero_variance"
+    """Its samples do not differ in reward."""
+    REPETITION = "repetition"
+    """Fewer than two of its samples do not repeat themselves."""
+    OVERLONG_PROMPT = "overlong_prompt"
+    """Its prompt leaves no room for an answer; it was never played."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screening:
+    """What the filters make of a group."""
+
+    reason: FilterReason | None
+    """Why the group is left out; None if it is trained."""
+    kept: tuple[int, ...]
+    """Numbers of the samples that stay, ascending."""
+    rewards: tuple[float, ...]
+    """Of the samples that stay; NaN for one that was not judged."""
+    masked: tuple[bool, ...]
+    """Which of the samples that stay have no gradient."""
+
+
+def screen(group: Group, config: FilterConfig) -> Screening:
+    """Apply the filters to a group that was played."""
+    kept, rewards, masked = [], [], []
+    for number, sample in enumerate(group.samples):
+        repeats = config.repetition != "keep" and compression_ratio(sample.text) > config.max_compression_ratio
+        if repeats and config.repetition == "drop":
+            continue
+        is_truncated = sample.finish_reason in TRUNCATED
+        kept.append(number)
+        rewards.append(_reward(sample, zeroed=is_truncated and config.truncated == "zero"))
+        masked.append(repeats or (is_truncated and config.truncated == "mask"))
+    reason = None
+    if len(kept) < min(2, len(group.samples)):
+        reason = FilterReason.REPETITION
+    elif config.zero_variance and not _has_spread(rewards, masked):
+        reason = FilterReason.ZERO_VARIANCE
+    return Screening(reason=reason, kept=tuple(kept), rewards=tuple(rewards), masked=tuple(masked))
+
+
+def compression_ratio(text: str) -> float:
+    """Return how many times larger the end of a text is than its zlib compression; 0 for an empty text.
+
+    Whisper detects transcripts that loop by this ratio (Radford et al. 2022, "Robust Speech Recognition via Large-Scale
+    Weak Supervision", section 4.5); slime reports the share of answers above 10.
+    """
+    end = text[-REPETITION_WINDOW:].encode(errors="surrogatepass")
+    return len(end) / len(zlib.compress(end, _COMPRESSION_LEVEL))
+
+
+def _reward(sample: Sample, *, zeroed: bool) -> float:
+    """AReaL sets the reward of samples without an end token to 0; a negative one must not rise by that."""
+    if sample.reward is None:
+        return math.nan
+    return min(sample.reward, 0.0) if zeroed else sample.reward
+
+
+def _has_spread(rewards: list[float], masked: list[bool]) -> bool:
+    """Return whether a sample has a gradient: rewards differ, exactly as advantages compare them."""
+    judged = [(reward, is_masked) for reward, is_masked in zip(rewards, masked, strict=True) if not math.isnan(reward)]
+    return len({reward for reward, _ in judged}) > 1 and not all(is_masked for _, is_masked in judged)
