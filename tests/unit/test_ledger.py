@@ -226,6 +226,19 @@ def test_a_loss_does_not_replace_an_attempt_in_hand() -> None:
     assert ledger.status(0) is GroupStatus.HELD
 
 
+def test_a_failure_behind_a_stale_attempt_is_not_forgotten() -> None:
+    """Its message is released with the rejection, so a later attempt is admitted, also after a restart."""
+    ledger = ledger_of()
+    ledger.admit(1)
+    ledger.hold(arrival(0))
+    for attempt, report in enumerate((ledger.fail, ledger.lose, ledger.fail), start=1):
+        assert not report(0, attempt)
+        ledger.keep_receipt(0, f"attempt {attempt}")
+    ledger.reject_stale(5)
+    assert restored(ledger).admit(5).attempt == 4
+    assert ledger.settle(ledger.checkpoint()) == ["attempt 1", "attempt 2", "attempt 3"]
+
+
 def test_a_smaller_bound_after_a_restart_admits_nothing_until_enough_is_trained() -> None:
     """The checkpoint's groups stay admitted."""
     ledger = ledger_of(max_staleness=1, groups_per_step=2)

@@ -22,7 +22,7 @@ Invariants:
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from services.trainer.admission.batch_selection import Selection, select_batch
@@ -72,6 +72,7 @@ class Arrival(Generic[GroupT]):
 
     index: int
     attempt: int
+    """Its own, or a later one that came to nothing."""
     oldest_version: int
     """The oldest policy version that produced one of its tokens."""
     newest_version: int
@@ -248,7 +249,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return True
 
     def fail(self, index: int, attempt: int) -> bool:
-        """Record that a group cannot be played or read; return False, and change nothing, if it is not wanted.
+        """Record that a group cannot be played or read; return False if it is not wanted.
 
         An earlier attempt that is in hand is kept: it can still be trained.
         """
@@ -257,7 +258,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     def filter_out(
         self, index: int, attempt: int, *, reason: str, num_tokens: int = 0, was_redelivered: bool = False
     ) -> bool:
-        """Record that a group is left out on purpose; return False, and change nothing, if it is not wanted.
+        """Record that a group is left out on purpose; return False if it is not wanted.
 
         It is no failure, and its prompt does not come back: the next one takes its place. An earlier attempt that is in
         hand is kept.
@@ -277,11 +278,11 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return True
 
     def lose(self, index: int, attempt: int) -> bool:
-        """Record that a group's images are gone; return False, and change nothing, if it is not wanted.
+        """Record that a group's images are gone; return False if it is not wanted.
 
         It waits to be admitted again, like a stale group. An earlier attempt that is in hand is kept.
         """
-        if not self.wants(index, attempt) or index in self._arrivals:
+        if not self.wants(index, attempt) or self._is_in_hand(index, attempt):
             return False
         self._dropped_early.pop(index, None)
         if index in self._admissions or index in self._rejected:
@@ -404,12 +405,19 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return ledger
 
     def _drop(self, index: int, dropped: _Dropped) -> bool:
-        if not self.wants(index, dropped.attempt) or index in self._arrivals:
+        if not self.wants(index, dropped.attempt) or self._is_in_hand(index, dropped.attempt):
             return False
         if index in self._admissions:
             self._end(index, dropped)
         else:
             self._dropped_early[index] = dropped
+        return True
+
+    def _is_in_hand(self, index: int, attempt: int) -> bool:
+        """Return whether an attempt before this one is in hand; should it be stale, the next comes after both."""
+        if index not in self._arrivals:
+            return False
+        self._arrivals[index] = replace(self._arrivals[index], attempt=attempt)
         return True
 
     def _end(self, index: int, dropped: _Dropped) -> None:
