@@ -127,6 +127,7 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 ),
                 checkpoints=NOBODY,
                 metrics=NOBODY,
+                trackers=NOBODY,
                 recorder=None,
             )
             async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
