@@ -51,6 +51,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
         network=recipe.network,
         bus=recipe.bus,
         model=_model(recipe),
+        float32_head=recipe.trainer.float32_head,
         group_timeout_s=recipe.trainer.weight_sync.stage_timeout_s,
     )
 

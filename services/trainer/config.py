@@ -129,6 +129,9 @@ class BackendConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of computation and of pushed weights. auto: bfloat16 on a GPU, float32 on a CPU. Master weights are
     always float32."""
+    float32_head: bool = False
+    """Multiply the last hidden states with the output head in float32, in the trainer and in all engines: the products
+    that differ most between them. Costs time where trainer.dtype and rollout.dtype are less than float32."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @pydantic.model_validator(mode="after")

@@ -10,8 +10,9 @@ from services.cli import service_settings
 from services.recipe import Recipe
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.settings import server_args
 from services.router.config import RouterConfig
-from services.trainer.config import DataConfig
+from services.trainer.config import DataConfig, TrainerConfig
 
 
 @pytest.fixture
@@ -86,3 +87,20 @@ def test_a_worker_finds_router_and_reward_service_on_its_machine(model: ModelCon
         service_settings.for_worker(Recipe(model=model))
     with pytest.raises(ConfigError, match=r"worker\.reward_address is empty and reward\.port is 0"):
         service_settings.for_worker(Recipe(model=model, router=RouterConfig(port=1)))
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_trainer_and_engines_agree_on_the_head(model: ModelConfig, is_set: bool) -> None:
+    """One setting for both sides, under the name that SGLang knows it by."""
+    recipe = Recipe(model=model, trainer=TrainerConfig(float32_head=is_set), rollout=RolloutConfig(context_length=64))
+    received = service_settings.for_engine(recipe)
+    assert service_settings.for_trainer(recipe).trainer.float32_head is is_set
+    args = server_args(
+        received.rollout,
+        received.network,
+        model.path,
+        float32_head=received.float32_head,
+        bootstrap_port=0,
+        cuda=True,
+    )
+    assert args["enable_fp32_lm_head"] is is_set

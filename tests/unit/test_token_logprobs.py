@@ -146,3 +146,27 @@ def test_products_follow_autocast_and_sums_do_not(autocast: bool) -> None:
     assert ours.logprobs_N.dtype == torch.float32
     assert (1e-4 < error < 0.3) is autocast
     gradients(given, ours, "both")
+
+
+def test_a_float32_head_rounds_what_it_reads_and_not_what_it_computes() -> None:
+    """Under bfloat16, values equal those of float32 on rounded inputs; the products' own rounding is far larger."""
+    given = inputs(torch.float32, bias=False)
+    leaves = {name: given[name].detach().bfloat16().float().requires_grad_() for name in ("hidden_NH", "weight_VH")}
+    rounded = given | leaves
+    exact = plain(rounded)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        in_float32 = token_logprobs(**given, float32_head=True)
+        in_bfloat16 = token_logprobs(**given)
+    torch.testing.assert_close(in_float32.logprobs_N, exact, rtol=1e-5, atol=1e-5)
+    assert (in_bfloat16.logprobs_N - exact).abs().max() > 1e-3
+    found = gradients(given, in_float32, "both")
+    for one, expected in zip(found, gradients(rounded, token_logprobs(**rounded), "both"), strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_a_float32_head_changes_nothing_in_float32() -> None:
+    """Every bit is the same."""
+    given = inputs(torch.float32)
+    assert all(map(torch.equal, token_logprobs(**given, float32_head=True), token_logprobs(**given)))

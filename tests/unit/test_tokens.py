@@ -50,7 +50,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
         forbidden_token_ids(folder)
     if name == "config.json":
         with pytest.raises(ConfigError, match="cannot be read as JSON"):
-            server_args(RolloutConfig(), NetworkConfig(), folder, bootstrap_port=0, cuda=True)
+            server_args(RolloutConfig(), NetworkConfig(), folder, float32_head=False, bootstrap_port=0, cuda=True)
 
 
 def test_what_the_engine_must_know_of_a_model(tmp_path: Path) -> None:

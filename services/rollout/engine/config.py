@@ -67,6 +67,8 @@ class EngineSettings:
     network: NetworkConfig
     bus: BusConfig
     model: ModelConfig
+    float32_head: bool
+    """trainer.float32_head: engines and trainer compute the same logits, or both would not be the policy's."""
     group_timeout_s: float
     """The longest that forming the process group of a broadcast may take: trainer.weight_sync.stage_timeout_s, so that
     engines wait as long as the trainer does."""

@@ -74,6 +74,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         settings.model.path,
         network=settings.network,
         grace_s=settings.run.grace_s,
+        float32_head=settings.float32_head,
         group_timeout_s=settings.group_timeout_s,
         security=security,
     )
@@ -106,6 +107,7 @@ async def running(
     network: NetworkConfig,
     grace_s: float,
     group_timeout_s: float,
+    float32_head: bool = False,
     security: Security | None = None,
 ) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server during the context, without a lease.
@@ -113,7 +115,9 @@ async def running(
     At the end, running calls may finish within `grace_s` seconds, the rest are handed over, and SGLang's processes end.
     """
     config = disaggregation.with_transfer_backend(config, cuda=settings.has_cuda())
-    engine = await SglangEngine.start(config, model_path, network=network, group_timeout_s=group_timeout_s)
+    engine = await SglangEngine.start(
+        config, model_path, network=network, float32_head=float32_head, group_timeout_s=group_timeout_s
+    )
     changed = asyncio.Event()
     receiver = WeightReceiver(
         SglangWeights(engine),

@@ -60,12 +60,19 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
 
 
 def server_args(
-    config: RolloutConfig, network: NetworkConfig, model_path: Path, *, bootstrap_port: int, cuda: bool
+    config: RolloutConfig,
+    network: NetworkConfig,
+    model_path: Path,
+    *,
+    float32_head: bool,
+    bootstrap_port: int,
+    cuda: bool,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`."""
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,
+        "enable_fp32_lm_head": float32_head,
         "max_running_requests": config.max_running,
         "skip_tokenizer_init": True,  # token in, token out
         "weight_version": "0",

@@ -103,7 +103,13 @@ class SglangEngine:
 
     @classmethod
     async def start(
-        cls, config: RolloutConfig, model_path: Path, *, network: NetworkConfig, group_timeout_s: float
+        cls,
+        config: RolloutConfig,
+        model_path: Path,
+        *,
+        network: NetworkConfig,
+        float32_head: bool,
+        group_timeout_s: float,
     ) -> "SglangEngine":
         """Load the model and answer a first request. Blocks the event loop while it loads, 10 to 60 s.
 
@@ -126,7 +132,14 @@ class SglangEngine:
         imported = time.monotonic()
         try:
             with held_ports(2) as (nccl_port, bootstrap_port):  # until SGLang listens on them
-                args = settings.server_args(config, network, model_path, bootstrap_port=bootstrap_port, cuda=cuda)
+                args = settings.server_args(
+                    config,
+                    network,
+                    model_path,
+                    float32_head=float32_head,
+                    bootstrap_port=bootstrap_port,
+                    cuda=cuda,
+                )
                 raw = Engine(**args, nccl_port=nccl_port)
         except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise SetupError(

@@ -98,6 +98,7 @@ class InProcessBackend:
             self._model_path if checkpoint is None else checkpoint / "model",
             temperature=self._temperature,
             forbidden_ids=forbidden_token_ids(self._model_path),
+            float32_head=self._config.float32_head,
             gradient_checkpointing=self._config.gradient_checkpointing,
         )
         rates = self._choose_trained()

@@ -12,7 +12,12 @@ from services.trainer.backend.model import PolicyModel
 
 
 def load_policy(
-    path: Path, *, temperature: float, forbidden_ids: tuple[int, ...], gradient_checkpointing: bool = False
+    path: Path,
+    *,
+    temperature: float,
+    forbidden_ids: tuple[int, ...],
+    float32_head: bool = False,
+    gradient_checkpointing: bool = False,
 ) -> PolicyModel:
     """Load a checkpoint in the layout of transformers, in float32, on the CPU, without dropout.
 
@@ -20,6 +25,7 @@ def load_policy(
         path: Folder of the checkpoint.
         temperature: The temperature that the policy is sampled with.
         forbidden_ids: From penstock.model.tokens.
+        float32_head: Multiply with the output head in float32, whatever the precision of the rest.
         gradient_checkpointing: Recompute activations in the backward pass.
 
     Raises:
@@ -47,7 +53,11 @@ def load_policy(
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {error}") from None
     policy = PolicyModel(
-        model, temperature=temperature, forbidden_ids=forbidden_ids, gradient_checkpointing=gradient_checkpointing
+        model,
+        temperature=temperature,
+        forbidden_ids=forbidden_ids,
+        float32_head=float32_head,
+        gradient_checkpointing=gradient_checkpointing,
     )
     _check_names(path, policy)
     return policy

@@ -42,10 +42,12 @@ def token_logprobs(
     temperature: float,
     forbidden_ids: torch.Tensor,
     bias_V: torch.Tensor | None = None,
+    float32_head: bool = False,
 ) -> TokenLogprobs:
     """Return the log-probability of each target and the entropy where it stands, in float32 or wider.
 
-    The products are made in autocast's precision if there is one, else in that of the inputs.
+    Inputs are rounded to autocast's precision, if there is one, as the engine's are; the products are made in that
+    precision, or in float32.
 
     Args:
         hidden_NH: The hidden state from which each target is predicted.
@@ -54,15 +56,17 @@ def token_logprobs(
         temperature: Divides the logits.
         forbidden_ids: int64 ids that the policy can never sample.
         bias_V: Of the output embedding, if it has one.
+        float32_head: Make the products in float32, as SGLang does with `enable_fp32_lm_head`.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
     forbidden_V = torch.zeros(len(weight_VH), dtype=torch.bool, device=hidden_NH.device)
     forbidden_V[forbidden_ids] = True
+    hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+    if float32_head:
+        hidden_NH, weight_VH = hidden_NH.to(_wide(dtype)), weight_VH.to(_wide(dtype))
     with torch.autocast(device, enabled=False):
-        outputs = _TokenLogprobs.apply(
-            hidden_NH.to(dtype), weight_VH.to(dtype), bias_V, targets_N, forbidden_V, temperature
-        )
+        outputs = _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, temperature)
     return TokenLogprobs(*outputs)
 
 

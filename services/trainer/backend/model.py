@@ -18,7 +18,13 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     """A causal language model of transformers without images, or a Qwen-VL."""
 
     def __init__(
-        self, model: Any, *, temperature: float, forbidden_ids: tuple[int, ...], gradient_checkpointing: bool = False
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        forbidden_ids: tuple[int, ...],
+        float32_head: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         """Wrap a transformers model; `load_policy` loads one from a folder.
 
@@ -39,6 +45,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         use_packed_attention(model)
         self.model = model
         self.temperature = temperature
+        self._float32_head = float32_head
         self.register_buffer("forbidden_ids", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -55,6 +62,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             temperature=self.temperature,
             forbidden_ids=self.forbidden_ids,
             bias_V=head.bias,
+            float32_head=self._float32_head,
         )
 
     def _backbone(self, row: PackedRow) -> torch.Tensor:
