@@ -21,7 +21,6 @@ from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.backend.optimizer import Optimizer, make_adamw
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
 
@@ -46,7 +45,7 @@ def padded(model: Path, groups: Sequence[TrainGroup]) -> Step:
     """The same step on padded samples: same loss, same optimizer, same number of tokens per forward pass."""
     policy = PaddedPolicy.load(model, temperature=1.0, forbidden_ids=forbidden_token_ids(model))
     parameters = list(policy.model.parameters())
-    optimizer = Optimizer(make_adamw(parameters, OPTIMIZER), parameters, OPTIMIZER)
+    adamw = torch.optim.AdamW(parameters, lr=OPTIMIZER.learning_rate, weight_decay=0.0, fused=True)
     sequences = [sequence for group in groups for sequence in group.sequences]
     counts = np.array([sequence.num_own_tokens for sequence in sequences])
     rewards = np.array([reward for group in groups for reward in group.rewards])
@@ -62,7 +61,10 @@ def padded(model: Path, groups: Sequence[TrainGroup]) -> Step:
             advantages_N = torch.from_numpy(advantages[numbers].repeat(counts[numbers])).float()
             weights_N = (logprobs_N.detach() - engine_N).exp().clamp(max=2.0)
             (-(weights_N * advantages_N * logprobs_N).sum() / counts.sum()).backward()
-        return optimizer.update(0.0)["grad_norm"]
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip))
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return grad_norm
 
     return step
 

@@ -71,6 +71,14 @@ def test_a_recorded_step_is_reproduced(step: int, tmp_path: Path) -> None:
         assert verdict(lines) is True
 
 
+def test_group_rows_have_the_logprobs_of_the_engine_that_sampled(tmp_path: Path) -> None:
+    """On the step whose tokens are of the very weights; the model is confident, so a misplaced token would show."""
+    metrics = replayed(RecordedRun(RECORDED), 1, tmp_path).metrics
+    assert metrics["token_lag_max"] == 0
+    assert metrics["entropy"] < np.log(384) / 2
+    assert metrics["dlogp_max"] < 1e-5
+
+
 def test_a_recorded_step_is_that_of_padded_rows(tmp_path: Path) -> None:
     """Group rows against samples padded by transformers: loss and gradient norm agree within a millionth.
 

@@ -1,5 +1,6 @@
 """Attention over packed rows: what a full mask gives, for every arrangement of segments, forwards and backwards."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,8 +66,17 @@ def run(function: Any, num_tokens: int) -> list[torch.Tensor]:
     return [output.detach(), *(tensor.grad for tensor in tensors)]
 
 
+@pytest.fixture(scope="module", params=[16, 256])
+def block_queries(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Blocks shorter than most segments, or longer than all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK_QUERIES", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("block_queries")
 @given(st.lists(blocks, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 def test_equals_a_full_mask(row: list[tuple[int, list[int]]]) -> None:
     """Prefix in full, self causally, nothing else; gradients of all responses add up in the prompt's keys."""
     segments = segments_of(row)

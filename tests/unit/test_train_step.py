@@ -207,6 +207,13 @@ def test_few_samples_without_gradient_are_computed() -> None:
     assert measured_samples([], 5) == []
 
 
+def test_statistics_of_the_batch_are_those_of_all_samples(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """Where a loss depends on them, samples without gradient are all computed: the mean weight is over every token."""
+    backend = backend_of(tiny_model_path, config(), correction={"kind": "truncate", "high": 2.0, "normalize": True})
+    metrics = backend.step(groups, policy_version=2)
+    assert metrics["num_measured_tokens"] == metrics["num_tokens"] == 54
+
+
 def broken(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """The groups with an engine logprob of infinity, which makes the loss NaN or infinite."""
     sequence = groups[0].sequences[0]

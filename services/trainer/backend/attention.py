@@ -1,7 +1,7 @@
 """Attention over packed rows, for any transformers model that asks its attention function from `AttentionInterface`.
 
-Legend: T = tokens of a row, H = attention heads, G = key/value heads, D = head dimension, S = segments of a bucket, Q =
-longest query range of a bucket, K = prefix and Q together, M = gathered keys of all segments.
+Legend: T = tokens of a row, H = attention heads, G = key/value heads, D = head dimension, S = query ranges of a bucket,
+Q = their length, P = tokens that a range sees in full, K = P and Q together, M = gathered keys of all segments.
 
 Each segment of a row attends to its prefix segment in full and to itself causally. Keys and values are gathered as
 prefix + segment, so a single causal call does both: query i of a segment sees the keys up to prefix + i. The gather's
@@ -9,11 +9,11 @@ backward pass adds the gradients of all responses up in the prompt's keys. No ma
 
 On a GPU in half precision: one call of `torch.nn.attention.varlen` per layer. Causal there means aligned at the bottom
 right, as flash attention does where there are fewer queries than keys. Elsewhere: scaled_dot_product_attention, one
-call per bucket of segments with equal prefix length and nearly equal length.
+call per bucket of query ranges that see equally many tokens in full and are nearly of one length.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,10 @@ from services.trainer.batching.rows import Segment
 NAME = "penstock_packed"
 """Under which transformers knows `packed_attention`. It has no mask function, so transformers builds no mask."""
 BUCKET_MULTIPLE = 16
-"""Segments whose lengths round up to the same multiple share a call."""
+"""Query ranges whose lengths round up to the same multiple share a call."""
+BLOCK_QUERIES = 256
+"""A segment behind a prefix is cut into query ranges of this length, each of which sees what is before it in full: a
+masked call computes the whole rectangle, of which a long segment would throw almost half away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,14 +49,24 @@ class VarlenIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
-    """Segments of equal prefix length, padded at the end to one length."""
+    """Query ranges that see equally many tokens in full, padded at the end to one length."""
 
     query_tokens_SQ: torch.Tensor
-    """int64[S, Q]: the row's token of each query; at the padding, the segment's first."""
+    """int64[S, Q]: the row's token of each query; at the padding, the range's first."""
     key_tokens_SK: torch.Tensor
-    """int64[S, K]: prefix, then the segment. Only queries that are padding see keys that are."""
+    """int64[S, K]: what is seen in full, then the range. Only queries that are padding see keys that are."""
     mask_QK: torch.Tensor | None
-    """bool[Q, K]; None without a prefix, where plain causal attention says the same."""
+    """bool[Q, K]; None if nothing is seen in full, where plain causal attention says the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _QueryRange:
+    """Tokens [start, stop) of a row."""
+
+    start: int
+    stop: int
+    seen_P: torch.Tensor
+    """int64[P]: the tokens that all of them see; beside these each sees the range causally."""
 
 
 class RowLayout:
@@ -79,7 +92,7 @@ class RowLayout:
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """For scaled_dot_product_attention."""
-        return tuple(self._bucket(*sizes, members) for sizes, members in self._alike.items())
+        return tuple(self._bucket(length, members) for (_, length), members in self._alike.items())
 
     @cached_property
     def bucket_rows_T(self) -> torch.Tensor:
@@ -87,36 +100,35 @@ class RowLayout:
         rows_T = torch.empty(self._segments[-1].stop, dtype=torch.int64)
         first_row = 0
         for (_, length), members in self._alike.items():
-            for segment in members:
-                num_tokens = segment.stop - segment.start
-                rows_T[segment.start : segment.stop] = torch.arange(first_row, first_row + num_tokens)
+            for queries in members:
+                num_tokens = queries.stop - queries.start
+                rows_T[queries.start : queries.stop] = torch.arange(first_row, first_row + num_tokens)
                 first_row += length
         return rows_T.to(self._device)
 
     @cached_property
-    def _alike(self) -> dict[tuple[int, int], list[Segment]]:
-        """Segments by prefix length and rounded own length."""
-        alike: dict[tuple[int, int], list[Segment]] = defaultdict(list)
-        for segment in self._segments:
-            length = -(-(segment.stop - segment.start) // BUCKET_MULTIPLE) * BUCKET_MULTIPLE
-            alike[segment.prefix_stop - segment.prefix_start, length].append(segment)
+    def _alike(self) -> dict[tuple[int, int], list[_QueryRange]]:
+        """Query ranges by the tokens that they see in full and by their rounded length."""
+        alike: dict[tuple[int, int], list[_QueryRange]] = defaultdict(list)
+        for queries in (queries for segment in self._segments for queries in _query_ranges(segment)):
+            length = -(-(queries.stop - queries.start) // BUCKET_MULTIPLE) * BUCKET_MULTIPLE
+            alike[len(queries.seen_P), length].append(queries)
         return alike
 
     def _offsets(self, lengths: Sequence[int]) -> torch.Tensor:
         return torch.tensor([0, *lengths]).cumsum(0).to(self._device, torch.int32)
 
-    def _bucket(self, prefix: int, length: int, members: Sequence[Segment]) -> Bucket:
-        offsets_Q = torch.arange(length)
-        starts_S = torch.tensor([segment.start for segment in members])
-        stops_S = torch.tensor([segment.stop for segment in members])
-        query_tokens_SQ = starts_S[:, None] + offsets_Q
+    def _bucket(self, length: int, members: Sequence[_QueryRange]) -> Bucket:
+        starts_S = torch.tensor([queries.start for queries in members])
+        stops_S = torch.tensor([queries.stop for queries in members])
+        query_tokens_SQ = starts_S[:, None] + torch.arange(length)
         query_tokens_SQ = torch.where(query_tokens_SQ < stops_S[:, None], query_tokens_SQ, starts_S[:, None])
-        prefix_starts_S = torch.tensor([segment.prefix_start for segment in members])
-        prefix_tokens_S = prefix_starts_S[:, None] + torch.arange(prefix)
-        mask_QK = torch.ones(length, prefix + length, dtype=torch.bool).tril(prefix) if prefix else None
+        seen_SP = torch.stack([queries.seen_P for queries in members])
+        num_seen = seen_SP.shape[1]
+        mask_QK = torch.ones(length, num_seen + length, dtype=torch.bool).tril(num_seen) if num_seen else None
         return Bucket(
             query_tokens_SQ=query_tokens_SQ.to(self._device),
-            key_tokens_SK=torch.cat([prefix_tokens_S, query_tokens_SQ], dim=1).to(self._device),
+            key_tokens_SK=torch.cat([seen_SP, query_tokens_SQ], dim=1).to(self._device),
             mask_QK=None if mask_QK is None else mask_QK.to(self._device),
         )
 
@@ -226,3 +238,12 @@ def use_packed_attention(model: Any) -> None:
 def _keys_of(segment: Segment) -> torch.Tensor:
     prefix = torch.arange(segment.prefix_start, segment.prefix_stop)
     return torch.cat([prefix, torch.arange(segment.start, segment.stop)])
+
+
+def _query_ranges(segment: Segment) -> Iterator[_QueryRange]:
+    """Cut a segment that has a prefix; without one, causal attention computes no more than it must."""
+    prefix = torch.arange(segment.prefix_start, segment.prefix_stop)
+    step = BLOCK_QUERIES if len(prefix) else segment.stop - segment.start
+    for start in range(segment.start, segment.stop, step):
+        seen_P = torch.cat([prefix, torch.arange(segment.start, start)])
+        yield _QueryRange(start=start, stop=min(start + step, segment.stop), seen_P=seen_P)
