@@ -28,8 +28,8 @@ class ScheduleConfig(Axis):
     }
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """constant: it stays. linear, cosine: it falls to the minimum at the last step. wsd: it stays, and falls over the
-    last `decay_steps` (warm-up, stable, decay)."""
+    """constant: it stays. linear, cosine: it falls, and reaches the minimum after the last step. wsd: it stays, and
+    falls over the last `decay_steps` (warm-up, stable, decay)."""
     min_ratio: float = pydantic.Field(default=0.0, ge=0, le=1)
     """The minimum, as a share of the learning rate (linear, cosine, wsd)."""
     decay_steps: int = pydantic.Field(default=0, ge=0)

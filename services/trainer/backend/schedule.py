@@ -16,7 +16,7 @@ def rate_factor(update: int, config: OptimizerConfig, *, num_updates: int) -> fl
     Args:
         update: Updates before it; skipped steps are none.
         config: Warm-up and schedule.
-        num_updates: Updates of the whole run, at whose end a schedule reaches its minimum. Later ones stay there.
+        num_updates: Updates of the whole run, after which a schedule stays at its minimum.
     """
     warmup = config.warmup_steps
     if update < warmup:
