@@ -155,14 +155,13 @@ class _Trainer:
 def _filter_metrics(
     recording: Recording, trained: Sequence[TrainGroup], filtered: Mapping[FilterReason, int]
 ) -> dict[str, float]:
-    """Return what the filters did to a step, without what they left alone. A run trains no group that it filters."""
+    """Return what the filters did to a step. A run trains no group that it filters, so only other settings find one."""
     num_played = {group.id.index: len(group.samples) for group in recording.groups}
-    metrics = {
-        "num_masked_samples": sum(sum(group.masked) for group in trained),
-        "num_dropped_samples": sum(num_played[group.index] - len(group.sequences) for group in trained),
-        **{f"num_groups_{reason}": count for reason, count in filtered.items()},
+    return {
+        "num_masked_samples": float(sum(sum(group.masked) for group in trained)),
+        "num_dropped_samples": float(sum(num_played[group.index] - len(group.sequences) for group in trained)),
+        **{f"num_groups_{reason}": float(count) for reason, count in filtered.items()},
     }
-    return {name: float(count) for name, count in metrics.items() if count}
 
 
 def _require_same_weights(trainer: _Trainer, first: Recording, start: Checkpoint | None, model_path: Path) -> None:
