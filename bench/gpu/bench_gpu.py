@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - after the environment is set
 
 from bench.bench_push import Row, measure, publishing, say, table  # noqa: E402
+from bench.gpu.shapes import TEXT_2B, VISION_2B  # noqa: E402
 from penstock.bus.connection import connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
@@ -44,18 +45,6 @@ from penstock.weights import nccl  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
 
-TEXT_2B: Mapping[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
-    },
-}  # fmt: skip
-VISION_2B: Mapping[str, Any] = {
-    "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
-    "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
-}  # fmt: skip
-"""Qwen3-VL-2B's shape. --config takes that of another checkpoint."""
 CHUNK_TOKENS = 4
 
 

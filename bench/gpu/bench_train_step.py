@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402 - after the path is set
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
-from bench.gpu.bench_gpu import TEXT_2B, VISION_2B  # noqa: E402
+from bench.gpu.shapes import TEXT_2B, VISION_2B  # noqa: E402
 from bench.trainer.padded import PaddedPolicy  # noqa: E402
 from models import tiny_qwen3_vl as tiny  # noqa: E402
 from penstock.model.tokens import forbidden_token_ids, image_token_id  # noqa: E402
-from services.trainer.algorithm.axes import AlgorithmConfig  # noqa: E402
+from services.trainer.algorithm.config import AlgorithmConfig  # noqa: E402
 from services.trainer.backend.attention import RowLayout, packed_attention  # noqa: E402
 from services.trainer.backend.in_process import InProcessBackend  # noqa: E402
 from services.trainer.batching.images import ImagePatches  # noqa: E402
