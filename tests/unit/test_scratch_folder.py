@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,12 @@ with scratch_folder() as folder:
 
 
 @pytest.fixture(autouse=True)
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """TMPDIR of this test."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR of this test, with a path as short as a user's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
 
 
 def test_files_are_made_in_the_folder_and_removed_with_it(parent: Path) -> None:
@@ -39,6 +42,21 @@ def test_files_are_made_in_the_folder_and_removed_with_it(parent: Path) -> None:
         assert inner.parent == folder
     assert (tempfile.gettempdir(), os.environ["TMPDIR"]) == (str(parent), str(parent))
     assert list(parent.iterdir()) == []
+
+
+def test_a_socket_fits_however_long_tmpdir_is(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own sockets would not: batch systems and macOS give long ones."""
+    for length in range(60, 100):
+        longer = parent / ("x" * (length - len(str(parent)) - 1))
+        longer.mkdir()
+        monkeypatch.setenv("TMPDIR", str(longer))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        with scratch_folder(), socket.socket(socket.AF_UNIX) as listener:
+            with tempfile.NamedTemporaryFile(delete=False) as file:
+                pass
+            os.remove(file.name)
+            listener.bind(file.name)
+        assert list(longer.iterdir()) == []
 
 
 async def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_that_is_in_use(parent: Path) -> None:

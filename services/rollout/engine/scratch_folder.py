@@ -1,7 +1,8 @@
 """A folder for the temporary files of this process and its children, removed with it, also after kill -9.
 
-SGLang makes a file for each of its sockets and removes none of them. Invariant: a folder whose process has ended is
-removed by the next process that makes one in the same TMPDIR; a folder in use never is, nor one that was not made here.
+SGLang makes a file for each of its sockets and removes none of them. The path of a socket has at most 107 characters,
+so the folder is in /tmp where TMPDIR leaves too few. Invariant: a folder whose process has ended is removed by the next
+process that makes one in the same place; a folder in use never is, nor one that was not made here.
 """
 
 import contextlib
@@ -14,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PREFIX = "penstock-engine-"
-"""Short: the path of a socket has at most 107 characters."""
+_MAX_PARENT_CHARS = 107 - len(f"/{_PREFIX}xxxxxxxx") - len("/tmpxxxxxxxxxxx")
+"""Of the folder above: what Linux allows a socket, less the names that `tempfile` gives the folder and the socket."""
+_SHORT_PARENT = Path("/tmp")
 _LOCK = ".penstock-engine.lock"
 """The file in a folder that its process has locked. A folder without it is somebody else's, whatever its name."""
 
@@ -26,6 +29,8 @@ def scratch_folder() -> Iterator[Path]:
     It sets the environment variable, for children, and `tempfile.tempdir`, for this process.
     """
     parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _MAX_PARENT_CHARS:
+        parent = _SHORT_PARENT
     _remove_abandoned(parent)
     folder, lock = _make(parent)
     before = os.environ.get("TMPDIR"), tempfile.tempdir
