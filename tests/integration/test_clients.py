@@ -256,7 +256,7 @@ async def test_verdicts_of_other_items_are_refused(other_address: str) -> None:
     items = [reward_pb2.VerifyItem(item_id=name) for name in ("a", "b")]
     async with RewardClient(other_address) as client:
         assert [verdict.item_id for verdict in await client.verify_batch(items[:1], timeout_s=HANG_S)] == ["a"]
-        with pytest.raises(PenstockError, match="other verdicts than theirs"):
+        with pytest.raises(PenstockError, match="with verdicts of other items"):
             await client.verify_batch(items, timeout_s=HANG_S)
 
 

@@ -226,12 +226,12 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
     results = await asyncio.gather(*playing, return_exceptions=True)
     interrupted = [each for each in turns if not each.is_finished]
     assert sum(each.num_tokens > 0 for each in interrupted) >= 2
-    for each, error in zip(turns, results, strict=True):
-        if not each.is_finished:
+    for played, error in zip(turns, results, strict=True):
+        if not played.is_finished:
             require_code(error, grpc.StatusCode.UNAVAILABLE)
     await asyncio.gather(*(pair.play(each) for each in interrupted))
-    for request_, each in zip(made, turns, strict=True):
-        require_logprobs({version: older, version + 1: newer}, request_, each.response())
+    for request_, played in zip(made, turns, strict=True):
+        require_logprobs({version: older, version + 1: newer}, request_, played.response())
     for kind in PICTURES:  # the very same pictures again
         again = turn(kind, max_new_tokens=24)
         answer = await pair.generate(again)

@@ -34,7 +34,7 @@ async def test_a_prefill_replica_is_free_when_its_part_is_done_and_may_die_then(
         await victim.wait()
         d.released.set()
         tokens = list(first.output_ids)
-        while (chunk := await stream.read()) != grpc.aio.EOF:
+        while (chunk := await stream.read()) != grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
             tokens.extend(chunk.output_ids)
         assert tokens == ids(50)
         assert len(d.requests) == 1

@@ -10,7 +10,7 @@ ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issu
 
 
 def failure(code: grpc.StatusCode, details: str | None) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details, debug_error_string="")
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -115,11 +115,11 @@ def test_a_broken_stream_is_as_of_one_replica(num_first: int) -> None:
     del expected.version_spans[:]
     expected.version_spans.add(num_tokens=6, policy_version=3)
     assert response == expected
-    stream = joined(seen)
-    assert list(stream.output_ids) == IDS
-    assert stream.logprobs == response.logprobs
-    assert stream.finish_reason == generate_pb2.FINISH_REASON_LENGTH
-    assert stream.usage == usage
+    streamed = joined(seen)
+    assert list(streamed.output_ids) == IDS
+    assert streamed.logprobs == response.logprobs
+    assert streamed.finish_reason == generate_pb2.FINISH_REASON_LENGTH
+    assert streamed.usage == usage
     parts = [generate_pb2.GenerateChunk.FromString(part) for part in seen]
     assert [part.HasField("usage") for part in parts] == [True] + [False] * (len(parts) - 2) + [True]
 

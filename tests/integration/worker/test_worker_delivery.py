@@ -12,6 +12,7 @@ from penstock.bus.image_store import ImageStore, hash_of
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
+from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
 from services.recipe import Recipe
@@ -57,6 +58,7 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     assert [image.stored.sha256 for image in request.images] == [hash_of(PICTURE)]
     assert {call.session_id for call in engine.requests} == {f"{run_name}/0/0/a/0", f"{run_name}/0/0/a/1"}
     renderer = Renderer.load(tiny_model_path)
+    assert isinstance(engine.answer, SpanningAPush)
     num_own = len(engine.answer.ids)
     for sample in group.samples:
         [sequence] = sample.sequences
