@@ -12,7 +12,8 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens
 from services.trainer.config import TrainerConfig
-from services.trainer.telemetry.step_metrics import describe_batch, describe_groups, describe_push
+from services.trainer.flow.filter_tally import Interval
+from services.trainer.telemetry.step_metrics import describe_batch, describe_filters, describe_groups, describe_push
 from services.trainer.weight_sync.publisher import PushReport
 from tests.support.trainer.groups import IMAGES, make_group, picture
 
@@ -47,8 +48,10 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
         tiny_model_path, config, AlgorithmConfig.model_validate(algorithm), seed=0, temperature=1.0
     )
     backend.load(None)
-    row = backend.step([GroupReader(tokens, ImagePatcher(tiny_model_path)).read(group, IMAGES)], policy_version=2)
+    ready = GroupReader(tokens, ImagePatcher(tiny_model_path)).read(group, IMAGES)
+    row = backend.step([ready], policy_version=2)
     row |= describe_batch([group])
+    row |= describe_filters([group], [ready], Interval(num_groups=1, num_filtered=0, rewards=(1.0,)))
     report = PushReport(version=1, num_replicas=1, num_failed=0, num_bytes=1, push_s=1.0, pause_s=1.0)
     row |= describe_push(report, num_live_replicas=1)
     row |= describe_groups(GroupCounts(), num_duplicate=0, num_unreadable=0)
