@@ -62,18 +62,23 @@ def report_error(error: PenstockError, *, file: Path | None = None) -> int:
 
 
 async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Event) -> ResultT | None:
-    """Await `pending`; when `stop` comes first, cancel it and return None."""
+    """Await `pending`; when `stop` comes first, cancel it and return None.
+
+    What it did all the same, because the cancellation came too late, is returned: nothing is done and then forgotten.
+    """
     working = asyncio.ensure_future(pending)
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if not working.done():
+            await end_task(working)
+        return None if working.cancelled() else working.result()
     finally:
         stopping.cancel()
         working.cancel()
 
 
-async def end_task(task: asyncio.Task[None]) -> None:
+async def end_task(task: asyncio.Future[Any]) -> None:
     """Cancel until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that
     comes at the moment of the answer."""
     while not task.done():

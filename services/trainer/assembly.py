@@ -102,6 +102,7 @@ async def assemble(
 
     images = ImageStore(bus)
     await images.ensure()
+    await lock.confirm()  # loading took long; what a new run empties may be a successor's by now
     if start.checkpoint is None:
         await images.clear()
     consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
@@ -138,6 +139,7 @@ async def assemble(
         profile=settings.data.profile,
         environment=settings.data.environment,
     )
+    collector.on_received = feeder.wake
     publisher = _publisher(
         config.weight_sync,
         start.folder,
@@ -190,7 +192,7 @@ async def assemble(
             progress=progress,
             saved_version=start.version,
         ),
-        metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step),
+        metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
         trackers=await _open_trackers(settings, start, stack),
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
     )

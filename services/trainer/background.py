@@ -22,3 +22,5 @@ class Lane:
         """Wait until nothing runs."""
         if self._current is not None:
             await asyncio.wait({self._current})
+            if self._current.cancelled():
+                raise RuntimeError("work beside the training loop was cancelled by something else than the loop's end")

@@ -90,11 +90,12 @@ class TrainingLoop:
         """After a restart: take what the bus holds, and publish the rest of the admitted groups again."""
         if self.checkpoints.saved_version is not None:
             await self.collector.wait_until_caught_up()
+            await self.publication.lock.confirm()  # the queue may be a successor's by now
             await self.feeder.publish_again()
 
     async def _train_until(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         pushes, writes, settlements, samples = (Lane(tasks) for _ in range(4))
-        while self.position.num_steps_left:
+        while self.position.num_steps_left and not stop.is_set():
             clock = StepClock()
             batch = await unless_stopped(self._collect(), stop)
             if batch is None:
@@ -107,13 +108,15 @@ class TrainingLoop:
             await pushes.free()
             weights = await self._copy_weights()
             clock.lap("push_wait_s")
-            pushes.start(self._push(weights, metrics | self._describe(batch), clock))
+            row = metrics | self._describe(batch)
+            pushes.start(self._push(weights, row, clock))
             if self.position.step % _SAMPLES_EVERY == 0 or self.position.step == 1:
                 await samples.free()
                 samples.start(asyncio.to_thread(self._write_samples, batch[0], self.position.step))
             if self.position.step % self.config.checkpoint_every == 0:
                 await settlements.free()
-                writes.start(self._write_checkpoint(self.checkpoints.moment(self.position), settlements))
+                moment = self.checkpoints.moment(self.position, row | clock.seconds())
+                writes.start(self._write_checkpoint(moment, settlements))
             clock.stop()
         await pushes.free()
         await writes.free()
@@ -130,6 +133,7 @@ class TrainingLoop:
         self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
         step, version = self.position.step + 1, self.position.version
         if self.recorder is not None:
+            await self.publication.lock.confirm()
             played = [finished.played for finished in batch]
             images = {sha256: data for finished in batch for sha256, data in finished.images.items()}
             await asyncio.to_thread(self.recorder.record, step, version, played, images)
@@ -148,7 +152,16 @@ class TrainingLoop:
 
     def _describe(self, batch: Sequence[Finished]) -> dict[str, Any]:
         played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]
-        return describe_batch(played) | describe_filters(played, ready, self.collector.tally.take())
+        return (
+            describe_batch(played)
+            | describe_filters(played, ready, self.collector.tally.take())
+            | describe_groups(
+                self.ledger.counts,
+                num_duplicate=self.collector.num_duplicate,
+                num_unreadable=self.collector.num_unreadable,
+            )
+            | {"max_staleness": self.config.max_staleness}
+        )
 
     async def _copy_weights(self) -> WeightSnapshot:
         self.progress.phase = trainer_pb2.RUN_PHASE_PUSHING
@@ -156,20 +169,17 @@ class TrainingLoop:
         return await asyncio.to_thread(lambda: self.publisher.take(version, self.backend.export()))
 
     async def _push(self, weights: WeightSnapshot, metrics: dict[str, Any], clock: StepClock) -> None:
-        """Publish the weights after a step, then write the step's metrics."""
+        """Publish the weights after a step, then write the step's metrics.
+
+        A checkpoint holds them too, without those of the push: a trainer that dies in between has them after all.
+        """
         report = await self.publication.publish(weights.version, weights)
         self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
         seconds = clock.seconds()
         row = (
             metrics
             | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)
-            | describe_groups(
-                self.ledger.counts,
-                num_duplicate=self.collector.num_duplicate,
-                num_unreadable=self.collector.num_unreadable,
-            )
             | {
-                "max_staleness": self.config.max_staleness,
                 "output_tokens_per_s": metrics["num_tokens"] / seconds["step_s"],
                 "trainer_idle_fraction": 1 - seconds["train_s"] / seconds["step_s"],
             }

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.bus.connection import Bus
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
@@ -28,6 +30,11 @@ class StartingPoint:
     def step(self) -> int:
         """Optimizer steps taken."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Metrics of the checkpoint's step; empty if the log had them already."""
+        return {} if self.checkpoint is None else dict(self.checkpoint.state.get("metrics", {}))
 
     @property
     def version(self) -> int | None:

@@ -102,6 +102,17 @@ async def test_failed_group_makes_room_for_the_next(bus: Bus, tiny_model_path: P
     assert flow.ledger.counts.failed == 1
 
 
+async def test_a_group_that_fails_while_a_batch_trains_makes_room_at_once(bus: Bus, tiny_model_path: Path) -> None:
+    """Engines must not run dry because the trainer is busy."""
+    await publish(bus, make_group(tiny_model_path, index=0, version=1))
+    async with running(bus, tiny_model_path, max_staleness=1) as flow:
+        await flow.next_batch(1)
+        await until(lambda: flow.ledger.status(1) is GroupStatus.ADMITTED)
+        await publish_failed(bus, make_group(tiny_model_path, index=1, version=1))
+        await until(lambda: flow.ledger.status(2) is GroupStatus.ADMITTED)
+        assert flow.ledger.status(0) is GroupStatus.TRAINING
+
+
 async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_model_path: Path) -> None:
     """Failure after failure is a fault of data or set-up, and the error names the last."""
     for index in range(3):

@@ -18,8 +18,10 @@ from penstock.records.published_version import read_published_version
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
+from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.telemetry.progress import Progress
@@ -114,6 +116,47 @@ async def open_controller(
         saved_version=7,
     )
     return Controller(position, ledger, images, publication, saver)
+
+
+async def test_stop_ends_a_run_whose_batches_are_always_ready() -> None:
+    """A run that never waits for groups stops after the step in which the signal came."""
+    nobody: Any = None
+    stop, position = asyncio.Event(), Position(num_steps=10, step=3, version=4, announced_version=4)
+    loop = TrainingLoop(
+        config=nobody,
+        folder=nobody,
+        progress=Progress(run_id="run", num_steps=10),
+        position=position,
+        backend=nobody,
+        publisher=nobody,
+        publication=nobody,
+        ledger=nobody,
+        feeder=nobody,
+        collector=nobody,
+        crashes=nobody,
+        batches=nobody,
+        checkpoints=SimpleNamespace(saved_version=4),  # type: ignore[arg-type]
+        metrics=nobody,
+        trackers=nobody,
+        recorder=None,
+    )
+    stop.set()
+    async with asyncio.TaskGroup() as tasks:
+        await loop._train_until(stop, tasks)
+    assert position.step == 3
+
+
+async def test_work_beside_the_loop_that_is_cancelled_is_an_error() -> None:
+    """A push that vanished would never be announced, and the loop wait for its groups without end."""
+
+    async def vanish() -> None:
+        raise asyncio.CancelledError
+
+    async with asyncio.TaskGroup() as tasks:
+        lane = Lane(tasks)
+        lane.start(vanish())
+        with pytest.raises(RuntimeError, match="was cancelled"):
+            await lane.free()
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:

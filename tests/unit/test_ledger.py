@@ -260,3 +260,20 @@ def test_misuse_is_an_error() -> None:
     for call in (lambda: ledger.start_training([1]), ledger.checkpoint):
         with pytest.raises(ValueError, match=r"\(0,\) are being trained"):
             call()
+
+
+def test_after_a_restart_the_first_batch_does_not_wait_for_all() -> None:
+    """Its version is far ahead; groups that are sent again at it are as fresh as new ones, in the same attempt."""
+    ledger = restored_with(ledger_of(max_staleness=3, groups_per_step=2), version=1)
+    assert [(each.attempt, each.version) for each in ledger.renew_unplayed(9)] == [(0, 9)] * 8
+    for index in (2, 5):
+        ledger.hold(arrival(index, version=9))
+    assert ledger.select(9).indices == (2, 5)
+    assert ledger.renew_unplayed(9) == ledger.unplayed()
+
+
+def restored_with(ledger: GroupLedger[str, str], *, version: int) -> GroupLedger[str, str]:
+    """What a trainer has that starts from a checkpoint taken when the gate was full at `version`."""
+    while ledger.num_admissible(NUM_STEPS_LEFT):
+        ledger.admit(version)
+    return restored(ledger)

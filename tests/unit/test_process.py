@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
-from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, run
+from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, run, unless_stopped
 from tests.support.waiting import HANG_S
 
 
@@ -93,3 +93,27 @@ async def test_a_process_whose_log_nobody_reads_any_more_still_ends_in_order() -
         process.stderr._transport.close()  # type: ignore[attr-defined]  # the reading end of the pipe
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+async def test_what_was_done_although_stop_came_is_returned() -> None:
+    """Up to Python 3.11 `asyncio.wait_for` swallows a cancellation that comes with the answer."""
+    stop, done = asyncio.Event(), []
+
+    async def take() -> str:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            done.append("taken")
+        return "a batch"
+
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert await unless_stopped(take(), stop) == "a batch"
+    assert done == ["taken"]
+
+
+async def test_stop_ends_what_waits() -> None:
+    """And leaves nothing behind."""
+    stop = asyncio.Event()
+    stop.set()
+    assert await unless_stopped(asyncio.Event().wait(), stop) is None

@@ -227,6 +227,18 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             self._end(index, self._dropped_early.pop(index))
         return admission
 
+    def renew_unplayed(self, version: int) -> list[Admission]:
+        """Admit every unplayed group at the announced `version`, the same attempt: after a restart all are sent again.
+
+        Otherwise they would count as due, and the first batch would wait for all of them.
+        """
+        renewed = [
+            Admission(index=admission.index, attempt=admission.attempt, version=max(version, admission.version))
+            for admission in self.unplayed()
+        ]
+        self._admissions.update((admission.index, admission) for admission in renewed)
+        return renewed
+
     def readmit_lost(self, version: int) -> list[Admission]:
         """Admit every unplayed group again at the announced `version`: nothing of them is on the bus any more."""
         lost = [

@@ -6,8 +6,10 @@ and only by the trainer that holds the lock.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -36,6 +38,8 @@ class Moment:
     step: int
     version: int
     ledger: LedgerCheckpoint
+    metrics: Mapping[str, Any]
+    """Of the step, for `MetricsLog`, which may not have them yet; empty if it has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,13 +61,13 @@ class CheckpointSaver:
     write_s: float | None = None
     """Seconds that writing the newest checkpoint took; None before the first of this process."""
 
-    def moment(self, position: Position) -> Moment:
-        """Return this moment, between two steps.
+    def moment(self, position: Position, metrics: Mapping[str, Any] = MappingProxyType({})) -> Moment:
+        """Return this moment, between two steps; `metrics` are those of the last one, if they are not logged yet.
 
         Raises:
             ValueError: a batch is being trained.
         """
-        return Moment(step=position.step, version=position.version, ledger=self.ledger.checkpoint())
+        return Moment(step=position.step, version=position.version, ledger=self.ledger.checkpoint(), metrics=metrics)
 
     async def write(self, moment: Moment) -> None:
         """Write the checkpoint of `moment`. The weights must not change until this returns.
@@ -78,6 +82,7 @@ class CheckpointSaver:
             "version": moment.version,
             "base_model": str(self.base_model),
             "ledger": moment.ledger.state,
+            "metrics": dict(moment.metrics),
         }
         started = time.monotonic()
         await asyncio.to_thread(self.store.save, moment.step, state, self.backend.save)

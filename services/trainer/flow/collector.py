@@ -5,7 +5,7 @@ exactly what the surviving weights have not seen.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -60,6 +60,8 @@ class Collector:
     filters: FilterConfig
     tally: FilterTally
     """Ends the run when nearly everything is filtered."""
+    on_received: Callable[[], None] = lambda: None
+    """Called after each group, which may have made room for another: it failed or was filtered."""
     num_duplicate: int = 0
     """Copies of groups, since this trainer started."""
     num_foreign: int = 0
@@ -81,6 +83,7 @@ class Collector:
             for delivery in deliveries:
                 await self._receive(delivery)
                 self.changes.notify()
+                self.on_received()
             if not deliveries and not self._caught_up.is_set() and await self.has_everything():
                 self._caught_up.set()
 

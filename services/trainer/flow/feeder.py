@@ -84,10 +84,13 @@ class Feeder:
                 )
 
     async def publish_again(self) -> None:
-        """After a restart: publish every admitted group that is not in hand, in place of what the queue holds."""
+        """After a restart: publish every admitted group that is not in hand, in place of what the queue holds.
+
+        They are admitted at the announced version now: none of their tokens will be older.
+        """
         async with self.publishing:
             await self.bus.purge(self.bus.prompts)
-            await self._publish(self.ledger.unplayed())
+            await self._publish(self.ledger.renew_unplayed(self._announced_version()))
 
     async def replace_lost(self) -> None:
         """Admit every group again that is not in hand; see `GroupLedger.readmit_lost`. Hold `publishing`."""

@@ -6,6 +6,7 @@ wrote after it are moved to a file of their own.
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,14 @@ EXACT = frozenset({"loss", "grad_norm"})
 class MetricsLog:
     """Appends to `metrics.jsonl` in the run folder."""
 
-    def __init__(self, folder: Path, *, last_step: int) -> None:
-        """Continue after `last_step`; move later lines to `metrics-discarded.jsonl`. Reads the whole file."""
+    def __init__(self, folder: Path, *, last_step: int, last_row: Mapping[str, Any] | None = None) -> None:
+        """Continue after `last_step`; move later lines to `metrics-discarded.jsonl`. Reads the whole file.
+
+        Args:
+            folder: The run folder.
+            last_step: Step of the checkpoint that the run continues from; 0 for a new run.
+            last_row: The step's metrics from that checkpoint; written if the trainer died before it wrote them.
+        """
         self._path = folder / "metrics.jsonl"
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         is_kept = [_step_of(line) <= last_step for line in lines]
@@ -27,6 +34,8 @@ class MetricsLog:
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text("".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
             os.replace(temporary, self._path)
+        if last_row and last_step not in map(_step_of, lines):
+            self.write(dict(last_row))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step."""

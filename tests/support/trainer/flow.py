@@ -130,6 +130,7 @@ async def open_flow(
                 crashes=CrashRecord(Path(folder) / "in_hand.json"),
                 filters=filters,
                 tally=tally,
+                on_received=feeder.wake,
             )
             batches = BatchSource(
                 ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
