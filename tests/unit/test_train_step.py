@@ -178,7 +178,7 @@ def test_metrics_say_how_stale_and_how_far_off(tiny_model_path: Path, groups: li
     assert metrics["reward_mean"] == pytest.approx((2 + 3.6 + 1) / 12)
     assert metrics["num_tokens"] == 54
     assert metrics["num_measured_tokens"] == 41  # without three of the four samples of equal rewards
-    assert metrics["num_tokens_lag_0"] == 23
+    assert metrics["num_tokens_lag_0"] == 18 + 4 * 5  # the fourth sample stands for those of its group
     assert metrics["skipped"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
 
@@ -205,6 +205,25 @@ def test_few_samples_without_gradient_are_computed() -> None:
     assert measured_samples(flat, 8) == chosen[0]
     assert [measured_samples([7, 9], version) for version in range(4)] == [[7], [9], [7], [9]]
     assert measured_samples([], 5) == []
+
+
+def test_metrics_estimate_the_whole_batch(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """One of the four samples of equal rewards is computed at each version, and counts for all four.
+
+    They have 18 tokens like those of each other group. Over four versions each is seen once.
+    """
+    backend = backend_of(tiny_model_path, config())
+    seen = [backend.step(groups, policy_version=version) for version in range(4, 8)]
+    assert all(metrics["num_measured_tokens"] < metrics["num_tokens"] for metrics in seen)
+    estimates = [sum(metrics[name] for name in metrics if name.startswith("num_tokens_lag_")) for metrics in seen]
+    assert len(set(estimates)) == 4
+    assert sum(estimates) / 4 == seen[0]["num_tokens"]
+    of_flat = [estimate - 36 for estimate in estimates]
+    lags = [
+        (18 * (version - 1) + (18 + flat) * (version - 2)) / (36 + flat)
+        for version, flat in zip(range(4, 8), of_flat, strict=True)
+    ]
+    assert [metrics["token_lag_mean"] for metrics in seen] == pytest.approx(lags)
 
 
 def test_statistics_of_the_batch_are_those_of_all_samples(tiny_model_path: Path, groups: list[TrainGroup]) -> None:

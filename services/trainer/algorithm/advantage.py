@@ -42,6 +42,8 @@ def sample_advantages(
     reinforce_pp_baseline: A = r - mean, whitened (the same, section 3.2)
 
     The mean is the group's. Whitened: minus the mean over the tokens of the batch, divided by their standard deviation.
+    norm = "batch" whitens any of them; "batch_std" only divides, by the standard deviation over the judged samples
+    (Khatri et al. 2025, "The Art of Scaling RL Compute for LLMs").
 
     Args:
         rewards_G: NaN for a sample that was not judged.
@@ -76,6 +78,9 @@ def sample_advantages(
         whitened_G = (advantages_G - mean) / std if std > 0 else np.zeros_like(advantages_G)
         is_flat_G = _is_flat(advantages_G, group_G) if config.kind != "reinforce_pp" else np.zeros_like(judged_G)
         advantages_G = np.where(judged_G & ~is_flat_G, whitened_G, 0.0)
+    elif config.norm == "batch_std":
+        _, std = whitening(advantages_G, judged_G)
+        advantages_G = advantages_G / std if std > 0 else np.zeros_like(advantages_G)
     return advantages_G
 
 

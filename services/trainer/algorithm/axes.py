@@ -76,9 +76,9 @@ class AdvantageConfig(Axis):
     """With r the reward: grpo: (r - group mean) / group standard deviation. dr_grpo: r - group mean. rloo: r - mean of
     the others of the group. maxrl: (r - group mean) / group mean. reinforce_pp: r, whitened over the batch.
     reinforce_pp_baseline: r - group mean, whitened over the batch. custom: `function`."""
-    norm: Literal["none", "batch"] = "none"
-    """batch: subtract the mean over all tokens of the batch and divide by their standard deviation, after the
-    estimator."""
+    norm: Literal["none", "batch", "batch_std"] = "none"
+    """After the estimator. batch: subtract the mean over the batch's tokens and divide by their standard deviation.
+    batch_std: divide by the standard deviation over the samples of the batch, so that no sign changes (ScaleRL)."""
     function: str = ""
     """Your own estimator, as module:function (custom)."""
     options: dict[str, float] = pydantic.Field(default_factory=dict)
@@ -93,7 +93,7 @@ class AdvantageConfig(Axis):
                 f"maxrl needs rewards of at least 0, which length_penalty.kind = {self.length_penalty.kind!r} can make "
                 "negative; leave out one of them"
             )
-        if self.norm == "batch" and self.kind.startswith("reinforce_pp"):
+        if self.norm != "none" and self.kind.startswith("reinforce_pp"):
             raise ValueError(f"{self.kind} whitens over the batch already; leave out norm")
         return self
 

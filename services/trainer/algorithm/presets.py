@@ -43,7 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Compute for LLMs" (ScaleRL), arXiv 2510.13786.
         "cispo": {
             "anchor": "rollout",
-            "advantage": {"kind": "dr_grpo", "norm": "batch"},
+            "advantage": {"kind": "dr_grpo", "norm": "batch_std"},
             "trust_region": {"kind": "cispo", "ratio_low": 0.0, "ratio_high": 5.0},
             "aggregation": {"kind": "prompt"},
         },

@@ -10,7 +10,7 @@ import torch
 from services.trainer.algorithm.tokens import sample_means
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to this before exp(). A token beyond it counts as a constant, without gradient."""
+"""Log ratios are clamped to this before exp(). The ratio of a token beyond it is a constant, without gradient."""
 
 
 def exp_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:

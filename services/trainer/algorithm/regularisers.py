@@ -2,7 +2,7 @@
 
 Legend: N = own tokens. ref = reference policy, d = logp - ref, r = ratio of the policy to the engine, sg() = a stopped
 gradient. Values are losses, to be minimised. They are not clamped: far from the reference, where it is needed most, a
-clamped penalty would have no gradient.
+clamped penalty would have no gradient. Only k3's exponential is bent into a line, where float32 ends.
 """
 
 from typing import Any
@@ -12,16 +12,21 @@ import torch
 from services.trainer.algorithm.axes import EntropyConfig, KlConfig
 from services.trainer.algorithm.ratio import exp_ratio
 
+MAX_EXPONENT = 40.0
+"""From d = -40 on, k3 goes on along its tangent. The square of its slope there, which enters the gradient's norm, is
+near the end of float32."""
+
 
 def kl_penalty(
     logprobs_N: torch.Tensor, reference_N: torch.Tensor, engine_logprobs_N: torch.Tensor, config: KlConfig
 ) -> torch.Tensor:
     """Return an estimate of KL(policy || reference) at each token, with gradient, before its coefficient.
 
-    k2: d^2 / 2. k3: exp(-d) + d - 1 (Schulman 2020, "Approximating KL Divergence").
+    k2: d^2 / 2. k3: exp(-d) + d - 1 (Schulman 2020, "Approximating KL Divergence"), below d = -40 its tangent.
     k3_plus: k3 in value with the gradient of k2, which on-policy is that of the divergence (verl's k3+).
-    unbiased: times r with its gradient for k3 (DeepSeek-V3.2, arXiv 2512.02556); times sg(r) for the others, whose
-        gradient alone is the divergence's.
+    unbiased: times r with its gradient for k3 (DeepSeek-V3.2, arXiv 2512.02556), which is r d, computed as such because
+        its two parts cancel; times sg(r) for the others, whose gradient alone is the divergence's. The log of r is
+        clamped to ±20.
 
     Args:
         logprobs_N: Current policy, with gradient.
@@ -31,12 +36,19 @@ def kl_penalty(
     """
     difference_N = logprobs_N - reference_N
     k2_N = difference_N.square() / 2
-    k3_N = exp_ratio(-difference_N) + difference_N - 1
+    k3_N = _exp(-difference_N) + difference_N - 1
     penalty_N = {"k2": k2_N, "k3": k3_N, "k3_plus": k3_N.detach() + k2_N - k2_N.detach()}[config.kind]
     if config.unbiased:
-        ratio_N = exp_ratio(logprobs_N - engine_logprobs_N)
-        penalty_N = penalty_N * (ratio_N if config.kind == "k3" else ratio_N.detach())
+        if config.kind == "k3":
+            penalty_N = k3_N.detach() + k2_N - k2_N.detach()
+        penalty_N = penalty_N * exp_ratio(logprobs_N.detach() - engine_logprobs_N)
     return penalty_N
+
+
+def _exp(exponent_N: torch.Tensor) -> torch.Tensor:
+    """Return exp() of the exponent, and from MAX_EXPONENT on the tangent there: it keeps value and slope."""
+    clamped_N = exponent_N.clamp(max=MAX_EXPONENT)
+    return clamped_N.exp() * (1 + (exponent_N - clamped_N))
 
 
 def drift_penalty(logprobs_N: torch.Tensor, engine_logprobs_N: torch.Tensor) -> torch.Tensor:

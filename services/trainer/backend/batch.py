@@ -2,7 +2,8 @@
 
 Legend: G = samples of the batch.
 
-Samples without gradient are computed for metrics only, and then one in `MEASURED_EVERY`.
+Samples without gradient are computed for metrics only, and then one in `MEASURED_EVERY`; each that is computed stands
+for its share of the others.
 """
 
 from collections.abc import Collection, Sequence
@@ -43,6 +44,9 @@ class Batch:
     """Rows with a gradient; they come first."""
     row_length: int
     """To which rows are padded; 0 pads nothing."""
+    counts_G: torch.Tensor
+    """float64 on the CPU: how many samples each stands for in metrics; more than 1 where only some of those without
+    gradient are computed."""
     device: torch.device
 
     @property
@@ -117,9 +121,12 @@ def make_batch(
     has_advantage_G = judged_G if has_token_rewards else advantages_G != 0
     has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G & ~masked_G
     without = np.flatnonzero(~has_gradient_G & usable_G).tolist()
-    if not needs_statistics(algorithm):
-        without = measured_samples(without, version)
-    with_gradient, measured = (
+    counts_G = np.ones(len(sequences))
+    if without and not needs_statistics(algorithm):
+        measured = measured_samples(without, version)
+        counts_G[measured] = len(without) / len(measured)
+        without = measured
+    with_gradient, without_gradient = (
         pack(
             sequences,
             group_G.tolist(),
@@ -141,9 +148,10 @@ def make_batch(
             version=version,
         ),
         has_advantage_G=has_advantage_G,
-        plan=[*with_gradient, *measured],
+        plan=[*with_gradient, *without_gradient],
         num_with_gradient=len(with_gradient),
         row_length=config.micro_batch_tokens if config.fixed_rows else 0,
+        counts_G=torch.from_numpy(counts_G),
         device=device,
     )
 

@@ -20,7 +20,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import Loss, policy_loss
 from services.trainer.algorithm.regularisers import EntropyCoefficient
 from services.trainer.algorithm.statistics import BatchStatistics, batch_statistics, needs_statistics
-from services.trainer.algorithm.token_stats import token_stats
+from services.trainer.algorithm.token_stats import token_stats, weighted_mean
 from services.trainer.algorithm.tokens import Tokens, concatenated
 from services.trainer.backend.batch import Batch, is_finite, make_batch
 from services.trainer.backend.logprobs import TokenLogprobs
@@ -50,6 +50,8 @@ class _Passed:
     """All that were computed, detached."""
     terms: Loss
     """Of these, in float64."""
+    counts_N: torch.Tensor
+    """How many tokens of the batch each of these stands for in metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,9 @@ class TrainStep:
             "num_groups_skipped": float(len(skipped)),
         }
         if passed is not None:
-            metrics |= token_stats(passed.tokens, passed.terms, self.algorithm, version=policy_version)
+            metrics |= token_stats(
+                passed.tokens, passed.terms, self.algorithm, version=policy_version, counts_N=passed.counts_N
+            )
         if self.algorithm.entropy.kind != "none":
             metrics["entropy_coef"] = entropy_coef
         return metrics | {
@@ -139,7 +143,7 @@ class TrainStep:
             loss += float(terms.value.detach())
         whole, samples = concatenated(seen), batch.samples.detached()
         terms = policy_loss(whole, samples, self.algorithm, statistics=statistics, entropy_coef=coef)
-        return _Passed(loss=loss, tokens=whole, terms=terms)
+        return _Passed(loss=loss, tokens=whole, terms=terms, counts_N=batch.counts_G[whole.sample_N])
 
     def _forward(self, batch: Batch, number: int, reference_N: torch.Tensor | None) -> Tokens:
         row = batch.row(number)
@@ -160,7 +164,7 @@ class TrainStep:
         if self.reference is not None:
             self.reference.count_update()
         if passed is not None and passed.tokens.entropy_N is not None:
-            self.entropy.observe(float(passed.tokens.entropy_N.mean()))
+            self.entropy.observe(float(weighted_mean(passed.tokens.entropy_N, passed.counts_N)))
 
 
 def _problem(passed: _Passed | None, config: AlgorithmConfig) -> str:

@@ -26,6 +26,7 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dlogp_mean": ("train/train_rollout_logprob_abs_diff", "sampling/sampling_logp_difference/mean"),
         "dlogp_max": ("sampling/sampling_logp_difference/max",),
         "reward_mean": ("critic/rewards/mean", "reward/all/mean", "rollout/raw_reward"),
+        "zero_std_fraction": ("frac_reward_zero_std",),
         "sample_tokens_mean": ("response_length/mean", "rollout/response_len/mean"),
         "sample_tokens_max": ("response_length/max", "rollout/response_len/max"),
         "staleness_mean": ("async/staleness_mean",),
@@ -40,7 +41,4 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def field_names(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the step's values under the other frameworks' names, as far as the step has them."""
-    named = {theirs: row[ours] for ours, names in FIELD_NAMES.items() if ours in row for theirs in names}
-    if row.get("num_groups"):
-        named["frac_reward_zero_std"] = row["num_groups_without_gradient"] / row["num_groups"]
-    return named
+    return {theirs: row[ours] for ours, names in FIELD_NAMES.items() if ours in row for theirs in names}

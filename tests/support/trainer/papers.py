@@ -193,7 +193,11 @@ def gspo(samples: Samples) -> Result:
 
 def cispo(samples: Samples) -> Result:
     """ScaleRL: sg(min(r, 5)) A log pi, a mean over the tokens of each prompt, then over prompts."""
-    a = whitened(samples, dr_grpo(samples), keeps_zero_groups=True)
+    centred = dr_grpo(samples)
+    std = math.sqrt(
+        statistics.variance(v for s, v in zip(samples, centred, strict=True) if not math.isnan(s.reward)) + 1e-8
+    )
+    a = [value / std for value in centred]
     groups = {s.group for s in samples}
     tokens = {g: sum(len(s.tokens) for s in samples if s.group == g) for g in groups}
 

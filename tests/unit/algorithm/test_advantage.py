@@ -8,6 +8,7 @@ import pytest
 
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
+from services.trainer.algorithm.config import AlgorithmConfig
 
 KINDS = [kind for kind in typing.get_args(AdvantageConfig.model_fields["kind"].annotation) if kind != "custom"]
 COMPARING = [kind for kind in KINDS if kind != "reinforce_pp"]
@@ -25,7 +26,7 @@ def advantages(
 
 def norms(kind: str) -> list[str]:
     """The normalisations that an estimator takes."""
-    return ["none"] if kind.startswith("reinforce_pp") else ["none", "batch"]
+    return ["none"] if kind.startswith("reinforce_pp") else ["none", "batch", "batch_std"]
 
 
 EVERY = [(kind, norm) for kind in KINDS for norm in norms(kind)]
@@ -48,6 +49,22 @@ def test_whitening_counts_tokens() -> None:
     """Rewards 1 and 0 of 1 and 2 tokens: mean 1/3, variance (4/9 + 2/9) / 2 = 1/3."""
     expected = [2 / 3 / math.sqrt(1 / 3), -1 / 3 / math.sqrt(1 / 3)]
     assert advantages([1, 0], [0, 1], kind="reinforce_pp") == pytest.approx(expected)
+
+
+def test_dividing_by_the_deviation_of_the_batch_keeps_every_sign() -> None:
+    """Groups 1, 0 and 5, 5 of 1 to 4 tokens: 1/2 and -1/2 over the deviation of 1/2, -1/2, 0, 0, sqrt(1/6).
+
+    The good sample is the shortest, so whitening by tokens shifts the whole batch up.
+    """
+    expected = [0.5 * math.sqrt(6), -0.5 * math.sqrt(6), 0, 0]
+    found = advantages([1, 0, 5, 5], [0, 0, 1, 1], kind="dr_grpo", norm="batch_std")
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert AlgorithmConfig(preset="cispo").advantage.norm == "batch_std"
+    rewards, groups = [1.0, *[0.0] * 2, *[1.0] * 2, 0.0], [0, 0, 0, 1, 1, 1]
+    signs = {
+        norm: np.sign(advantages(rewards, groups, kind="dr_grpo", norm=norm)).tolist() for norm in ("none", "batch_std")
+    }
+    assert signs["batch_std"] == signs["none"]
 
 
 @pytest.mark.parametrize(("kind", "norm"), EVERY)

@@ -177,6 +177,21 @@ def test_stats_by_hand() -> None:
     assert metrics["num_tokens_lag_2"] == 1
 
 
+@pytest.mark.parametrize("preset", ["tis", "ppo", "decoupled_ppo"])
+def test_a_token_that_stands_for_three_counts_three_times(preset: str) -> None:
+    """Means, shares and counts by lag are those of the batch in which its three copies were measured."""
+    config = algorithm(preset)
+    values = {"logprobs": tensor(-1, -2, -0.5), "engine": tensor(-1.4, -0.3, -1.9), "advantages": tensor(1, -1, 0)}
+    versions, places = torch.tensor([7, 6, 5]), torch.tensor([0, 1, 2, 2, 2])
+    few = tokens_of(values["logprobs"], values["engine"], versions)
+    all_of_them = tokens_of(values["logprobs"][places], values["engine"][places], versions[places])
+    loss = policy_loss(few, samples_of(values["advantages"]), config)
+    estimated = token_stats(few, loss, config, version=7, counts_N=tensor(1, 1, 3))
+    expected = stats_of(all_of_them, values["advantages"][places], config, version=7)
+    assert (estimated.pop("num_measured_tokens"), expected.pop("num_measured_tokens")) == (3, 5)
+    assert estimated == pytest.approx(expected)
+
+
 def test_stats_count_clipped_tokens_only_where_the_clip_bites() -> None:
     """Ratio 2 clips a good token, 1/2 a bad one; the other two keep their gradient."""
     tokens = tokens_of(tensor(2, 2, 0.5, 0.5).log(), tensor(0, 0, 0, 0))

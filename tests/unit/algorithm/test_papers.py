@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.aggregation import token_weights
-from services.trainer.algorithm.axes import AdvantageConfig, AggregationConfig
+from services.trainer.algorithm.axes import AdvantageConfig, AggregationConfig, KlConfig
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
+from services.trainer.algorithm.regularisers import kl_penalty
 from services.trainer.algorithm.statistics import batch_statistics
 from services.trainer.algorithm.tokens import Tokens
 from tests.support.trainer import papers
@@ -190,8 +192,8 @@ def kl_term(kind: str, token: Token, *, unbiased: bool) -> tuple[float, float]:
     value, slope = {"k2": (d * d / 2, d), "k3": (k3, 1 - math.exp(-d)), "k3_plus": (k3, d)}[kind]
     if not unbiased:
         return value, slope
-    r, r_slope = papers.ratio(token.th - token.mu)
-    return r * value, r * slope + (r_slope * value if kind == "k3" else 0.0)
+    r = papers.ratio(token.th - token.mu)[0]
+    return r * value, r * (d if kind == "k3" else slope)  # r (k3 + its slope) = r d
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3", "k3_plus"])
@@ -212,6 +214,21 @@ def test_kl_drift_and_entropy_are_added(kind: str, unbiased: bool) -> None:
         kl={"kind": kind, "coef": 0.3, "unbiased": unbiased}, drift=0.01, entropy={"kind": "bonus", "coef": 0.05}
     )
     check(computed(batch, config, entropy_coef=0.05), (loss, gradient))
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_k3_pulls_towards_the_reference_however_far_it_is(unbiased: bool) -> None:
+    """d = -19 to -900 in float32: minimising raises the log-probability, more the further, and all stays finite."""
+    reference = torch.zeros(5)
+    logprobs = torch.tensor([-19.0, -21.0, -39.0, -100.0, -900.0], requires_grad=True)
+    config = KlConfig(kind="k3", unbiased=unbiased)
+    kl_penalty(logprobs, reference, logprobs.detach(), config).sum().backward()
+    slopes = logprobs.grad.tolist()
+    assert bool(torch.isfinite(logprobs.grad.square()).all())
+    assert all(slope < 0 for slope in slopes)
+    if not unbiased:
+        assert slopes[:3] == pytest.approx([1 - math.exp(19), 1 - math.exp(21), 1 - math.exp(39)], rel=1e-5)
+        assert slopes[3] == slopes[4] == pytest.approx(1 - math.exp(40), rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -92,7 +92,13 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
     tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any]
 ) -> None:
     """One row of everything, or each sample alone: loss, gradient norm and metrics of the real model agree."""
-    times = {"step_time_s", "trained_tokens_per_s", "packing_density", "shared_token_fraction"}
+    times = {
+        "step_time_s",
+        "trained_tokens_per_s",
+        "packing_density",
+        "shared_token_fraction",
+        "host_memory_peak_bytes",
+    }
     results = []
     for micro_batch_tokens in (100_000, 1):
         metrics = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens, **algorithm).step(groups, VERSION)
