@@ -108,7 +108,7 @@ def length_penalty(
 
     soft_overlong: overlong_factor * (tokens - (max_tokens - buffer_tokens)) / buffer_tokens, at least 0 and, as in its
         definition, `overlong_factor` from max_tokens on (Yu et al. 2025, "DAPO", eq. 13).
-    linear: length_factor * mean reward of the group * tokens / tokens of its longest sample (prime-rl's length
+    linear: length_factor * max(mean reward of the group, 0) * tokens / tokens of its longest sample (prime-rl's length
         penalty, own tokens only).
     """
     num_tokens_G = np.asarray(num_tokens_G, dtype=np.float64)
@@ -121,7 +121,7 @@ def length_penalty(
         for group in np.unique(group_G[judged_G]):
             members_G = (group_G == group) & judged_G
             share = num_tokens_G[members_G] / num_tokens_G[members_G].max()
-            penalty_G[members_G] = config.length_factor * rewards_G[members_G].mean() * share
+            penalty_G[members_G] = config.length_factor * max(rewards_G[members_G].mean(), 0.0) * share
     return penalty_G
 
 

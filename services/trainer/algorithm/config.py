@@ -101,19 +101,6 @@ class AlgorithmConfig(Config):
         return self.kl.kind != "none"
 
     @property
-    def needs_whole_samples(self) -> bool:
-        """Whether a value of a token depends on all tokens of its sample, which must then be one sequence."""
-        return (
-            self.ratio == "sequence"
-            or self.correction.level != "token"
-            or self.correction.veto_low > 0
-            or self.correction.veto_high > 0
-            or self.rejection.kind in ("opsm", "geometric", "k3")
-            or self.kl.kind == "k1_in_reward"
-            or self.trust_region.kind == "custom"
-        )
-
-    @property
     def regularises(self) -> bool:
         """Whether tokens have a gradient that does not come from an advantage."""
         return self.drift > 0 or self.entropy.kind != "none" or self.kl.kind in ("k2", "k3", "k3_plus")

@@ -82,9 +82,9 @@ class EntropyCoefficient:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` continues from."""
-        return {"coef": self._coef, "is_above_target": self._is_above_target}
+        return {"kind": self._config.kind, "coef": self._coef, "is_above_target": self._is_above_target}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; a coefficient that is not led to a target stays the recipe's."""
-        if self._config.kind == "target":
+        """Continue from what `state_dict` returned; without a target now and then, the coefficient is the recipe's."""
+        if self._config.kind == state.get("kind", "target") == "target":
             self._coef, self._is_above_target = state["coef"], state["is_above_target"]

@@ -10,10 +10,10 @@ import torch
 
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.aggregation import token_weights
-from services.trainer.algorithm.axes import AdvantageConfig, AggregationConfig, KlConfig
+from services.trainer.algorithm.axes import AdvantageConfig, AggregationConfig, EntropyConfig, KlConfig
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
-from services.trainer.algorithm.regularisers import kl_penalty
+from services.trainer.algorithm.regularisers import EntropyCoefficient, kl_penalty
 from services.trainer.algorithm.statistics import batch_statistics
 from services.trainer.algorithm.tokens import Tokens
 from tests.support.trainer import papers
@@ -264,6 +264,25 @@ def test_length_penalties() -> None:
     config = AdvantageConfig.model_validate({"kind": "dr_grpo", "length_penalty": {"kind": "linear"}})
     scored = rewards - 0.25 * 0.75 * lengths / 12
     assert sample_advantages(rewards, groups, lengths, config) == pytest.approx(scored - scored.mean())
+
+
+def test_a_negative_mean_reward_pays_nothing_for_length() -> None:
+    """Rewards of -1 and 0 keep their distance: a long wrong answer is not better than a short one."""
+    config = AdvantageConfig.model_validate({"kind": "dr_grpo", "length_penalty": {"kind": "linear"}})
+    found = sample_advantages(np.array([-1.0, 0.0]), np.zeros(2, int), np.array([12, 5]), config)
+    assert found.tolist() == [-0.5, 0.5]
+
+
+def test_an_entropy_target_begins_with_the_recipes_coefficient() -> None:
+    """Unless the checkpoint's was led to a target too."""
+    bonus, target = EntropyConfig(kind="bonus", coef=0.5), EntropyConfig(kind="target", coef=0.01)
+    resumed = EntropyCoefficient(target)
+    resumed.load_state_dict(EntropyCoefficient(bonus).state_dict())
+    assert resumed.value == 0.01
+    led = EntropyCoefficient(target)
+    led.observe(0.0)
+    resumed.load_state_dict(led.state_dict())
+    assert resumed.value == led.value > 0.01
 
 
 def test_aggregations() -> None:
