@@ -175,7 +175,7 @@ async def test_the_deadline_is_known_to_the_handler_and_cancels_it() -> None:
         with pytest.raises(errors.DeadlineError):
             await call(list_replicas(channel, timeout=2.0), peer="the router")
         await promptly(cancelled.wait())
-    assert 0.0 < seen[0] <= 2.0
+    assert 0.0 < seen[0] <= 2.0 + 0.01, "gRPC sends what is left in steps of 10 ms, rounded up"
     assert seen[1] == 0.01
 
 
