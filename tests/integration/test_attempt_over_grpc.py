@@ -48,10 +48,10 @@ class NoReplica:
         self.channel = channel
 
     def generate(self, request: bytes, *, timeout_s: float) -> Any:
-        raise NotImplementedError
+        raise AssertionError("an attempt opens its stream on the channel")
 
     def generate_stream(self, request: bytes, *, timeout_s: float) -> Any:
-        raise NotImplementedError
+        raise AssertionError("an attempt opens its stream on the channel")
 
 
 @contextlib.asynccontextmanager
