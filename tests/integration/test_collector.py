@@ -15,7 +15,7 @@ from penstock.bus.lock import claim
 from penstock.errors import DataError, SupersededError
 from penstock.records import Group
 from penstock.records.codec import encode
-from services.trainer.admission.ledger import GroupStatus
+from services.trainer.admission.group_state import GroupStatus
 from services.trainer.batching.sequences import TrainGroup
 from tests.support.trainer.flow import RUN, num_prompts, num_stored, open_flow, publish, running
 from tests.support.trainer.groups import make_group, num_placeholders, picture

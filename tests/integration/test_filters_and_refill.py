@@ -19,7 +19,7 @@ from penstock.records import Prompt
 from penstock.records.codec import decode, encode
 from penstock.runtime.process import end_task
 from services.trainer.admission.config import FilterConfig
-from services.trainer.admission.ledger import GroupStatus
+from services.trainer.admission.group_state import GroupStatus
 from services.trainer.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit

@@ -17,7 +17,8 @@ from penstock.records import GroupId
 from penstock.records.published_version import read_published_version
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
+from services.trainer.admission.group_state import Arrival, GroupStatus
+from services.trainer.admission.ledger import GroupLedger
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import CheckpointStore

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from services.trainer.admission.batch_selection import select_batch
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import Arrival, GroupLedger
+from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.ledger import GroupLedger
 
 NUM_STEPS_LEFT = 10**6
 

@@ -16,7 +16,7 @@ from penstock.records import Group
 from services.recipe import Recipe
 from services.trainer.admission.config import FilterConfig, doubts
 from services.trainer.admission.filters import FilterReason, Screening, compression_ratio, screen
-from services.trainer.admission.ledger import GroupCounts
+from services.trainer.admission.group_state import GroupCounts
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.batch import Batch, make_batch
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup

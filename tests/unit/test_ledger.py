@@ -5,7 +5,8 @@ import json
 import pytest
 
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus
+from services.trainer.admission.group_state import Arrival, GroupStatus
+from services.trainer.admission.ledger import GroupLedger
 from tests.support.trainer.ledger import NUM_STEPS_LEFT, restored
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import Arrival, GroupLedger, GroupStatus, LedgerCheckpoint
+from services.trainer.admission.group_state import Arrival, GroupStatus, LedgerCheckpoint
+from services.trainer.admission.ledger import GroupLedger
 from tests.support.trainer.ledger import NUM_STEPS_LEFT
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.model.tokens import image_token_id, vocab_size
-from services.trainer.admission.ledger import GroupCounts
+from services.trainer.admission.group_state import GroupCounts
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.images import ImagePatcher

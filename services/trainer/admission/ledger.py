@@ -20,115 +20,23 @@ Invariants:
 - a receipt is released only by a checkpoint whose state accounts for its message.
 """
 
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, Literal, Self, TypeVar
+from dataclasses import asdict, replace
+from typing import Any, Generic, Self, TypeVar
 
 from services.trainer.admission.batch_selection import Selection, select_batch
 from services.trainer.admission.gate import Gate
+from services.trainer.admission.group_state import (
+    Admission,
+    Arrival,
+    Dropped,
+    GroupCounts,
+    GroupStatus,
+    LedgerCheckpoint,
+)
 
 GroupT = TypeVar("GroupT")
 ReceiptT = TypeVar("ReceiptT")
-
-
-class GroupStatus(enum.StrEnum):
-    """What became of a group."""
-
-    UNADMITTED = "unadmitted"
-    ADMITTED = "admitted"
-    """On the bus or with a worker."""
-    HELD = "held"
-    """Finished and in hand, waiting for its batch."""
-    TRAINING = "training"
-    """In the batch of the current optimizer step."""
-    REJECTED = "rejected"
-    """It was stale, or its images are gone: its prompt waits to be admitted again."""
-    TRAINED = "trained"
-    """Trained, but not yet in a checkpoint."""
-    FILTERED = "filtered"
-    """Left out of training on purpose, but not yet in a checkpoint. Another prompt takes its place."""
-    FAILED = "failed"
-    """It could not be played or read, and that is not yet in a checkpoint. Another prompt takes its place."""
-    SETTLED = "settled"
-    """Trained, filtered or failed, and in a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A group that may be played."""
-
-    index: int
-    """Place in the run's order of admission, from 0."""
-    attempt: int
-    """0, and one more each time the group is admitted again."""
-    version: int
-    """The announced policy version when it was admitted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival(Generic[GroupT]):
-    """A finished group."""
-
-    index: int
-    attempt: int
-    """Its own, or a later one that came to nothing."""
-    oldest_version: int
-    """The oldest policy version that produced one of its tokens."""
-    newest_version: int
-    """The newest one."""
-    num_tokens: int
-    """The policy's own tokens, over all samples."""
-    was_redelivered: bool = False
-    """Whether a worker had begun to play the prompt before."""
-    group: GroupT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dropped:
-    """A group that will not be trained, and why."""
-
-    attempt: int
-    outcome: Literal[GroupStatus.FAILED, GroupStatus.FILTERED]
-    reason: str = ""
-    """The filter."""
-    num_tokens: int = 0
-    """The policy's own tokens in it, if it was filtered."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerCheckpoint:
-    """The ledger of one moment; give it to `settle` once it is on disk."""
-
-    state: dict[str, Any]
-    """For `GroupLedger.from_state`, as plain data for JSON."""
-    receipts: frozenset[int]
-    """Numbers of the receipts whose messages the state accounts for."""
-    ended: frozenset[int]
-    """Groups that the state counts as trained, filtered or failed."""
-
-
-@dataclass(slots=True, kw_only=True)
-class GroupCounts:
-    """How many groups met each fate, since the run began."""
-
-    trained: int = 0
-    rejected: int = 0
-    """Stale, and therefore admitted again."""
-    rejected_tokens: int = 0
-    """The policy's own tokens in them: shows whether long answers are the ones that are lost."""
-    failed: int = 0
-    filtered: int = 0
-    filtered_tokens: int = 0
-    """The policy's own tokens in them: what filtering costs."""
-    filtered_by_reason: dict[str, int] = field(default_factory=dict)
-    """How many each filter left out."""
-    lost: int = 0
-    """Gone from the bus, or their images are, and therefore admitted again."""
-    redrawn: int = 0
-    """Sampled more than once: admitted again, or redelivered to another worker."""
-    redrawn_tokens: int = 0
-    """The policy's own tokens in them."""
 
 
 class GroupLedger(Generic[GroupT, ReceiptT]):
@@ -145,7 +53,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         self._ended: dict[int, GroupStatus] = {}  # not yet in a checkpoint
         # Arrivals of groups that are not admitted (yet) come from a trainer that died after its last checkpoint.
         self._arrivals: dict[int, Arrival[GroupT]] = {}
-        self._dropped_early: dict[int, _Dropped] = {}
+        self._dropped_early: dict[int, Dropped] = {}
         self._lost_early: dict[int, int] = {}  # index -> next attempt
         self._receipts: dict[int, tuple[int, ReceiptT]] = {}  # number -> index and receipt
         self._next_receipt = 0
@@ -265,7 +173,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
 
         An earlier attempt that is in hand is kept: it can still be trained.
         """
-        return self._drop(index, _Dropped(attempt=attempt, outcome=GroupStatus.FAILED))
+        return self._drop(index, Dropped(attempt=attempt, outcome=GroupStatus.FAILED))
 
     def filter_out(
         self, index: int, attempt: int, *, reason: str, num_tokens: int = 0, was_redelivered: bool = False
@@ -282,7 +190,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             num_tokens: The policy's own tokens, over all samples; 0 if it was not played.
             was_redelivered: Whether a worker had begun to play the prompt before.
         """
-        dropped = _Dropped(attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens)
+        dropped = Dropped(attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens)
         if not self._drop(index, dropped):
             return False
         if num_tokens:
@@ -416,7 +324,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         ledger._rejected = dict(state["rejected"])
         return ledger
 
-    def _drop(self, index: int, dropped: _Dropped) -> bool:
+    def _drop(self, index: int, dropped: Dropped) -> bool:
         if not self.wants(index, dropped.attempt) or self._is_in_hand(index, dropped.attempt):
             return False
         if index in self._admissions:
@@ -432,7 +340,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         self._arrivals[index] = replace(self._arrivals[index], attempt=attempt)
         return True
 
-    def _end(self, index: int, dropped: _Dropped) -> None:
+    def _end(self, index: int, dropped: Dropped) -> None:
         del self._admissions[index]
         self._ended[index] = dropped.outcome
         counts = self.counts

@@ -18,7 +18,8 @@ from penstock.bus.consumer import Delivery
 from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import Lock
 from penstock.records import GroupId
-from services.trainer.admission.ledger import GroupLedger, LedgerCheckpoint
+from services.trainer.admission.group_state import LedgerCheckpoint
+from services.trainer.admission.ledger import GroupLedger
 from services.trainer.backend.base import TrainBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.flow.collector import Finished

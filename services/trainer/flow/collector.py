@@ -18,7 +18,8 @@ from penstock.records import Group, GroupId
 from penstock.records.codec import decode
 from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.filters import FilterReason, Screening, screen
-from services.trainer.admission.ledger import Arrival, GroupLedger
+from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.sequences import GroupReader, TrainGroup
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord

@@ -19,7 +19,8 @@ from penstock.errors import DataError, InvalidRequestError
 from penstock.records import GroupId, Prompt, Sampling
 from penstock.records.codec import encode
 from services.trainer.admission.filters import FilterReason
-from services.trainer.admission.ledger import Admission, GroupLedger, GroupStatus
+from services.trainer.admission.group_state import Admission, GroupStatus
+from services.trainer.admission.ledger import GroupLedger
 from services.trainer.data.dataset import Dataset
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.filter_tally import FilterTally

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
-from services.trainer.admission.ledger import GroupCounts
+from services.trainer.admission.group_state import GroupCounts
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.records import Group
 from services.trainer.admission.filters import FilterReason
-from services.trainer.admission.ledger import GroupCounts
+from services.trainer.admission.group_state import GroupCounts
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.flow.filter_tally import Interval
 from services.trainer.weight_sync.publisher import PushReport

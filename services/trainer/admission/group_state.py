@@ -1,0 +1,106 @@
+"""What the ledger knows and reports of prompt groups, as plain values; `GroupLedger` alone changes them."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+GroupT = TypeVar("GroupT")
+
+
+class GroupStatus(enum.StrEnum):
+    """What became of a group."""
+
+    UNADMITTED = "unadmitted"
+    ADMITTED = "admitted"
+    """On the bus or with a worker."""
+    HELD = "held"
+    """Finished and in hand, waiting for its batch."""
+    TRAINING = "training"
+    """In the batch of the current optimizer step."""
+    REJECTED = "rejected"
+    """It was stale, or its images are gone: its prompt waits to be admitted again."""
+    TRAINED = "trained"
+    """Trained, but not yet in a checkpoint."""
+    FILTERED = "filtered"
+    """Left out of training on purpose, but not yet in a checkpoint. Another prompt takes its place."""
+    FAILED = "failed"
+    """It could not be played or read, and that is not yet in a checkpoint. Another prompt takes its place."""
+    SETTLED = "settled"
+    """Trained, filtered or failed, and in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A group that may be played."""
+
+    index: int
+    """Place in the run's order of admission, from 0."""
+    attempt: int
+    """0, and one more each time the group is admitted again."""
+    version: int
+    """The announced policy version when it was admitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival(Generic[GroupT]):
+    """A finished group."""
+
+    index: int
+    attempt: int
+    """Its own, or a later one that came to nothing."""
+    oldest_version: int
+    """The oldest policy version that produced one of its tokens."""
+    newest_version: int
+    """The newest one."""
+    num_tokens: int
+    """The policy's own tokens, over all samples."""
+    was_redelivered: bool = False
+    """Whether a worker had begun to play the prompt before."""
+    group: GroupT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A group that will not be trained, and why."""
+
+    attempt: int
+    outcome: Literal[GroupStatus.FAILED, GroupStatus.FILTERED]
+    reason: str = ""
+    """The filter."""
+    num_tokens: int = 0
+    """The policy's own tokens in it, if it was filtered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerCheckpoint:
+    """The ledger of one moment; give it to `settle` once it is on disk."""
+
+    state: dict[str, Any]
+    """For `GroupLedger.from_state`, as plain data for JSON."""
+    receipts: frozenset[int]
+    """Numbers of the receipts whose messages the state accounts for."""
+    ended: frozenset[int]
+    """Groups that the state counts as trained, filtered or failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupCounts:
+    """How many groups met each fate, since the run began."""
+
+    trained: int = 0
+    rejected: int = 0
+    """Stale, and therefore admitted again."""
+    rejected_tokens: int = 0
+    """The policy's own tokens in them: shows whether long answers are the ones that are lost."""
+    failed: int = 0
+    filtered: int = 0
+    filtered_tokens: int = 0
+    """The policy's own tokens in them: what filtering costs."""
+    filtered_by_reason: dict[str, int] = field(default_factory=dict)
+    """How many each filter left out."""
+    lost: int = 0
+    """Gone from the bus, or their images are, and therefore admitted again."""
+    redrawn: int = 0
+    """Sampled more than once: admitted again, or redelivered to another worker."""
+    redrawn_tokens: int = 0
+    """The policy's own tokens in them."""
