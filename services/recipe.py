@@ -24,7 +24,8 @@ from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
-from services.trainer.config import DataConfig, TrackersConfig, TrainerConfig
+from services.trainer.config import TrackersConfig, TrainerConfig
+from services.trainer.data.config import DataConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 
 

@@ -1,4 +1,4 @@
-"""Configuration of the trainer: sections `[trainer]` and `[data]` of a recipe.
+"""Configuration of the trainer: sections `[trainer]` and `[trackers]` of a recipe.
 
 Imports nothing heavy, so that a mistyped key is reported before torch is loaded.
 """
@@ -12,10 +12,10 @@ from typing import ClassVar, Literal, Self
 import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
-from penstock.errors import ConfigError
 from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.data.config import DataConfig
 
 
 class ScheduleConfig(Axis):
@@ -169,45 +169,6 @@ class TrainerConfig(BackendConfig):
     """More groups in a row than this that could not be played or read end the run, with the reason of the last. So does
     one group that was lost more often, or the trainer dying more often over its groups, with no sound one between."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-
-
-class DataConfig(Config):
-    """Where the prompts come from."""
-
-    path: str = ""
-    """Parquet file, in the schema of hiyouga/geometry3k or a similar one. Empty: the built-in data set."""
-    kinds: tuple[Literal["x", "y", "length", "distance"], ...] = pydantic.Field(
-        default=("x", "y", "length"), min_length=1
-    )
-    """Kinds of problem in the built-in data set of 10,000 pictures, which is used when path is empty."""
-    shuffle: bool = True
-    """Shuffle the rows anew for each epoch; otherwise keep the order of the file."""
-    images_column: str = "images"
-    """Column with each row's images."""
-    problem_column: str = "problem"
-    """Column with the text, one `<image>` per image. If it is missing, `prompt`, a list of messages, is read."""
-    answer_column: str = "answer"
-    """Column with the correct answer. If it is missing, `reward_model.ground_truth` is read."""
-    prompt_suffix: str = ""
-    """Appended to the last user message, for example an instruction on how to give the answer."""
-    system_prompt: str = ""
-    """System message put before each prompt; empty means none."""
-    profile: str = "geo3k"
-    """Reward profile that judges the answers."""
-    environment: str = "single_turn"
-    """Environment that plays the prompts."""
-
-    def require_file(self) -> None:
-        """Check that the file exists, if one is configured; cheap enough to do before anything else starts.
-
-        Raises:
-            ConfigError: there is no such file.
-        """
-        if self.path and not Path(self.path).is_file():
-            raise ConfigError(
-                f"data.path = {self.path!r}: there is no such file; give a .parquet file, or leave it out for the "
-                "built-in data set"
-            )
 
 
 class TrackersConfig(Config):

@@ -17,7 +17,7 @@ TEXTS = pa.array(["<image>Find x."])
 
 def without_columns(path: Path) -> None:
     """A table of something else."""
-    pq.write_table(pa.table({"question": TEXTS, "answer": ["1"]}), path)
+    pq.write_table(pa.table({"title": TEXTS, "answer": ["1"]}), path)
 
 
 def with_an_unreadable_image(path: Path) -> None:
@@ -40,7 +40,7 @@ def no_parquet(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (without_columns, ("has no column 'problem'", "it has question, answer", "--data.problem_column=")),
+        (without_columns, ("has no column problem or", "it has title, answer", "--data.problem_column=")),
         (with_an_unreadable_image, ("row 1", "image 0 (200 bytes) cannot be decoded", "repair the row")),
         (empty, ("holds no rows",)),
         (no_parquet, ("cannot be read as Parquet",)),

@@ -20,7 +20,7 @@ from penstock.records.codec import decode, encode
 from penstock.runtime.process import end_task
 from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.group_state import GroupStatus
-from services.trainer.config import DataConfig
+from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
 from tests.support.trainer.flow import Flow, num_prompts, num_stored, open_flow, publish, running

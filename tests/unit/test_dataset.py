@@ -1,31 +1,22 @@
 """Data sets: layouts, order, and what is said about a file that is wrong."""
 
 import base64
-import io
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import structlog
-from PIL import Image
 
 from penstock.errors import ConfigError, DataError, PromptTooLongError
 from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, TextPart
 from penstock.v1 import generate_pb2
 from services.rollout.engine.prompt import PromptChecker
-from services.trainer.config import DataConfig
-from services.trainer.data.dataset import BuiltInRows, Dataset, open_dataset, row_at
-from services.trainer.data.geometry import KINDS
+from services.trainer.data.config import DataConfig
+from services.trainer.data.dataset import Dataset, built_in, open_dataset, row_at
 from services.trainer.data.prompt_length import PromptLimit
-
-
-def png(color: str = "red", mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
-    """An encoded picture of one colour."""
-    out = io.BytesIO()
-    Image.new("RGB", size, color).convert(mode).save(out, "PNG")
-    return out.getvalue()
+from tests.support.trainer.pictures import png
 
 
 def write(path: Path, columns: dict[str, list[object]]) -> str:
@@ -106,12 +97,12 @@ def test_text_only_rows_need_no_images(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         (
-            {"question": ["x"], "answer": ["1"]},
-            r"no column 'problem'; it has question, answer\. .*--data\.problem_col",
+            {"title": ["x"], "answer": ["1"]},
+            r"no column problem or prompt or .* with the prompt's text; it has title, answer\. .*--data\.problem_col",
         ),
         (
             {"problem": ["x"], "solution": ["1"]},
-            r"no column 'answer'; it has problem, solution\..*--data\.answer_col",
+            r"no column answer or .* with the correct answer; it has problem, solution\..*--data\.answer_col",
         ),
         ({"problem": ["x"], "answer": [""]}, r"row 0: column 'answer' holds empty text"),
         ({"problem": ["x"], "answer": [None]}, r"row 0: column 'answer' holds nothing"),
@@ -129,7 +120,7 @@ def test_text_only_rows_need_no_images(tmp_path: Path) -> None:
             r"row 0: image 0 .* cannot",
         ),
         ({"problem": ["<image>"], "answer": ["1"], "images": [["%%"]]}, r"row 0: an image is text that is not base64"),
-        ({"problem": [[1, 2]], "answer": ["1"]}, r"row 0: column 'problem' holds list"),
+        ({"problem": [[1, 2]], "answer": ["1"]}, r"row 0: column 'problem' holds a list with int; want messages"),
     ],
 )
 def test_says_what_is_wrong_with_a_file(tmp_path: Path, columns: dict[str, list[object]], message: str) -> None:
@@ -164,17 +155,16 @@ def test_each_epoch_plays_every_row_once_in_an_order_of_its_own() -> None:
 
 def test_built_in_problems_come_through_the_same_door() -> None:
     """One picture, one mark, one answer, and no end."""
-    dataset = Dataset(BuiltInRows(KINDS, num_rows=4), DataConfig(), seed=3)
+    four, config = built_in(DataConfig(), num_rows=4), DataConfig()
+    dataset = Dataset(four, config, seed=3)
     row = dataset[4 * 1000 + 1]
     assert row.messages[0].parts[0] == ImagePart(index=0)
     assert len(row.images) == len(row.golds) == 1
     assert dataset.num_rows == 4
     one_epoch = [dataset[position].golds for position in range(4)]
-    other_order = [
-        Dataset(BuiltInRows(KINDS, num_rows=4), DataConfig(), seed=4)[position].golds for position in range(4)
-    ]
+    other_order = [Dataset(four, config, seed=4)[position].golds for position in range(4)]
     assert sorted(one_epoch) == sorted(other_order)
-    in_order = Dataset(BuiltInRows(KINDS, num_rows=4), DataConfig(shuffle=False), seed=3)
+    in_order = Dataset(four, DataConfig(shuffle=False), seed=3)
     assert in_order[5].images == in_order[1].images
 
 

@@ -12,7 +12,8 @@ from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.settings import server_args
 from services.router.config import RouterConfig
-from services.trainer.config import DataConfig, TrainerConfig
+from services.trainer.config import TrainerConfig
+from services.trainer.data.config import DataConfig
 
 
 @pytest.fixture

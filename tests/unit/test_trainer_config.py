@@ -6,7 +6,8 @@ import pytest
 
 from penstock.config import Config, SamplingConfig, load
 from penstock.errors import ConfigError
-from services.trainer.config import DataConfig, TrainerConfig
+from services.trainer.config import TrainerConfig
+from services.trainer.data.config import DataConfig
 
 
 class Both(Config):

@@ -7,17 +7,18 @@ feeder passes over: another limit on prompts moves no other row.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 import structlog
 
 from penstock.errors import DataError, InvalidRequestError
-from services.trainer.config import DataConfig
-from services.trainer.data.example import Example, Row, make_example
-from services.trainer.data.geometry import GeometryDataset, Kind
-from services.trainer.data.parquet import ParquetRows
+from services.trainer.data.config import DataConfig
+from services.trainer.data.example import Example
+from services.trainer.data.geometry import GeometryDataset
 from services.trainer.data.prompt_length import PromptLimit
+from services.trainer.data.readers.parquet import ParquetTable
+from services.trainer.data.source import NamedTable, Source
 
 log = structlog.get_logger()
 
@@ -31,38 +32,25 @@ MAX_CHECKED_ROWS = 5000
 count the tokens of a prompt. Later rows of larger ones are checked when they are played."""
 
 
-class Rows(Protocol):
-    """A source of rows."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def __getitem__(self, number: int, /) -> Row:
-        """Read a row; raises DataError when it is wrong."""
-        ...
-
-
 class Dataset:
     """Examples by position, epoch after epoch."""
 
-    def __init__(self, rows: Rows, config: DataConfig, *, seed: int, limit: PromptLimit | None = None) -> None:
-        """Check the first `MAX_CHECKED_ROWS` rows of a file; others are checked when they are read.
+    def __init__(self, source: Source, config: DataConfig, *, seed: int, limit: PromptLimit | None = None) -> None:
+        """Check the first `MAX_CHECKED_ROWS` rows of files; others are checked when they are read.
 
         Raises:
             DataError: a row is wrong, or no prompt fits.
         """
-        self._rows = rows
-        self._config = config
+        self._source = source
         self._seed = seed if config.shuffle else None
         self._limit = limit
         if config.path:
-            self._check(min(len(rows), MAX_CHECKED_ROWS))
+            self._check(min(len(source), MAX_CHECKED_ROWS))
 
     @property
     def num_rows(self) -> int:
         """Rows of one epoch."""
-        return len(self._rows)
+        return len(self._source)
 
     def __getitem__(self, position: int) -> Example:
         """Return the example at a position, counted from 0 without end.
@@ -70,7 +58,7 @@ class Dataset:
         Raises:
             DataError: the row is wrong.
         """
-        return self._example(row_at(position, self.num_rows, self._seed))
+        return self._source[row_at(position, self.num_rows, self._seed)]
 
     def playable(self, position: int) -> Example | None:
         """Return the example at a position, or None if its prompt leaves no room for an answer.
@@ -79,18 +67,24 @@ class Dataset:
             DataError: the row is wrong.
         """
         number = row_at(position, self.num_rows, self._seed)
-        example = self._example(number)
+        example = self._source[number]
         return example if self._num_tokens_over(number, example) <= 0 else None
 
     def _check(self, num_checked: int) -> None:
-        over = [self._num_tokens_over(number, self._example(number)) for number in range(num_checked)]
+        over, num_put_first = [], 0
+        for number in range(num_checked):
+            example = self._source[number]
+            over.append(self._num_tokens_over(number, example))
+            num_put_first += example.images_put_first
+        if num_put_first:
+            log.info("data.images_put_first", num_rows=num_put_first, num_rows_checked=num_checked)
         num_overlong = sum(num_tokens > 0 for num_tokens in over)
         if not num_overlong or self._limit is None:
             return
         longest = max(over) + self._limit.max_tokens
-        if num_overlong == len(self._rows):
+        if num_overlong == self.num_rows:
             raise DataError(
-                f"data.path {self._config.path!r}: all {num_overlong} prompts are longer than the "
+                f"{self._source.name}: all {num_overlong} prompts are longer than the "
                 f"{self._limit.max_tokens} tokens that leave room for an answer, the shortest of them "
                 f"{min(over) + self._limit.max_tokens}; raise rollout.context_length, lower sampling.max_new_tokens, "
                 "or play them with the room that is left by filters.overlong_prompts = 'keep'"
@@ -110,21 +104,7 @@ class Dataset:
         try:
             return self._limit.num_tokens(example) - self._limit.max_tokens
         except InvalidRequestError as error:
-            raise self._wrong(number, error) from None
-
-    def _example(self, number: int) -> Example:
-        try:
-            return make_example(
-                self._rows[number],
-                prompt_suffix=self._config.prompt_suffix,
-                system_prompt=self._config.system_prompt,
-            )
-        except (ValueError, InvalidRequestError) as error:
-            raise self._wrong(number, error) from None
-
-    def _wrong(self, number: int, error: Exception) -> DataError:
-        name = self._config.path or "geometry"
-        return DataError(f"data set {name!r}, row {number}: {error}; repair the row or remove it")
+            raise self._source.wrong(number, error) from None
 
 
 def open_dataset(config: DataConfig, *, seed: int = 0, limit: PromptLimit | None = None) -> Dataset:
@@ -138,7 +118,21 @@ def open_dataset(config: DataConfig, *, seed: int = 0, limit: PromptLimit | None
     Raises:
         DataError: the file, one of its columns or one of its rows is wrong, or no prompt fits.
     """
-    return Dataset(ParquetRows(config) if config.path else BuiltInRows(config.kinds), config, seed=seed, limit=limit)
+    return Dataset(
+        _open_file(Path(config.path), config) if config.path else built_in(config), config, seed=seed, limit=limit
+    )
+
+
+def _open_file(file: Path, config: DataConfig) -> Source:
+    name = f"data.path {str(file)!r}"
+    return Source(name, [NamedTable(table=ParquetTable(file), name=name, folder=file.parent)], config)
+
+
+def built_in(config: DataConfig, *, num_rows: int = NUM_BUILT_IN_ROWS) -> Source:
+    """Return the built-in geometry problems, which are drawn when they are read."""
+    name = "the built-in data set"
+    table = GeometryDataset(num_rows, seed=BUILT_IN_SEED, kinds=config.kinds)
+    return Source(name, [NamedTable(table=table, name=name, folder=Path())], config)
 
 
 def row_at(position: int, num_rows: int, seed: int | None) -> int:
@@ -156,22 +150,3 @@ def row_at(position: int, num_rows: int, seed: int | None) -> int:
 @lru_cache(maxsize=2)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> Sequence[int] | np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num_rows)
-
-
-class BuiltInRows:
-    """The built-in geometry problems, drawn when they are read."""
-
-    def __init__(self, kinds: Sequence[Kind], *, num_rows: int = NUM_BUILT_IN_ROWS) -> None:
-        """Problems of these kinds."""
-        self._drawn = GeometryDataset(num_rows, seed=BUILT_IN_SEED, kinds=kinds)
-
-    def __len__(self) -> int:
-        return len(self._drawn)
-
-    def __getitem__(self, number: int, /) -> Row:
-        drawn = self._drawn[number]
-        return Row(
-            turns=(("user", drawn["problem"]),),
-            images=tuple(image["bytes"] for image in drawn["images"]),
-            golds=(drawn["answer"],),
-        )

@@ -3,25 +3,19 @@
 Invariant: the images that an example's messages refer to are exactly the images beside them, in order.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from penstock.model.images import decode_image
-from penstock.records import ImagePart, Message, TextPart
+from penstock.records import Message
+from services.trainer.data.columns import Columns, cell
+from services.trainer.data.config import DataConfig
+from services.trainer.data.golds import read_golds
+from services.trainer.data.images import ImageReader
+from services.trainer.data.messages import make_messages, place_images, read_turns
 
-IMAGE_MARK = "<image>"
-"""Stands for an image in a row's text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One row of a data set, the same for every layout."""
-
-    turns: tuple[tuple[str, str], ...]
-    """Role and text of each message, with one `<image>` in the text per image."""
-    images: tuple[bytes, ...]
-    """Encoded images, in the order of the marks."""
-    golds: tuple[str, ...]
-    """Correct answers, any of which counts."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,37 +25,47 @@ class Example:
     messages: tuple[Message, ...]
     images: tuple[bytes, ...]
     golds: tuple[str, ...]
+    images_put_first: bool = False
+    """Whether the row's text had no `<image>`, and the images were put before it."""
 
 
-def make_example(row: Row, *, prompt_suffix: str = "", system_prompt: str = "") -> Example:
-    """Turn a row into messages.
+def make_example(row: Mapping[str, Any], columns: Columns, config: DataConfig, reader: ImageReader) -> Example:
+    """Turn a row into an example.
 
     Args:
-        row: The row.
-        prompt_suffix: Appended to the last user message.
-        system_prompt: Put first, unless empty.
+        row: Values by column.
+        columns: Which of them to read.
+        config: How to read them.
+        reader: Reads the images.
 
     Raises:
-        ValueError: the numbers of marks and images differ, or there is no user message.
+        ValueError: a value is not what its column should hold.
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
-    num_marks = sum(text.count(IMAGE_MARK) for _, text in row.turns)
-    if num_marks != len(row.images):
-        raise ValueError(f"its text has {num_marks} {IMAGE_MARK}, but there are {len(row.images)} images")
-    for number, data in enumerate(row.images):
+    turns = _read(read_turns, row, columns.text)
+    golds = _read(read_golds, row, columns.gold)
+    placed, cells = place_images(
+        turns,
+        [image for column in columns.images for image in _images(cell(row, column))],
+        images_first=config.images_first,
+    )
+    images = tuple(reader.read(image) for image in cells)
+    for number, data in enumerate(images):
         decode_image(data, field=f"image {number}")  # completely, as the engine will, so that truncated files are found
-    last_user = max((i for i, (role, _) in enumerate(row.turns) if role == "user"), default=None)
-    if last_user is None:
-        raise ValueError("it has no user message")
-    num_images = 0
-    messages = [Message(role="system", parts=(TextPart(text=system_prompt),))] if system_prompt else []
-    for turn, (role, text) in enumerate(row.turns):
-        parts: list[TextPart | ImagePart] = []
-        for number, piece in enumerate((text + prompt_suffix * (turn == last_user)).split(IMAGE_MARK)):
-            if number > 0:
-                parts.append(ImagePart(index=num_images))
-                num_images += 1
-            if piece:
-                parts.append(TextPart(text=piece))
-        messages.append(Message(role=role, parts=tuple(parts)))  # type: ignore[arg-type]  # checked by the reader
-    return Example(messages=tuple(messages), images=row.images, golds=row.golds)
+    return Example(
+        messages=make_messages(placed, prompt_suffix=config.prompt_suffix, system_prompt=config.system_prompt),
+        images=images,
+        golds=golds,
+        images_put_first=placed != turns,
+    )
+
+
+def _read(read: Callable[[Any], T], row: Mapping[str, Any], column: str) -> T:
+    try:
+        return read(cell(row, column))
+    except ValueError as error:
+        raise ValueError(f"column {column!r} holds {error}") from None
+
+
+def _images(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -21,7 +21,7 @@ from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens
-from services.trainer.config import DataConfig
+from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes

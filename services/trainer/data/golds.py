@@ -1,0 +1,85 @@
+r"""Correct answers as data sets publish them, to the plain text that verifiers compare with.
+
+    "5"  5  5.0  [5, "5.0"]  {"ground_truth": "5"}  "$5$"  "\\boxed{5}"  "Answer: \\boxed{5}"
+
+Invariant: a value that does not say which answer is meant is refused; none is graded as something else.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+_MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
+_BOX = re.compile(r"\\boxed\s*\{")
+
+
+def read_golds(cell: Any) -> tuple[str, ...]:
+    """Return the correct answers in a cell, any of which counts.
+
+    Args:
+        cell: Text, a number, a struct with `ground_truth`, or a list of texts and numbers.
+
+    Raises:
+        ValueError: it is none of these, is empty, or holds several boxes.
+    """
+    value = cell.get("ground_truth") if isinstance(cell, Mapping) else cell
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise ValueError("an empty list; want the correct answer as text")
+    return tuple(_gold(each) for each in values)
+
+
+def _gold(value: Any) -> str:
+    match value:
+        case bool():
+            raise ValueError(f"{str(value).lower()}, a truth value; write the answer as text, such as 'yes' or 'no'")
+        case int():
+            return str(value)
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{value}, which is no answer")
+        case float() | Decimal():
+            return _plain(Decimal(repr(value)) if isinstance(value, float) else value)
+        case str() if gold := _bare(value):
+            return gold
+    raise ValueError(f"{_kind(value)}; want the correct answer as text")
+
+
+def _plain(number: Decimal) -> str:
+    """Without exponent, and without zeros behind the point: a column of integers with a gap in it is one of floats."""
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _bare(text: str) -> str:
+    """The answer without label, box and the signs of mathematics around it."""
+    text = text.strip()
+    boxes = [_inside(text, match.end()) for match in _BOX.finditer(text)]
+    if len(boxes) > 1:
+        raise ValueError(f"{len(boxes)} boxes; want one answer, or a list of those that count")
+    if boxes and boxes[0] is not None:
+        return _bare(boxes[0])
+    if label := _LABEL.match(text):
+        return _bare(text[label.end() :])
+    for opening, closing in _MATH:
+        inner = text[len(opening) : -len(closing)]
+        is_around = text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing)
+        if is_around and opening not in inner and closing not in inner:
+            return _bare(inner)
+    return text
+
+
+def _inside(text: str, start: int) -> str | None:
+    """What the brace that opened before `start` surrounds; None if it is never closed."""
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else "empty text" if isinstance(value, str) else type(value).__name__

@@ -1,0 +1,188 @@
+"""A prompt in the forms that data sets have it in, to messages with their images.
+
+    "<image>Find x."
+    [{"role": "user", "content": "<image>Find x."}]
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ...}}, {"type": "text", "text": ...}]}]
+
+Invariant: each image of a row has exactly one place in its messages, in order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+from penstock.records import ImagePart, Message, TextPart
+
+IMAGE_MARK = "<image>"
+"""Stands for an image in a row's text."""
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+_IMAGE_KEYS = ("image_url", "image", "url")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An image's place in a message."""
+
+    cell: Any = None
+    """The image, where the message brings it; else the next one of the row's columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message whose images are not read yet."""
+
+    role: Role
+    pieces: tuple[str | Place, ...]
+
+
+def read_turns(cell: Any) -> tuple[Turn, ...]:
+    """Return the messages in a cell: text is one user message.
+
+    Parts that are images decide where images are; a `<image>` that a text holds for each of them is removed.
+
+    Raises:
+        ValueError: it is neither text nor a list of messages.
+    """
+    match cell:
+        case str():
+            return _marked((Turn("user", (cell,)),))
+        case [*messages] if messages:
+            turns = tuple(_turn(message) for message in messages)
+            num_parts = sum(isinstance(piece, Place) for turn in turns for piece in turn.pieces)
+            return _unmarked(turns, num_parts) if num_parts else _marked(turns)
+    raise ValueError(f"{_kind(cell)}; want text, or a list of messages with role and content")
+
+
+def place_images(
+    turns: Sequence[Turn], cells: Sequence[Any], *, images_first: bool = False
+) -> tuple[tuple[Turn, ...], list[Any]]:
+    """Give each place its image.
+
+    Args:
+        turns: The messages.
+        cells: The row's images that the messages do not bring themselves.
+        images_first: Put the images before the text of the first user message where it has no place for any.
+
+    Returns:
+        The messages, and the images in the order of their places.
+
+    Raises:
+        ValueError: the numbers of places and images differ.
+    """
+    places = [piece for turn in turns for piece in turn.pieces if isinstance(piece, Place)]
+    num_open = sum(place.cell is None for place in places)
+    if num_open != len(cells):
+        if not places and images_first:
+            return _at_the_start(turns, len(cells)), list(cells)
+        hint = "" if places else "; put them before the text with --data.images_first=true" if cells else ""
+        raise ValueError(f"its text has {num_open} {IMAGE_MARK}, but there are {len(cells)} images{hint}")
+    rest = iter(cells)
+    return tuple(turns), [next(rest) if place.cell is None else place.cell for place in places]
+
+
+def make_messages(turns: Sequence[Turn], *, prompt_suffix: str = "", system_prompt: str = "") -> tuple[Message, ...]:
+    """Turn a row's messages into those of its prompt.
+
+    Args:
+        turns: The row's messages.
+        prompt_suffix: Appended to the last user message.
+        system_prompt: Put first, unless empty.
+
+    Raises:
+        ValueError: chat templates would drop or refuse one of the messages: there is no user message, a system message
+            that is not the first, or an assistant's at the end.
+    """
+    roles = [turn.role for turn in turns]
+    if "user" not in roles:
+        raise ValueError("it has no user message")
+    if roles[-1] == "assistant":
+        raise ValueError("its last message is the assistant's; a prompt ends with a user's or a tool's")
+    if "system" in roles[1:]:
+        raise ValueError("it has a system message that is not the first; models read one, at the start")
+    if system_prompt and roles[0] == "system":
+        raise ValueError(
+            "it has a system message, and data.system_prompt would be a second; leave the setting empty, or remove the "
+            "row's"
+        )
+    last_user = len(roles) - 1 - roles[::-1].index("user")
+    num_images = 0
+    messages = [Message(role="system", parts=(TextPart(text=system_prompt),))] if system_prompt else []
+    for number, turn in enumerate(turns):
+        parts: list[TextPart | ImagePart] = []
+        for piece in (*turn.pieces, prompt_suffix) if number == last_user else turn.pieces:
+            if isinstance(piece, Place):
+                parts.append(ImagePart(index=num_images))
+                num_images += 1
+            elif parts and isinstance(parts[-1], TextPart):
+                parts[-1] = TextPart(text=parts[-1].text + piece)
+            elif piece:
+                parts.append(TextPart(text=piece))
+        messages.append(Message(role=turn.role, parts=tuple(parts)))
+    return tuple(messages)
+
+
+def _turn(message: Any) -> Turn:
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        raise ValueError(f"a list with {_shown(message)}; want messages of role ({', '.join(_ROLES)}) and content")
+    if message.get("tool_calls"):
+        raise ValueError("a message with tool_calls, which prompts cannot have; write them as text in its content")
+    role = cast(Role, message["role"])
+    match message.get("content"):
+        case str(text):
+            return Turn(role, (text,))
+        case [*parts]:
+            return Turn(role, tuple(_piece(part) for part in parts))
+    raise ValueError(f"the message {_shown(message)}; want its content as text, or as a list of parts")
+
+
+def _piece(part: Any) -> str | Place:
+    match part:
+        case str(text) | {"type": "text" | "input_text", "text": str(text)}:
+            return text
+        case {"type": kind} if kind in _IMAGE_TYPES:
+            return Place(next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None))
+    raise ValueError(f"a message with the part {_shown(part)}; want type text, image or image_url")
+
+
+def _marked(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The messages with a place for each mark."""
+    return tuple(Turn(turn.role, tuple(_split(turn.pieces))) for turn in turns)
+
+
+def _split(pieces: Sequence[str | Place]) -> list[str | Place]:
+    found: list[str | Place] = []
+    for number, piece in enumerate("".join(cast(Sequence[str], pieces)).split(IMAGE_MARK)):
+        found += [Place()] * (number > 0) + [piece] * bool(piece)
+    return found
+
+
+def _unmarked(turns: tuple[Turn, ...], num_parts: int) -> tuple[Turn, ...]:
+    num_marks = sum(piece.count(IMAGE_MARK) for turn in turns for piece in turn.pieces if isinstance(piece, str))
+    if num_marks not in (0, num_parts):
+        raise ValueError(
+            f"its texts have {num_marks} {IMAGE_MARK} beside {num_parts} parts that are images; keep one of the two"
+        )
+    return tuple(
+        Turn(turn.role, tuple(p.replace(IMAGE_MARK, "") if isinstance(p, str) else p for p in turn.pieces))
+        for turn in turns
+    )
+
+
+def _at_the_start(turns: Sequence[Turn], num_images: int) -> tuple[Turn, ...]:
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), 0)
+    return tuple(
+        Turn(turn.role, (*[Place()] * num_images, *turn.pieces)) if number == first else turn
+        for number, turn in enumerate(turns)
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80] if isinstance(value, Mapping) else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else "empty text" if value == "" else type(value).__name__

@@ -1,0 +1,1 @@
+"""Readers: one file of each format to rows."""
