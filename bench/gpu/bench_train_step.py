@@ -38,6 +38,7 @@ from models import tiny_qwen3_vl as tiny  # noqa: E402
 from penstock.model.tokens import forbidden_token_ids, image_token_id  # noqa: E402
 from services.trainer.algorithm.config import AlgorithmConfig  # noqa: E402
 from services.trainer.backend.attention import RowLayout, packed_attention  # noqa: E402
+from services.trainer.backend.base import take_step  # noqa: E402
 from services.trainer.backend.in_process import InProcessBackend  # noqa: E402
 from services.trainer.batching.images import ImagePatches  # noqa: E402
 from services.trainer.batching.packing import num_row_tokens, pack  # noqa: E402
@@ -203,12 +204,12 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
         num_computed = sum(num_row_tokens(row, num_inputs) for row in rows)
         for recompute in (False, True):
             backend = backend_of(model, arguments, share_prompts=share, gradient_checkpointing=recompute)
-            backend.step(groups, 1)  # what is compiled and allocated at first use
+            take_step(backend, [groups], 1)  # what is compiled and allocated at first use
             if not arguments.cpu:
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
             for _ in range(arguments.steps):
-                backend.step(groups, 1)  # ends with the loss on the host
+                take_step(backend, [groups], 1)  # ends with the loss on the host
             seconds = (time.perf_counter() - started) / arguments.steps
             flops = step_flops(backend.policy.model, rows, sequences)
             mfu = f"{flops / seconds / arguments.peak_tflops / 1e12:.1%}" if arguments.peak_tflops else "-"

@@ -20,6 +20,7 @@ from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
@@ -38,7 +39,7 @@ def rows(model: Path, groups: Sequence[TrainGroup], *, share_prompts: bool) -> S
     )
     backend = InProcessBackend(model, config, AlgorithmConfig(), seed=0, temperature=1.0)
     backend.load(None)
-    return lambda: backend.step(groups, 1)["grad_norm"]
+    return lambda: take_step(backend, [groups], 1)["grad_norm"]
 
 
 def padded(model: Path, groups: Sequence[TrainGroup]) -> Step:

@@ -21,7 +21,7 @@ from penstock.bus.consumer import Delivery
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.backend.base import TrainBackend
+from services.trainer.backend.base import TrainBackend, take_step
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver, Moment
 from services.trainer.config import TrainerConfig
@@ -148,7 +148,7 @@ class TrainingLoop:
     def _step(self, batch: Sequence[Finished]) -> dict[str, float]:
         groups = [finished.ready for finished in batch]
         with self.crashes.training([group.index for group in groups]):
-            return self.backend.step(groups, self.position.version)
+            return take_step(self.backend, [groups], self.position.version)
 
     def _describe(self, batch: Sequence[Finished]) -> dict[str, Any]:
         played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]

@@ -20,6 +20,7 @@ from penstock.errors import AccessError, UnavailableError
 from penstock.runtime.security import Security
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
+from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
 from services.trainer.data.geometry import GeometryDataset
@@ -165,7 +166,7 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     for step in range(1, NUM_STEPS + 1):
         recording = read_recording(run.folder / "groups", step)
         groups = sorted(recording.groups, key=lambda group: group.id.index)
-        plain.step([reader.read(group, recording.images) for group in groups], policy_version=step)
+        take_step(plain, [[reader.read(group, recording.images) for group in groups]], step)
     trained = InProcessBackend(recipe.model.path, recipe.trainer, recipe.algorithm, **sampling)
     trained.load(run.folder / "checkpoints" / f"step-{NUM_STEPS:06d}")
     weights = dict(plain.export())

@@ -8,6 +8,7 @@ import pytest
 from penstock.model.tokens import image_token_id, vocab_size
 from services.trainer.admission.group_state import GroupCounts
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens
@@ -49,7 +50,7 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
     )
     backend.load(None)
     ready = GroupReader(tokens, ImagePatcher(tiny_model_path)).read(group, IMAGES)
-    row = backend.step([ready], policy_version=2)
+    row = take_step(backend, [[ready]], 2)
     row |= describe_batch([group])
     row |= describe_filters([group], [ready], Interval(num_groups=1, num_filtered=0, rewards=(1.0,)))
     report = PushReport(version=1, num_replicas=1, num_failed=0, num_bytes=1, push_s=1.0, pause_s=1.0)

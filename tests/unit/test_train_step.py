@@ -15,6 +15,7 @@ from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_siz
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
 from services.trainer.backend.batch import measured_samples
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
@@ -115,7 +116,7 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
             adam_eps=1e-3,  # else a step is the sign of the gradient
             aggregation={"kind": aggregation},
         )
-        metrics = backend.step(groups, policy_version=2)
+        metrics = take_step(backend, [groups], 2)
         results.append((metrics, weights(backend)))
     (whole, whole_weights), (cut, cut_weights) = results
     assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
@@ -136,20 +137,20 @@ def test_the_gradient_is_that_of_the_formula(tiny_model_path: Path, groups: list
             weight = (logprobs.detach() - row.engine_logprobs_N).exp().clamp(max=2.0)
             (-(weight * logprobs).sum() * float(advantage) / num_tokens).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
-    assert backend.step(groups, policy_version=2)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert take_step(backend, [groups], 2)["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_equal_rewards_change_nothing_but_are_counted(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """A batch of them leaves every weight; beside others they only add to the denominator."""
     backend = backend_of(tiny_model_path, config())
     before = weights(backend)
-    metrics = backend.step([groups[1]], policy_version=2)
+    metrics = take_step(backend, [[groups[1]]], 2)
     assert largest_change(before, weights(backend)) == 0
     assert metrics["loss"] == metrics["grad_norm"] == 0
     assert metrics["num_groups_without_gradient"] == 1
     assert metrics["dlogp_mean"] > 0
-    with_equal = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
-    without = backend_of(tiny_model_path, config()).step([groups[0], groups[2]], policy_version=2)
+    with_equal = take_step(backend_of(tiny_model_path, config()), [groups], 2)
+    without = take_step(backend_of(tiny_model_path, config()), [[groups[0], groups[2]]], 2)
     assert with_equal["grad_norm"] == pytest.approx(without["grad_norm"] * 2 / 3, rel=1e-4)
 
 
@@ -165,14 +166,14 @@ def test_good_samples_become_likelier_and_bad_ones_less(tiny_model_path: Path, g
 
     before = gap()
     for _ in range(10):
-        metrics = backend.step([groups[2]], policy_version=2)
+        metrics = take_step(backend, [[groups[2]]], 2)
     assert gap() > before + 0.5
     assert metrics["kl_k3"] > 0
 
 
 def test_metrics_say_how_stale_and_how_far_off(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """One group of three lags by a version."""
-    metrics = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
+    metrics = take_step(backend_of(tiny_model_path, config()), [groups], 2)
     assert metrics["staleness_max"] == 1
     assert metrics["staleness_mean"] == pytest.approx(1 / 3)
     assert metrics["reward_mean"] == pytest.approx((2 + 3.6 + 1) / 12)
@@ -186,12 +187,12 @@ def test_metrics_say_how_stale_and_how_far_off(tiny_model_path: Path, groups: li
 def test_metrics_say_how_rows_are_filled_and_what_is_shared(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """By hand: a prompt of 37 tokens; answers of 3 to 6, of which the last token is not read; one sample measured."""
     own, prompt = 2 + 3 + 4 + 5, 37
-    metrics = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
+    metrics = take_step(backend_of(tiny_model_path, config()), [groups], 2)
     assert metrics["packing_density"] == 1
     read, unshared = 2 * (prompt + own) + prompt + 4, 2 * (4 * prompt + own) + prompt + 4
     assert metrics["shared_token_fraction"] == pytest.approx(1 - read / unshared)
     fixed = config(share_prompts=False, fixed_rows=True, micro_batch_tokens=200)
-    metrics = backend_of(tiny_model_path, fixed).step(groups, policy_version=2)
+    metrics = take_step(backend_of(tiny_model_path, fixed), [groups], 2)
     assert metrics["shared_token_fraction"] == 0
     assert metrics["packing_density"] == pytest.approx(unshared / (3 * 256))
 
@@ -213,7 +214,7 @@ def test_metrics_estimate_the_whole_batch(tiny_model_path: Path, groups: list[Tr
     They have 18 tokens like those of each other group. Over four versions each is seen once.
     """
     backend = backend_of(tiny_model_path, config())
-    seen = [backend.step(groups, policy_version=version) for version in range(4, 8)]
+    seen = [take_step(backend, [groups], version) for version in range(4, 8)]
     assert all(metrics["num_measured_tokens"] < metrics["num_tokens"] for metrics in seen)
     estimates = [sum(metrics[name] for name in metrics if name.startswith("num_tokens_lag_")) for metrics in seen]
     assert len(set(estimates)) == 4
@@ -229,7 +230,7 @@ def test_metrics_estimate_the_whole_batch(tiny_model_path: Path, groups: list[Tr
 def test_statistics_of_the_batch_are_those_of_all_samples(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Where a loss depends on them, samples without gradient are all computed: the mean weight is over every token."""
     backend = backend_of(tiny_model_path, config(), correction={"kind": "truncate", "high": 2.0, "normalize": True})
-    metrics = backend.step(groups, policy_version=2)
+    metrics = take_step(backend, [groups], 2)
     assert metrics["num_measured_tokens"] == metrics["num_tokens"] == 54
 
 
@@ -250,15 +251,15 @@ def test_a_loss_that_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(
         tiny_model_path, config(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=9)), max_skipped_steps=1
     )
     before = weights(backend)
-    assert backend.step(broken(groups), policy_version=2)["skipped"] == 1
+    assert take_step(backend, [broken(groups)], 2)["skipped"] == 1
     assert largest_change(before, weights(backend)) == 0
-    metrics = backend.step(groups, policy_version=2)
+    metrics = take_step(backend, [groups], 2)
     assert metrics["skipped"] == 0
     assert metrics["learning_rate"] == pytest.approx(1e-4)  # the first of the warm-up, not the second
     after = weights(backend)
-    backend.step(broken(groups), policy_version=2)
+    take_step(backend, [broken(groups)], 2)
     with pytest.raises(UserError, match="2 steps in a row"):
-        backend.step(broken(groups), policy_version=2)
+        take_step(backend, [broken(groups)], 2)
     assert largest_change(after, weights(backend)) == 0
 
 
@@ -269,17 +270,17 @@ def test_resumes_from_a_checkpoint_as_if_nothing_had_happened(
     settings = config(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=5))
     backend = backend_of(tiny_model_path, settings)
     for _ in range(2):
-        backend.step(groups, policy_version=2)
+        take_step(backend, [groups], 2)
     store = CheckpointStore(tmp_path, keep=1)
     store.save(2, {"version": 3}, backend.save)
     expected_draw = torch.rand(3)
-    metrics = backend.step(groups, policy_version=3)
+    metrics = take_step(backend, [groups], 3)
 
     checkpoint = store.latest()
     assert checkpoint is not None
     resumed = backend_of(tiny_model_path, settings, checkpoint.path)
     assert torch.equal(torch.rand(3), expected_draw)
-    again = resumed.step(groups, policy_version=3)
+    again = take_step(resumed, [groups], 3)
     assert (again["loss"], again["learning_rate"]) == (metrics["loss"], metrics["learning_rate"])
     assert largest_change(weights(backend), weights(resumed)) == 0
 
@@ -304,19 +305,19 @@ def test_bfloat16_computes_and_pushes_in_bfloat16_and_keeps_master_weights(
     assert {weight.dtype for _, weight in backend.export()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in backend.policy.parameters()} == {torch.float32}
     before = [parameter.detach().clone() for parameter in backend.policy.parameters()]
-    metrics = backend.step(groups, policy_version=2)
+    metrics = take_step(backend, [groups], 2)
     after = [parameter.detach() for parameter in backend.policy.parameters()]
     changes = [float((b - a).abs().max()) for b, a in zip(before, after, strict=True)]
     assert all(0 < change < 2e-6 for change in changes)
-    exact = backend_of(tiny_model_path, config(optimizer=small)).step(groups, policy_version=2)
+    exact = take_step(backend_of(tiny_model_path, config(optimizer=small)), [groups], 2)
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert metrics["dlogp_mean"] == pytest.approx(exact["dlogp_mean"], rel=0.02)
 
 
 def test_recomputing_activations_changes_nothing(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Gradient checkpointing: same loss, same gradient norm."""
-    plain = backend_of(tiny_model_path, config()).step(groups, policy_version=2)
-    recomputed = backend_of(tiny_model_path, config(gradient_checkpointing=True)).step(groups, policy_version=2)
+    plain = take_step(backend_of(tiny_model_path, config()), [groups], 2)
+    recomputed = take_step(backend_of(tiny_model_path, config(gradient_checkpointing=True)), [groups], 2)
     assert recomputed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
@@ -334,7 +335,7 @@ def test_a_resume_logs_every_setting_that_changed(
     """By name, with the checkpoint's value and the recipe's; the next step uses the recipe's."""
     before = config(optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=3))
     first = backend_of(tiny_model_path, before)
-    first.step(groups, policy_version=2)
+    take_step(first, [groups], 2)
     checkpoint = CheckpointStore(tmp_path, keep=1).save(1, {}, first.save)
     recipe = config(
         optimizer=OptimizerConfig(learning_rate=3e-5, betas=(0.9, 0.99), warmup_steps=3),
@@ -350,7 +351,7 @@ def test_a_resume_logs_every_setting_that_changed(
         "trainer.micro_batch_tokens": (8192, 100),
     }
     assert {entry["event"] for entry in logs} == {"setting.changed"}
-    assert resumed.step(groups, policy_version=2)["learning_rate"] == pytest.approx(3e-5 / 2)
+    assert take_step(resumed, [groups], 2)["learning_rate"] == pytest.approx(3e-5 / 2)
     with structlog.testing.capture_logs() as logs:
         backend_of(tiny_model_path, before, checkpoint.path)
     assert logs == []

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import part_of
 from penstock.model.tokens import image_token_id, vocab_size
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
@@ -62,7 +63,7 @@ def test_a_frozen_part_stays_and_is_still_pushed(
     everything = set(weights(backend_of(tiny_model_path)))
     backend = backend_of(tiny_model_path, learning_rates={"tower": 0.0})
     before = weights(backend)
-    metrics = backend.step(groups, policy_version=1)
+    metrics = take_step(backend, [groups], 1)
     after = weights(backend)
     assert set(after) == everything
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -79,7 +80,7 @@ def test_a_part_that_is_thawed_at_a_resume_is_trained_from_then_on(
 ) -> None:
     """The recipe decides, the other averages go on, and the log says so."""
     backend = backend_of(tiny_model_path, learning_rates={"tower": 0.0})
-    backend.step(groups, policy_version=1)
+    take_step(backend, [groups], 1)
     backend.save(tmp_path)
     with structlog.testing.capture_logs() as logs:
         resumed = backend_of(tiny_model_path, tmp_path, learning_rates={"tower": 1e-4})
@@ -91,7 +92,7 @@ def test_a_part_that_is_thawed_at_a_resume_is_trained_from_then_on(
     num_in_tower = sum(part_of(name) == "tower" for name in weights(resumed))
     assert (started["num_started"], started["num_dropped"]) == (num_in_tower, 0)
     before = weights(resumed)
-    assert resumed.step(groups, policy_version=2)["learning_rate_tower"] == 1e-4
+    assert take_step(resumed, [groups], 2)["learning_rate_tower"] == 1e-4
     after = weights(resumed)
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
@@ -115,7 +116,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps(
     backends = {place: backend_of(tiny_model_path, **settings, offload=place == "host") for place in ("device", "host")}
     results = {}
     for place, backend in backends.items():
-        metrics = [backend.step(groups, policy_version=version) for version in (1, 2)]
+        metrics = [take_step(backend, [groups], version) for version in (1, 2)]
         (tmp_path / place).mkdir()
         backend.save(tmp_path / place)
         results[place] = [(each["loss"], each["grad_norm"]) for each in metrics], backend.digests().weights
@@ -124,10 +125,10 @@ def test_an_offloaded_optimizer_takes_the_same_steps(
     for place, other in (("device", "host"), ("host", "device")):
         resumed = backend_of(tiny_model_path, tmp_path / other, **settings, offload=place == "host")
         assert resumed.digests().weights == results["host"][1]
-        loss = resumed.step(groups, policy_version=3)["loss"]
+        loss = take_step(resumed, [groups], 3)["loss"]
         third[place] = loss, resumed.digests().weights
     assert third["host"] == third["device"]
-    backends["device"].step(groups, policy_version=3)
+    take_step(backends["device"], [groups], 3)
     assert backends["device"].digests().weights == third["device"][1]
 
 
@@ -140,10 +141,10 @@ def test_an_offloaded_model_computes_in_the_precision_of_the_device(
     )
     backend = InProcessBackend(tiny_model_path, config, AlgorithmConfig(), seed=0, temperature=1.0)
     backend.load(None)
-    exact = backend_of(tiny_model_path).step(groups, policy_version=1)
+    exact = take_step(backend_of(tiny_model_path), [groups], 1)
     assert {parameter.dtype for parameter in backend.policy.parameters()} == {torch.bfloat16}
     before = backend.digests()
-    metrics = backend.step(groups, policy_version=1)
+    metrics = take_step(backend, [groups], 1)
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert backend.digests() != before
     backend.save(tmp_path)

@@ -5,6 +5,10 @@ Legend: G = samples of the optimizer batch.
 Invariant: weights follow from the counts of tokens of the whole optimizer batch, before any mask or rejection. So the
 losses of micro-batches add up to the loss of the batch however it is cut, and rejected tokens do not make others
 heavier.
+
+A weight is 1 over the product of a divisor, which follows from the sample's group alone, and a denominator, which is
+one number for the batch and adds up over its groups. So the gradient of a batch whose last groups are not there yet can
+be summed with any denominator, and be put right at the end.
 """
 
 import numpy as np
@@ -12,7 +16,9 @@ import numpy as np
 from services.trainer.algorithm.axes import AggregationConfig
 
 
-def token_weights(num_tokens_G: np.ndarray, group_G: np.ndarray, config: AggregationConfig) -> np.ndarray:
+def token_weights(
+    num_tokens_G: np.ndarray, group_G: np.ndarray, config: AggregationConfig, *, denominator: float | None = None
+) -> np.ndarray:
     """Return float64[G]: the weight in the loss of each token of each sample.
 
     token:    1 / tokens of the batch (Yu et al. 2025, "DAPO", eq. 8).
@@ -27,14 +33,32 @@ def token_weights(num_tokens_G: np.ndarray, group_G: np.ndarray, config: Aggrega
             gradient count too, so the scale of the loss does not depend on their number.
         group_G: Group of each sample: any integers, in any order.
         config: Kind, and the length of constant.
+        denominator: Another than `batch_denominator` of these samples, if they are only a part of the batch.
     """
-    counts_G = np.asarray(num_tokens_G, dtype=np.float64)
+    if denominator is None:
+        denominator = batch_denominator(num_tokens_G, group_G, config)
+    return 1.0 / (denominator * _divisors(np.asarray(num_tokens_G, dtype=np.float64), group_G, config))
+
+
+def batch_denominator(num_tokens_G: np.ndarray, group_G: np.ndarray, config: AggregationConfig) -> float:
+    """Return the factor that the weights of a batch have in common: its tokens, samples or groups.
+
+    That of a batch is the sum of those of its parts, if no group is cut.
+    """
     if config.kind == "token":
-        return np.full_like(counts_G, 1.0 / counts_G.sum())
+        return float(np.sum(num_tokens_G))
+    if config.kind == "prompt":
+        return float(len(np.unique(group_G)))
+    return float(len(num_tokens_G))
+
+
+def _divisors(counts_G: np.ndarray, group_G: np.ndarray, config: AggregationConfig) -> np.ndarray:
+    if config.kind == "token":
+        return np.ones_like(counts_G)
     if config.kind == "constant":
-        return np.full_like(counts_G, 1.0 / (len(counts_G) * config.length))
+        return np.full_like(counts_G, config.length)
     if config.kind == "prompt":
         _, number_G = np.unique(group_G, return_inverse=True)
-        tokens_of_group = np.bincount(number_G, weights=counts_G)
-        return 1.0 / (len(tokens_of_group) * tokens_of_group[number_G])
-    return 1.0 / (len(counts_G) * counts_G)
+        tokens_of_group: np.ndarray = np.bincount(number_G, weights=counts_G)
+        return tokens_of_group[number_G]
+    return counts_G

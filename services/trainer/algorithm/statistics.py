@@ -36,6 +36,24 @@ def needs_statistics(config: AlgorithmConfig) -> bool:
     return config.correction.normalize or config.rejection.kind == "m2po" or config.kl.kind == "k1_in_reward"
 
 
+def whole_batch_setting(config: AlgorithmConfig) -> str:
+    """Return the setting by which the gradient of each sample depends on all samples of the batch; empty if none does.
+
+    Without one, what a group adds to the gradient is known when the group is there, up to the one denominator of the
+    batch: backward may begin before the batch is complete.
+    """
+    advantage = config.advantage
+    if advantage.kind in ("reinforce_pp", "reinforce_pp_baseline", "custom"):
+        return f"algorithm.advantage.kind = {advantage.kind!r}"
+    if advantage.norm != "none":
+        return f"algorithm.advantage.norm = {advantage.norm!r}"
+    if config.correction.normalize:
+        return "algorithm.correction.normalize = true"
+    if config.rejection.kind == "m2po":
+        return "algorithm.rejection.kind = 'm2po'"
+    return ""
+
+
 def batch_statistics(tokens: Tokens, samples: Samples, config: AlgorithmConfig) -> BatchStatistics:
     """Return the statistics of a batch.
 

@@ -9,7 +9,7 @@ All methods block for as long as they compute: call them from a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -48,18 +48,37 @@ class TrainBackend(Protocol):
             ConfigError: the folder holds no model that can be loaded.
         """
 
-    def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
-        """Take one optimizer step over the whole batch and return its metrics.
-
-        A loss or gradient that is not finite changes nothing; the metrics count it as `skipped`.
+    def begin_step(self, policy_version: int) -> None:
+        """Begin an optimizer step. It ends with `finish_step` or `abort_step`.
 
         Args:
-            groups: The batch, in an order that a replay must repeat.
             policy_version: The published version, which the weights have before the step.
+        """
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Add groups to the step's batch. What can be computed of them is.
+
+        Weights and optimizer stay as they are. The step is the same however its batch is cut into chunks, up to the
+        order of float32 sums.
+
+        Args:
+            groups: A chunk of the batch, in an order that a replay must repeat.
+
+        Raises:
+            DataError: the algorithm cannot work with these groups.
+        """
+
+    def finish_step(self) -> dict[str, float]:
+        """Update the weights once, with all groups since `begin_step`, at least one, and return the step's metrics.
+
+        A loss or gradient that is not finite changes nothing; the metrics count it as `skipped`.
 
         Raises:
             UserError: more than `MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
+
+    def abort_step(self) -> None:
+        """Leave out a step that was begun; weights and optimizer are as before it."""
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
@@ -75,3 +94,25 @@ class TrainBackend(Protocol):
 
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
+
+
+def take_step(backend: TrainBackend, chunks: Iterable[Sequence[TrainGroup]], policy_version: int) -> dict[str, float]:
+    """Take one optimizer step over groups that are all there, and return its metrics.
+
+    Args:
+        backend: Takes the step.
+        chunks: The batch as it is cut; see `TrainBackend.accumulate`.
+        policy_version: The published version, which the weights have before the step.
+
+    Raises:
+        DataError: the algorithm cannot work with these groups.
+        UserError: too many steps in a row were skipped.
+    """
+    backend.begin_step(policy_version)
+    try:
+        for chunk in chunks:
+            backend.accumulate(chunk)
+        return backend.finish_step()
+    except BaseException:
+        backend.abort_step()
+        raise

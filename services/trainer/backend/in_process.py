@@ -27,7 +27,7 @@ from services.trainer.backend.model import PolicyModel
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.reference import ReferencePolicy
-from services.trainer.backend.train_step import TrainStep
+from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
 
@@ -84,6 +84,7 @@ class InProcessBackend:
         self._temperature = temperature
         self._adam_eps = adam_eps
         self._max_skipped_steps = max_skipped_steps
+        self._step: TrainStep | None = None
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
     @property
@@ -116,7 +117,7 @@ class InProcessBackend:
         self._reference = None
         if self._algorithm.needs_reference:
             self._reference = ReferencePolicy(self.policy, self._weights, self._algorithm.kl, precision=self._precision)
-        self._step = TrainStep(
+        self._parts = StepParts(
             model=self._logprobs,
             optimizer=self._optimizer,
             reference=self._reference,
@@ -155,10 +156,32 @@ class InProcessBackend:
         self.policy.to(self._device)  # the buffers, which keep their precision
         return weights
 
-    def step(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
-        """Take one optimizer step over the whole batch; see `TrainBackend.step`."""
+    def begin_step(self, policy_version: int) -> None:
+        """Begin an optimizer step; see `TrainBackend.begin_step`."""
+        if self._step is not None:
+            raise ValueError("the step before is neither finished nor aborted")
         reset_memory_peak(self._device)
-        return self._step(groups, policy_version) | memory_peaks(self._device)
+        self._step = TrainStep(self._parts, policy_version)
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Add groups to the step's batch; see `TrainBackend.accumulate`."""
+        self._open_step().accumulate(groups)
+
+    def finish_step(self) -> dict[str, float]:
+        """Update the weights; see `TrainBackend.finish_step`."""
+        metrics = self._open_step().finish() | memory_peaks(self._device)
+        self._step = None
+        return metrics
+
+    def abort_step(self) -> None:
+        """Leave out a step that was begun."""
+        self._open_step().abort()
+        self._step = None
+
+    def _open_step(self) -> TrainStep:
+        if self._step is None:
+            raise ValueError("no step was begun")
+        return self._step
 
     def _precision(self) -> torch.autocast:
         """Compute in the configured precision; the weights stay float32."""

@@ -99,6 +99,12 @@ class Optimizer:
             **{name: rate * factor for name, rate in rates.items()},
         }
 
+    def scale(self, factor: float) -> None:
+        """Multiply the accumulated gradient."""
+        for weight in self._trained.values():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+
     def discard(self) -> None:
         """Clear the accumulated gradient."""
         self._adamw.zero_grad(set_to_none=True)

@@ -1,16 +1,23 @@
-"""One optimizer step: groups in, new weights and metrics out.
+"""One optimizer step: groups in, chunk by chunk as they come, new weights and metrics out.
 
 Legend: G = samples of the batch, N = the policy's own tokens of a row.
 
-Invariants: the step is the same however the batch is cut into rows. Groups without an advantage add nothing to
-the policy gradient, but count in every denominator, and so do groups that cannot be trained because one of their
-numbers is not finite. A step without a gradient that could be trusted leaves weights and AdamW's averages unchanged,
-and says why.
+Invariants: loss, gradient and metrics are the same however the batch is cut into chunks and rows, and in whichever
+order its groups come, up to the order of float32 sums; one order and cut gives the same bits again. Groups without an
+advantage add nothing to the policy gradient, but count in every denominator, and so do groups that cannot be trained
+because one of their numbers is not finite. A step without a gradient that could be trusted leaves weights and AdamW's
+averages unchanged, and says why.
+
+How a batch is trained in chunks: the gradient of each is summed with the denominator of the first, and put
+right by one factor when the batch is complete. A batch of one chunk is never scaled. Samples without gradient are
+measured at the end, so which ones does not depend on the cut. Where a sample's gradient depends on the whole batch,
+chunks wait until it is complete (`statistics.whole_batch_setting`).
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import structlog
 import torch
@@ -19,12 +26,18 @@ from services.trainer.algorithm.batch_stats import batch_stats
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import Loss, policy_loss
 from services.trainer.algorithm.regularisers import EntropyCoefficient
-from services.trainer.algorithm.statistics import BatchStatistics, batch_statistics, needs_statistics
+from services.trainer.algorithm.statistics import (
+    BatchStatistics,
+    batch_statistics,
+    needs_statistics,
+    whole_batch_setting,
+)
 from services.trainer.algorithm.token_stats import token_stats, weighted_mean
-from services.trainer.algorithm.tokens import Tokens, concatenated
-from services.trainer.backend.batch import Batch, is_finite, make_batch
+from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
+from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
 from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.optimizer import Optimizer
+from services.trainer.backend.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.reference import ReferencePolicy
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup
@@ -32,31 +45,12 @@ from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
 
-
-class _NotFiniteError(Exception):
-    """The policy gives samples a log-probability that is not finite."""
-
-    def __init__(self, samples: set[int]) -> None:
-        super().__init__(samples)
-        self.samples = samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Passed:
-    """What the passes over a batch gave, beside its gradient."""
-
-    loss: float
-    tokens: Tokens
-    """All that were computed, detached."""
-    terms: Loss
-    """Of these, in float64."""
-    counts_N: torch.Tensor
-    """How many tokens of the batch each of these stands for in metrics."""
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainStep:
-    """Takes steps with one model and one optimizer."""
+class StepParts:
+    """What every step is computed with."""
 
     model: Callable[[PackedRow], TokenLogprobs]
     """With gradient."""
@@ -68,103 +62,248 @@ class TrainStep:
     config: BackendConfig
     algorithm: AlgorithmConfig
 
-    def __call__(self, groups: Sequence[TrainGroup], policy_version: int) -> dict[str, float]:
-        """Take one step over the whole batch and return its metrics; see `TrainBackend.step`."""
+
+class _NotFiniteError(Exception):
+    """The policy gives samples a log-probability that is not finite."""
+
+    def __init__(self, samples: set[int]) -> None:
+        super().__init__(samples)
+        self.samples = samples
+        """Numbers in the batch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sums:
+    """What the passes over a batch gave so far, beside its gradient."""
+
+    num_chunks: int = 0
+    """Chunks whose gradient is in the sum."""
+    denominator: float | None = None
+    """With which weights are computed; None before the first chunk."""
+    loss: float = 0.0
+    tokens: list[Tokens] = field(default_factory=list)
+    """Of each row that was computed, detached."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Passed:
+    """What the passes over a whole batch gave, beside its gradient."""
+
+    tokens: Tokens
+    """All that were computed, detached."""
+    terms: Loss
+    """Of these, in float64."""
+    counts_N: torch.Tensor
+    """How many tokens of the batch each of these stands for in metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pass:
+    """Rows to compute, of some samples of a chunk."""
+
+    rows: PlannedRows
+    samples: Samples
+    """Of the chunk."""
+    references: Sequence[torch.Tensor | None]
+    """The reference policy's log-probabilities in each row."""
+    first_sample: int
+    """Number in the batch of the chunk's first sample."""
+
+
+class TrainStep:
+    """A step under way: `accumulate` any number of times, then `finish`, or `abort` at any time."""
+
+    def __init__(self, parts: StepParts, policy_version: int) -> None:
+        """Begin with nothing.
+
+        Args:
+            parts: What the step is computed with.
+            policy_version: The published version, which the weights have before the step.
+        """
+        self._model = parts.model
+        self._optimizer = parts.optimizer
+        self._reference = parts.reference
+        self._entropy = parts.entropy
+        self._device = parts.device
+        self._config = parts.config
+        self._algorithm = parts.algorithm
+        self._version = policy_version
+        self._waits_for_batch = bool(whole_batch_setting(parts.algorithm))
+        self._chunks: list[Sequence[TrainGroup]] = []
+        self._skipped: set[int] = set()  # numbers of groups of the batch
+        self._sums = _Sums()
+        self._duration_s = 0.0
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Add groups to the batch, and their gradient to the sum; see `TrainBackend.accumulate`."""
         started = time.perf_counter()
-        skipped = {number for number, group in enumerate(groups) if not is_finite(group)}
-        while True:
-            batch = make_batch(
-                groups,
-                skipped,
-                config=self.config,
-                algorithm=self.algorithm,
-                version=policy_version,
-                device=self.device,
-            )
-            try:
-                passed = self._pass_over(batch)
-                break
-            except _NotFiniteError as found:
-                self.optimizer.discard()
-                skipped |= {int(batch.group_G[sample]) for sample in found.samples}
-        for number in sorted(skipped):
+        first = len(self._groups)
+        self._skipped |= {first + number for number, group in enumerate(groups) if not is_finite(group)}
+        self._chunks.append(groups)
+        if not self._waits_for_batch:
+            self._until_finite(self._sum_chunks)
+        self._duration_s += time.perf_counter() - started
+
+    def finish(self) -> dict[str, float]:
+        """Update the weights and return the metrics; see `TrainBackend.finish_step`."""
+        started = time.perf_counter()
+        groups = self._groups
+        batch, passed = self._until_finite(self._complete)
+        for number in sorted(self._skipped):
             log.warning("group.skipped", index=groups[number].index, reason="a number of it is not finite")
-        entropy_coef = self.entropy.value
-        loss = 0.0 if passed is None else passed.loss
-        metrics = self.optimizer.update(loss, problem=_problem(passed, self.algorithm))
+        if self._sums.denominator != batch.denominator:
+            factor = (self._sums.denominator or 0.0) / batch.denominator
+            self._optimizer.scale(factor)
+            self._sums.loss *= factor
+        entropy_coef, loss = self._entropy.value, self._sums.loss
+        metrics = self._optimizer.update(loss, problem=_problem(passed, self._algorithm))
         if not metrics["skipped"]:
             self._count_update(passed)
-        duration_s = time.perf_counter() - started
-        staleness = [policy_version - group.oldest_version for group in groups]
+        self._duration_s += time.perf_counter() - started
+        staleness = [self._version - group.oldest_version for group in groups]
         metrics |= batch_stats([group.rewards for group in groups], batch.num_tokens_G, staleness)
         metrics |= {
             "num_groups_without_gradient": float(len(groups) - len(set(batch.group_G[batch.has_advantage_G]))),
-            "num_groups_skipped": float(len(skipped)),
+            "num_groups_skipped": float(len(self._skipped)),
         }
         if passed is not None:
             metrics |= token_stats(
-                passed.tokens, passed.terms, self.algorithm, version=policy_version, counts_N=passed.counts_N
+                passed.tokens, passed.terms, self._algorithm, version=self._version, counts_N=passed.counts_N
             )
-        if self.algorithm.entropy.kind != "none":
+        if self._algorithm.entropy.kind != "none":
             metrics["entropy_coef"] = entropy_coef
         return metrics | {
             "num_tokens": float(batch.num_tokens_G.sum()),
+            "num_chunks": 1.0 if self._waits_for_batch else float(len(self._chunks)),
             "loss": loss,
-            "step_time_s": duration_s,
-            "trained_tokens_per_s": sum(map(len, batch.sequences)) / duration_s,
-            "packing_density": batch.packing_density,
-            "shared_token_fraction": batch.shared_token_fraction,
+            "step_time_s": self._duration_s,
+            "trained_tokens_per_s": sum(map(len, batch.sequences)) / self._duration_s,
+            "packing_density": self._sums.counts.packing_density,
+            "shared_token_fraction": self._sums.counts.shared_fraction,
         }
 
-    def _pass_over(self, batch: Batch) -> _Passed | None:
-        """Accumulate the gradient of a batch; None if none of its groups can be trained.
+    def abort(self) -> None:
+        """Forget the gradient."""
+        self._optimizer.discard()
 
-        Raises:
-            _NotFiniteError: the policy computes no number for some of its samples.
+    @property
+    def _groups(self) -> list[TrainGroup]:
+        return [group for chunk in self._chunks for group in chunk]
+
+    def _until_finite(self, compute: Callable[[], ResultT]) -> ResultT:
+        """Compute without the groups for which the policy computes no number.
+
+        Their share of the sum cannot be told from that of others, so all of the batch is computed again.
         """
-        if not batch.plan:
-            return None
-        references: list[torch.Tensor | None] = [None] * len(batch.plan)
-        if self.reference is not None:
-            references = [*self.reference.logprobs(map(batch.row, range(len(batch.plan))))]
+        while True:
+            try:
+                return compute()
+            except _NotFiniteError as found:
+                self._optimizer.discard()
+                self._sums = _Sums()
+                group_of = [number for number, group in enumerate(self._groups) for _ in group.sequences]
+                self._skipped |= {group_of[sample] for sample in found.samples}
+
+    def _sum_chunks(self) -> None:
+        """Add the gradient of each chunk that is not in the sum yet."""
+        sums = self._sums
+        for chunk in self._chunks[sums.num_chunks :]:
+            first = sum(map(len, self._chunks[: sums.num_chunks]))
+            batch = self._batch(chunk, first, denominator=sums.denominator)
+            if sums.denominator is None:
+                sums.denominator = batch.denominator
+            first_sample = sum(len(group.sequences) for group in self._groups[:first])
+            self._add_gradient(self._plan(batch, batch.with_gradient, first_sample), BatchStatistics())
+            sums.num_chunks += 1
+
+    def _complete(self) -> tuple[Batch, _Passed | None]:
+        """Compute what is left of the batch; None if none of its groups can be trained."""
+        batch = self._batch(self._groups, 0)
+        measured, counts_G = batch.without_gradient, torch.ones(len(batch.sequences), dtype=torch.float64)
+        if measured and not needs_statistics(self._algorithm):
+            measured = measured_samples(batch.without_gradient, self._version)
+            counts_G[measured] = len(batch.without_gradient) / len(measured)
+        flat = self._plan(batch, measured, 0)
         statistics = BatchStatistics()
-        if needs_statistics(self.algorithm):
-            with torch.no_grad():
-                seen = [self._forward(batch, n, references[n]).detached() for n in range(len(batch.plan))]
-            statistics = batch_statistics(concatenated(seen), batch.samples.detached(), self.algorithm)
-        coef, loss, seen = self.entropy.value, 0.0, []
-        for number, reference_N in enumerate(references):
-            with torch.set_grad_enabled(batch.has_gradient(number)):
-                tokens = self._forward(batch, number, reference_N)
-                terms = policy_loss(tokens, batch.samples, self.algorithm, statistics=statistics, entropy_coef=coef)
+        if self._waits_for_batch:
+            whole = self._plan(batch, batch.with_gradient, 0)
+            if needs_statistics(self._algorithm) and (seen := [*self._measure(whole), *self._measure(flat)]):
+                statistics = batch_statistics(concatenated(seen), batch.samples.detached(), self._algorithm)
+            self._sums.denominator = batch.denominator
+            self._add_gradient(whole, statistics)
+        else:
+            self._sum_chunks()
+        seen = [*self._sums.tokens, *self._measure(flat)]
+        self._sums.counts += flat.rows.token_counts
+        if not seen:
+            return batch, None
+        tokens, samples = concatenated(seen), batch.samples.detached()
+        terms = policy_loss(tokens, samples, self._algorithm, statistics=statistics, entropy_coef=self._entropy.value)
+        return batch, _Passed(tokens=tokens, terms=terms, counts_N=counts_G[tokens.sample_N])
+
+    def _batch(self, groups: Sequence[TrainGroup], first: int, *, denominator: float | None = None) -> Batch:
+        """Return the batch of groups, of which `first` is the first one's number."""
+        return make_batch(
+            groups,
+            {number - first for number in self._skipped},
+            algorithm=self._algorithm,
+            version=self._version,
+            device=self._device,
+            denominator=denominator,
+        )
+
+    def _plan(self, batch: Batch, chosen: Sequence[int], first_sample: int) -> _Pass:
+        rows = PlannedRows.of(batch.sequences, batch.group_G.tolist(), chosen, self._config, self._device)
+        references: list[torch.Tensor | None] = [None] * len(rows)
+        if self._reference is not None:
+            references = [*self._reference.logprobs(rows)]
+        return _Pass(rows=rows, samples=batch.samples, references=references, first_sample=first_sample)
+
+    def _add_gradient(self, planned: _Pass, statistics: BatchStatistics) -> None:
+        for row, reference_N in zip(planned.rows, planned.references, strict=True):
+            tokens = self._forward(planned, row, reference_N)
+            terms = policy_loss(
+                tokens, planned.samples, self._algorithm, statistics=statistics, entropy_coef=self._entropy.value
+            )
             if terms.value.requires_grad:
                 terms.value.backward()
-            seen.append(tokens.detached())
-            loss += float(terms.value.detach())
-        whole, samples = concatenated(seen), batch.samples.detached()
-        terms = policy_loss(whole, samples, self.algorithm, statistics=statistics, entropy_coef=coef)
-        return _Passed(loss=loss, tokens=whole, terms=terms, counts_N=batch.counts_G[whole.sample_N])
+            self._sums.loss += float(terms.value.detach())
+            self._sums.tokens.append(_numbered(tokens.detached(), planned.first_sample))
+        self._sums.counts += planned.rows.token_counts
 
-    def _forward(self, batch: Batch, number: int, reference_N: torch.Tensor | None) -> Tokens:
-        row = batch.row(number)
-        output = self.model(row)
+    def _measure(self, planned: _Pass) -> list[Tokens]:
+        """Compute rows without gradient."""
+        with torch.no_grad():
+            return [
+                _numbered(self._forward(planned, row, reference_N).detached(), planned.first_sample)
+                for row, reference_N in zip(planned.rows, planned.references, strict=True)
+            ]
+
+    def _forward(self, planned: _Pass, row: PackedRow, reference_N: torch.Tensor | None) -> Tokens:
+        output = self._model(row)
         is_finite_N = output.logprobs_N.isfinite()
         if not is_finite_N.all():
-            raise _NotFiniteError(set(row.sample_N[~is_finite_N].tolist()))
+            raise _NotFiniteError({planned.first_sample + sample for sample in row.sample_N[~is_finite_N].tolist()})
         return Tokens(
             logprobs_N=output.logprobs_N,
             engine_logprobs_N=row.engine_logprobs_N,
             versions_N=row.versions_N,
             sample_N=row.sample_N,
             entropy_N=output.entropy_N,
-            reference_logprobs_N=None if reference_N is None else reference_N.to(self.device),
+            reference_logprobs_N=None if reference_N is None else reference_N.to(self._device),
         )
 
     def _count_update(self, passed: _Passed | None) -> None:
-        if self.reference is not None:
-            self.reference.count_update()
+        if self._reference is not None:
+            self._reference.count_update()
         if passed is not None and passed.tokens.entropy_N is not None:
-            self.entropy.observe(float(weighted_mean(passed.tokens.entropy_N, passed.counts_N)))
+            self._entropy.observe(float(weighted_mean(passed.tokens.entropy_N, passed.counts_N)))
+
+
+def _numbered(tokens: Tokens, first_sample: int) -> Tokens:
+    """Return the tokens of a chunk with the numbers that samples have in the batch."""
+    return replace(tokens, sample_N=tokens.sample_N + first_sample)
 
 
 def _problem(passed: _Passed | None, config: AlgorithmConfig) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from penstock.errors import InvalidRequestError, SetupError
 from services.trainer.admission.filters import FilterReason, screen
+from services.trainer.backend.base import take_step
 from services.trainer.backend.environment import Environment, computing_threads
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup, open_reader
@@ -34,7 +35,7 @@ class ReplayedStep:
     """The results of a step."""
 
     metrics: dict[str, float]
-    """As `TrainBackend.step` returns them."""
+    """As `TrainBackend.finish_step` returns them."""
     weights_before: str
     """Digest."""
     weights_after: str
@@ -138,7 +139,7 @@ class _Trainer:
             raise SetupError(f"trainer.max_staleness = {bound} leaves none of the {len(groups)} groups of the step")
         with computing_threads(inputs.environment.num_threads):
             before = self.backend.digests()
-            metrics = self.backend.step(fresh, inputs.policy_version)
+            metrics = take_step(self.backend, [fresh], inputs.policy_version)
             environment = self.backend.environment()
         return ReplayedStep(
             metrics=metrics | _filter_metrics(recording, fresh, filtered),

@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import ConfigError, DataError, UserError
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from services.trainer.config import BackendConfig, OptimizerConfig
@@ -101,7 +102,8 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
     }
     results = []
     for micro_batch_tokens in (100_000, 1):
-        metrics = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens, **algorithm).step(groups, VERSION)
+        backend = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens, **algorithm)
+        metrics = take_step(backend, [groups], VERSION)
         results.append({name: value for name, value in metrics.items() if name not in times})
     whole, cut = results
     assert whole["grad_norm"] > 0
@@ -124,9 +126,9 @@ def test_a_group_that_is_not_finite_is_skipped_and_counted(
     }[broken]
     with structlog.testing.capture_logs() as logs:
         backend = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens)
-        metrics = backend.step([groups[0], bad, *groups[2:]], VERSION)
+        metrics = take_step(backend, [[groups[0], bad, *groups[2:]]], VERSION)
     silent = replace(groups[1], rewards=(0.5, 0.5, 0.5, 0.5))
-    expected = loaded(tiny_model_path).step([groups[0], silent, *groups[2:]], VERSION)
+    expected = take_step(loaded(tiny_model_path), [[groups[0], silent, *groups[2:]]], VERSION)
     assert metrics["num_groups_skipped"] == 1
     assert metrics["skipped"] == 0
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
@@ -140,11 +142,11 @@ def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, gr
     backend = loaded(tiny_model_path)
     before = weights(backend)
     batch = [with_logprob(group, math.inf) for group in groups]
-    metrics = backend.step(batch, VERSION)
+    metrics = take_step(backend, [batch], VERSION)
     assert (metrics["skipped"], metrics["num_groups_skipped"]) == (1, 4)
     assert same_weights(backend, before)
     with pytest.raises(UserError, match=r"2 steps in a row were skipped, .* no group has finite rewards"):
-        backend.step(batch, VERSION)
+        take_step(backend, [batch], VERSION)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +164,19 @@ def test_a_batch_that_is_wholly_rejected_skips_the_step(
     backend = loaded(tiny_model_path, **algorithm)
     before = weights(backend)
     with structlog.testing.capture_logs() as logs:
-        metrics = backend.step(groups, VERSION)
+        metrics = take_step(backend, [groups], VERSION)
     assert (metrics["skipped"], metrics["rejected_fraction"]) == (1, 1)
     assert "every token with an advantage was rejected" in logs[-1]["reason"]
     assert same_weights(backend, before)
     with pytest.raises(UserError, match=r"2 steps in a row were skipped.*\[algorithm\]"):
-        backend.step(groups, VERSION)
+        take_step(backend, [groups], VERSION)
 
 
 def test_equal_rewards_are_no_rejection(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """A batch without any advantage is a step without a gradient, not a skipped one."""
-    metrics = loaded(tiny_model_path, preset="ppo", rejection={"kind": "k3", "max_k3": 1e-12}).step(groups[3:], VERSION)
+    metrics = take_step(
+        loaded(tiny_model_path, preset="ppo", rejection={"kind": "k3", "max_k3": 1e-12}), [groups[3:]], VERSION
+    )
     assert (metrics["skipped"], metrics["grad_norm"], metrics["rejected_fraction"]) == (0, 0, 0)
 
 
@@ -180,20 +184,20 @@ def test_maxrl_refuses_rewards_below_zero(tiny_model_path: Path, groups: list[Tr
     """Its baseline would change its sign."""
     bad = replace(groups[0], rewards=(1.0, -1.0, 1.0, -1.0))
     with pytest.raises(DataError, match=r"advantage\.kind = 'maxrl' needs rewards of at least 0, found -1"):
-        loaded(tiny_model_path, advantage={"kind": "maxrl"}).step([bad], VERSION)
+        take_step(loaded(tiny_model_path, advantage={"kind": "maxrl"}), [[bad]], VERSION)
 
 
 def test_the_reference_stays_where_the_run_began(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """The first step has distance 0 and the gradient of a run without it; later ones are pulled back."""
     free, held = loaded(tiny_model_path), loaded(tiny_model_path, kl={"kind": "k3", "coef": 10.0})
-    first = held.step(groups, VERSION)
+    first = take_step(held, [groups], VERSION)
     assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
     assert first["kl_loss"] == pytest.approx(0, abs=1e-6)
-    assert first["grad_norm"] == pytest.approx(free.step(groups, VERSION)["grad_norm"], rel=1e-3)
+    assert first["grad_norm"] == pytest.approx(take_step(free, [groups], VERSION)["grad_norm"], rel=1e-3)
     start = {name: weight.float() for name, weight in loaded(tiny_model_path).export()}
     for _ in range(8):
-        last = held.step(groups, VERSION)
-        free.step(groups, VERSION)
+        last = take_step(held, [groups], VERSION)
+        take_step(free, [groups], VERSION)
     assert last["kl_loss"] > 0
 
     def distance(backend: InProcessBackend) -> float:
@@ -205,13 +209,13 @@ def test_the_reference_stays_where_the_run_began(tiny_model_path: Path, groups: 
 def test_the_reference_follows_the_policy(tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path) -> None:
     """copy: after every second step it is the policy. ema: it goes a share of the way."""
     backend = loaded(tiny_model_path, kl={"kind": "k2", "refresh": "copy", "refresh_every": 2})
-    distances = [abs(backend.step(groups, VERSION)["kl_reference"]) for _ in range(3)]
+    distances = [abs(take_step(backend, [groups], VERSION)["kl_reference"]) for _ in range(3)]
     assert distances[1] > 1e-3
     assert distances[0] < 1e-7
     assert distances[2] < 1e-7
     half = loaded(tiny_model_path, kl={"kind": "k2", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5})
     start = weights(half)
-    half.step(groups, VERSION)
+    take_step(half, [groups], VERSION)
     half.save(tmp_path)
     reference = torch.load(tmp_path / "reference.pt")["weights"]
     for name, now in half.policy.named_parameters():
@@ -228,16 +232,16 @@ def test_reference_and_entropy_go_on_from_a_checkpoint(
         "entropy": {"kind": "target", "coef": 0.01, "target": 50.0, "adjustment": 0.004},
     }
     backend = loaded(tiny_model_path, **settings)
-    assert [backend.step(groups, VERSION)["entropy_coef"] for _ in range(2)] == pytest.approx([0.01, 0.014])
+    assert [take_step(backend, [groups], VERSION)["entropy_coef"] for _ in range(2)] == pytest.approx([0.01, 0.014])
     backend.save(tmp_path)
-    expected = backend.step(groups, VERSION)
+    expected = take_step(backend, [groups], VERSION)
     assert expected["entropy_coef"] == pytest.approx(0.018)
     resumed = loaded(tiny_model_path, tmp_path, **settings)
-    again = resumed.step(groups, VERSION)
+    again = take_step(resumed, [groups], VERSION)
     assert {name: again[name] for name in ("loss", "kl_loss", "entropy_loss", "grad_norm")} == {
         name: expected[name] for name in ("loss", "kl_loss", "entropy_loss", "grad_norm")
     }
-    assert abs(resumed.step(groups, VERSION)["kl_reference"]) < 1e-7  # the third step refreshed it
+    assert abs(take_step(resumed, [groups], VERSION)["kl_reference"]) < 1e-7  # the third step refreshed it
 
 
 def test_a_resumed_run_cannot_invent_its_reference(
@@ -245,7 +249,7 @@ def test_a_resumed_run_cannot_invent_its_reference(
 ) -> None:
     """The weights that the run began with are gone; the present ones would be another reference."""
     backend = loaded(tiny_model_path)
-    backend.step(groups, VERSION)
+    take_step(backend, [groups], VERSION)
     backend.save(tmp_path)
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.kind = 'k2' needs a reference policy, but .* without one"):
         loaded(tiny_model_path, tmp_path, kl={"kind": "k2"})
@@ -254,12 +258,12 @@ def test_a_resumed_run_cannot_invent_its_reference(
 def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Entropy here is about 5 nats: above a target of 1 the first step has the bonus, the next ones none."""
     backend = loaded(tiny_model_path, entropy={"kind": "target", "coef": 0.01, "target": 1.0})
-    assert [backend.step(groups, VERSION)["entropy_coef"] for _ in range(3)] == [0.01, 0, 0]
+    assert [take_step(backend, [groups], VERSION)["entropy_coef"] for _ in range(3)] == [0.01, 0, 0]
 
 
 def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Each is the value of a metric that exists; the loop measures the times."""
-    row = loaded(tiny_model_path).step(groups, VERSION) | {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0}
+    row = take_step(loaded(tiny_model_path), [groups], VERSION) | {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0}
     assert set(FIELD_NAMES) <= set(row)
     named = field_names(row)
     assert not set(named) & set(row)
@@ -275,5 +279,5 @@ def test_a_bonus_raises_the_entropy(tiny_model_path: Path, groups: list[TrainGro
     plain = loaded(tiny_model_path)
     bonus = loaded(tiny_model_path, entropy={"kind": "bonus", "coef": 1.0})
     for _ in range(5):
-        without, with_it = plain.step(groups, VERSION), bonus.step(groups, VERSION)
+        without, with_it = take_step(plain, [groups], VERSION), take_step(bonus, [groups], VERSION)
     assert with_it["entropy"] > without["entropy"]
