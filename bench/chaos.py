@@ -87,7 +87,6 @@ def main() -> int:
         "rollout.replicas": arguments.replicas,
         "rollout.prefill": arguments.prefill,
         "rollout.decode": arguments.decode,
-        "launch.max_restarts": 10_000,
         "run.seed": arguments.seed,
         "trainer.weight_sync.transport": arguments.transport,
     }

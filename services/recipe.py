@@ -17,7 +17,6 @@ from penstock.config import (
     SamplingConfig,
     SecurityConfig,
 )
-from services.launch.config import LaunchConfig
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
 from services.rollout.worker.config import WorkerConfig
@@ -48,7 +47,6 @@ class Recipe(Config):
     bus: BusConfig = BusConfig()
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
-    launch: LaunchConfig = LaunchConfig()
 
     @pydantic.model_validator(mode="after")
     def _engines_allow_the_push(self) -> Self:

@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,25 @@ A table that names its `preset` replaces the earlier one, and one that names its
 Editors that know TOML schemas (taplo, Even Better TOML) check a recipe as you type if its first line is
 `#:schema ./recipe.schema.json`, with the path to [recipes/recipe.schema.json](../recipes/recipe.schema.json).
 
+[ADR 13](adr/0013-what-is-a-setting.md) says what is a setting and what is a constant.
 """
 
 
 def contents() -> dict[Path, str]:
     """The generated files."""
+    sections = list(reference.sections(Recipe))
     return {
-        Path("docs/settings.md"): _HEAD + reference.as_markdown(list(reference.sections(Recipe))).rstrip() + "\n",
+        Path("docs/settings.md"): f"{_HEAD}{_counts(sections)}\n\n{reference.as_markdown(sections).rstrip()}\n",
         Path("recipes/recipe.schema.json"): json.dumps(_schema(), indent=1, ensure_ascii=False) + "\n",
     }
+
+
+def _counts(sections: Sequence[reference.Section]) -> str:
+    """How many settings there are, in all and by section."""
+    counts: Counter[str] = Counter()
+    for section in sections:
+        counts[section.key.partition(".")[0]] += len(section.settings)
+    return f"There are {counts.total()}: {', '.join(f'{key} {count}' for key, count in counts.items())}."
 
 
 def _schema() -> dict[str, Any]:

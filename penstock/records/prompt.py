@@ -90,6 +90,7 @@ class Limits(Record, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """Most tokens of a sequence, images expanded; never more than the engines take."""
     turn_timeout_s: float | None = None
+    """None: a turn may take what is left of its episode."""
     episode_timeout_s: float | None = None
 
 

@@ -24,14 +24,14 @@ from services.reward.config import RewardConfig
 
 _WINDOW_LINES = 500
 _MAX_IN_FLIGHT = 4000
-"""Lines that are sent and not yet verified; a service with default settings holds this many."""
+"""Lines that are sent and not yet verified; a service holds this many."""
 _NUM_SHOWN = 5
 """Bad lines that are reported on standard error; all of them are in the output."""
 _EXIT_BAD_LINES = 1
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-def score(*, source: Path | None, output: Path | None, profile: str, service: Service, max_queue: int) -> int:
+def score(*, source: Path | None, output: Path | None, profile: str, service: Service) -> int:
     """Verify the lines of `source` and write their verdicts; return the exit code: 1 if there were bad lines.
 
     Args:
@@ -39,7 +39,6 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
         output: Where the verdicts go; None: standard output.
         profile: The profile of lines without one.
         service: The service that verifies.
-        max_queue: Items that the service holds at once.
 
     Raises:
         UserError: a file cannot be read or written, the profile is unknown, or no service answers.
@@ -47,8 +46,7 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # which is ignored at first in what a script starts with `&`
         signal.signal(number, signal.default_int_handler)
-    max_lines = min(_WINDOW_LINES, max_queue)
-    max_windows = min(_MAX_IN_FLIGHT, max_queue) // max_lines
+    max_windows = _MAX_IN_FLIGHT // _WINDOW_LINES
     with contextlib.ExitStack() as stack:
         reading = stack.enter_context(_reading(source))
         _refuse_own_input(reading, output)
@@ -58,7 +56,7 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
             raise ConfigError(f"--profile {profile} is unknown; known: {', '.join(sorted(known))}")
         writing = stack.enter_context(_writing(output))
         reader = LineReader(
-            reading, name=str(source or "<stdin>"), profile=profile, known_profiles=known, max_lines=max_lines
+            reading, name=str(source or "<stdin>"), profile=profile, known_profiles=known, max_lines=_WINDOW_LINES
         )
         tally = _Tally()
         show = stack.enter_context(_progress(_size_of(reading)))

@@ -14,7 +14,6 @@ from penstock.telemetry import log
 from services.cli.arguments import sort_arguments
 from services.cli.extras import import_with_extra
 from services.recipe import Recipe
-from services.reward.config import RewardConfig
 
 
 def score(
@@ -50,7 +49,7 @@ def score(
             )
         security = Security.load(configuration.load(Recipe, (), overrides).security)
         log.configure(LogConfig(level="warning"), service="score")
-        service, max_queue = functools.partial(scoring.running_at, address, security), RewardConfig().max_queue
+        service = functools.partial(scoring.running_at, address, security)
     else:
         recipe = configuration.load(Recipe, config or (), ["--log.level=warning", *overrides])
         log.configure(recipe.log, service="score")
@@ -58,5 +57,4 @@ def score(
         security = Security.load(recipe.security)
         import_with_extra("services.reward.server", "penstock score", extra="reward")
         service = functools.partial(scoring.private_service, recipe.reward, security)
-        max_queue = recipe.reward.max_queue
-    return scoring.score(source=source, output=output, profile=profile, service=service, max_queue=max_queue)
+    return scoring.score(source=source, output=output, profile=profile, service=service)

@@ -18,7 +18,6 @@ from penstock.runtime.ports import held_ports
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopStage
-from services.launch.config import LaunchConfig
 from services.launch.display import Display, open_display
 from services.launch.gpu_plan import find_gpus
 from services.launch.metrics import MetricsFollower, describe_run
@@ -57,13 +56,12 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
         specs = process_specs(plan, folder, security)
-        await run_processes(specs, folder, recipe.launch, stop, security, grace_s=recipe.run.grace_s)
+        await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s)
 
 
 async def run_processes(
     specs: Sequence[ProcessSpec],
     folder: RunFolder,
-    config: LaunchConfig,
     stop: asyncio.Event,
     security: Security,
     *,
@@ -86,7 +84,6 @@ async def run_processes(
             supervised(
                 specs,
                 logs=folder.logs,
-                config=config,
                 report=display.write,
                 kill_after_s=grace_s + KILL_MARGIN_S,
             ) as supervisor,
@@ -207,6 +204,8 @@ async def _watched(
                 if is_new:
                     display.write(f"{child.spec.name} is up after {child.age_s:.1f} s")
             new_rows = metrics.poll()
+            if new_rows:
+                supervisor.note_progress()
             display.show(supervisor.children, metrics.rows, new_rows)
             for log in (own_log, *(child.log for child in supervisor.children)):
                 await asyncio.to_thread(log.bound)

@@ -17,9 +17,11 @@ from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import EXIT_USER_ERROR
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopStage
-from services.launch.config import LaunchConfig
 from services.launch.reaper import Reaper
 
+MAX_RESTARTS = 10
+"""A process that dies more often than this within `_RESTART_WINDOW_S`, while no step is trained, ends the run. A group
+that kills the trainer is given up after three deaths, so that three of them in a row are survived."""
 _RESTART_WINDOW_S = 600.0
 """A process that has run for longer has recovered from its earlier deaths."""
 _FIRST_BACKOFF_S = 0.5
@@ -40,15 +42,16 @@ class Supervisor:
     def __init__(
         self,
         children: Sequence[Child],
-        config: LaunchConfig,
         report: Callable[[str], None],
         *,
         kill_after_s: float,
+        max_restarts: int = MAX_RESTARTS,
         first_backoff_s: float = _FIRST_BACKOFF_S,
     ) -> None:
         """`report` is given a line for all that happens to a process; `kill_after_s` is what each gets to stop."""
         self.children = children
-        self._config = config
+        self._max_restarts = max_restarts
+        self._deaths: dict[str, deque[float]] = {}
         self._report = report
         self._kill_after_s = kill_after_s
         self._first_backoff_s = first_backoff_s
@@ -61,6 +64,11 @@ class Supervisor:
         child = next(child for child in self.children if child.spec.name == name)
         self._tasks[name] = asyncio.create_task(self._keep(child))
         return child
+
+    def note_progress(self) -> None:
+        """The run trained a step: whatever died before is no reason to end it."""
+        for deaths in self._deaths.values():
+            deaths.clear()
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Return when the run is done or `stop` is set.
@@ -119,8 +127,8 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> None:
         """Run `child` until it is asked to stop or has ended the run."""
-        name, config = child.spec.name, self._config
-        deaths: deque[float] = deque(maxlen=config.max_restarts + 1)
+        name = child.spec.name
+        deaths = self._deaths[name] = deque(maxlen=self._max_restarts + 1)
         num_failures = 0
         while not child.stop_asked.is_set():
             code = await child.run()
@@ -133,7 +141,7 @@ class Supervisor:
             deaths.append(now)
             num_recent = sum(now - death <= _RESTART_WINDOW_S for death in deaths)
             how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-            if num_recent > config.max_restarts:
+            if num_recent > self._max_restarts:
                 raise ProcessFailedError(_describe_failure(child, how, num_recent))
             num_failures = 1 if child.age_s > _MAX_BACKOFF_S else num_failures + 1
             backoff_s = Backoff(self._first_backoff_s, _MAX_BACKOFF_S).after(num_failures)
@@ -148,9 +156,9 @@ async def supervised(
     specs: Sequence[ProcessSpec],
     *,
     logs: Path,
-    config: LaunchConfig,
     report: Callable[[str], None],
     kill_after_s: float,
+    max_restarts: int = MAX_RESTARTS,
     first_backoff_s: float = _FIRST_BACKOFF_S,
 ) -> AsyncIterator[Supervisor]:
     """A supervisor of `specs` during the context, at whose end all processes are stopped, unless they were already.
@@ -159,7 +167,9 @@ async def supervised(
     """
     reaper = await Reaper.start()
     children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper) for spec in specs]
-    supervisor = Supervisor(children, config, report, kill_after_s=kill_after_s, first_backoff_s=first_backoff_s)
+    supervisor = Supervisor(
+        children, report, kill_after_s=kill_after_s, max_restarts=max_restarts, first_backoff_s=first_backoff_s
+    )
     try:
         try:
             yield supervisor
@@ -173,5 +183,8 @@ async def supervised(
 
 def _describe_failure(child: Child, how: str, num_deaths: int) -> str:
     lines = child.log.last_lines(_NUM_SHOWN_LINES)
-    head = f"{child.spec.name} {how}, death {num_deaths} within {_RESTART_WINDOW_S:g} s; its log {child.log.path} ends:"
+    head = (
+        f"{child.spec.name} {how}, death {num_deaths} within {_RESTART_WINDOW_S:g} s and no step trained; its log "
+        f"{child.log.path} ends:"
+    )
     return "\n".join([head, *(f"  {line}" for line in lines)])

@@ -7,11 +7,15 @@ from collections.abc import AsyncIterator, Iterator
 
 from penstock.errors import InvalidRequestError, OverloadedError
 
+MAX_ITEMS = 4096
+"""Items in the service at once, running ones included: larger than any group, and few enough that a caller hears of an
+overload while it can still send its items elsewhere. What they hold in memory is bounded where bodies are read."""
+
 
 class AdmissionQueue:
     """Admits at most `max_items` items at once."""
 
-    def __init__(self, max_items: int) -> None:
+    def __init__(self, max_items: int = MAX_ITEMS) -> None:
         self.max_items = max_items
         self.num_admitted = 0
         """Items that are in the service."""
@@ -31,7 +35,7 @@ class AdmissionQueue:
         if self._waiting or self.num_admitted + num_items > self.max_items:
             raise OverloadedError(
                 f"the queue holds {self.num_admitted} of {self.max_items} items and {num_items} more do not fit; "
-                "try again later, or raise reward.max_queue"
+                "try again later, or start another reward service"
             )
         self.num_admitted += num_items
         try:

@@ -91,8 +91,6 @@ class RewardConfig(Config):
     recycle_after: int = pydantic.Field(default=5000, ge=1)
     """A worker process is replaced by a fresh one after this many items; 1 isolates the items of a verifier that runs
     code out of responses from each other."""
-    max_queue: int = pydantic.Field(default=4096, ge=1)
-    """Items in the service at once, running ones included; calls that bring more are refused."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
     """Profile geo3k: largest |answer - gold| that is right for gold answers that are rounded labels: written with a
     decimal point, or an integer of at least 100 in absolute value; 0 is strict."""

@@ -11,6 +11,7 @@ from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc
+from services.reward.admission_queue import MAX_ITEMS
 from services.reward.config import RewardConfig, RewardSettings
 from services.reward.frontends.http.app import make_http_app
 from services.reward.frontends.rpc import RewardServicer
@@ -43,6 +44,7 @@ async def running(
     grace_s: float = 5.0,
     security: Security | None = None,
     max_overtime: int = MAX_OVERTIME,
+    max_items: int = MAX_ITEMS,
 ) -> AsyncIterator[RunningService]:
     """Run the service for as long as the context lasts; on leaving it, calls in progress may finish within `grace_s`.
 
@@ -52,6 +54,7 @@ async def running(
         grace_s: Seconds that calls in progress get at the end.
         security: What callers must show; None: what the environment says.
         max_overtime: Items that take long and leave their worker's turn to others, at once.
+        max_items: Items in the service at once.
 
     Raises:
         ConfigError: a setting names a profile that there is not, or is wrong for it.
@@ -68,7 +71,7 @@ async def running(
         sandbox=config.sandbox,
         verifiers=verifiers,
     )
-    verifier = Verifier(config, pool, verifiers, tls=security.tls)
+    verifier = Verifier(config, pool, verifiers, tls=security.tls, max_items=max_items)
     servicer = RewardServicer(verifier)
     rpc = RpcServer(host=host, port=config.port, security=security)
     name = service_name(reward_pb2.DESCRIPTOR, "RewardService")

@@ -11,7 +11,7 @@ import structlog
 from penstock.errors import InvalidRequestError
 from penstock.runtime.security import Tls
 from penstock.verdict_status import Status
-from services.reward.admission_queue import AdmissionQueue
+from services.reward.admission_queue import MAX_ITEMS, AdmissionQueue
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import sendable
@@ -62,6 +62,7 @@ class Verifier:
         verifiers: Mapping[str, str] | None = None,
         *,
         tls: Tls | None = None,
+        max_items: int = MAX_ITEMS,
     ) -> None:
         """Make a verifier; close it.
 
@@ -70,6 +71,7 @@ class Verifier:
             pool: Worker processes.
             verifiers: The custom verifiers that they have loaded: what, by name.
             tls: Authorities for the remote service.
+            max_items: Items in the service at once.
 
         Raises:
             ConfigError: the settings of a profile or custom verifier are wrong.
@@ -77,7 +79,7 @@ class Verifier:
         self._config = config
         self._pool = pool
         self._remote = RemoteVerifier(config.remote, tls) if config.remote.url else None
-        self.queue = AdmissionQueue(config.max_queue)
+        self.queue = AdmissionQueue(max_items)
         """Taken by the items that are in the service."""
         self.metrics = Metrics(pool, self.queue)
         self.profiles = make_profiles(config, verifiers)

@@ -46,10 +46,8 @@ class RouterConfig(Config):
     wait_for_replica_s: float = pydantic.Field(default=30.0, ge=0)
     """How long a call may wait, in total or since its last tokens, while no replica can take it; then it fails with
     UNAVAILABLE, or with RESOURCE_EXHAUSTED if replicas keep rejecting it. While replicas are merely at their limit, it
-    waits until its deadline, and so does a call that has just broken a replica, so that `max_attempts` is reached."""
-    max_attempts: int = pydantic.Field(default=3, ge=1)
-    """After this many replicas in a row failed a call without delivering a token, it is given up with ABORTED: the call
-    may be what breaks them."""
+    waits until its deadline, and so does a call that has just broken a replica: after three replicas in a row it fails
+    with ABORTED."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ import structlog
 from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import NotReadyError, OverloadedError, PenstockError
 from services.router.balancing import UNBOUNDED, Query
-from services.router.config import RouterConfig
 from services.router.resumable_stream import ResumableStream
 from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
+from services.router.tuning import Tuning
 from services.router.wait_queue import Ticket
 
 log = structlog.get_logger()
@@ -24,10 +24,10 @@ log = structlog.get_logger()
 class RequestForwarder:
     """Forwards calls to the slots of a pool."""
 
-    def __init__(self, config: RouterConfig, slots: SlotPool) -> None:
+    def __init__(self, slots: SlotPool, tuning: Tuning) -> None:
         """Forward to `slots`."""
-        self._config = config
         self._slots = slots
+        self._tuning = tuning
 
     @property
     def context_length(self) -> int | None:
@@ -46,7 +46,7 @@ class RequestForwarder:
         """
         query = stream.read_query(with_blocks=self._slots.balancer.reads_blocks)
         ticket = Ticket(query=query, deadline=time.monotonic() + timeout_s, size_bytes=stream.size_bytes)
-        budget = RetryBudget(self._config.max_attempts)
+        budget = RetryBudget(self._tuning.max_attempts)
         return run_turn(_Slots(self._slots, ticket, budget), stream, budget=budget, deadline=ticket.deadline)
 
 

@@ -58,7 +58,7 @@ async def routing(
         open_pool(bus) as pool,
         contextlib.aclosing(SlotPool(config, pool, tuning=tuning, security=security)) as slots,
     ):
-        routes, forwarder = Routes(), RequestForwarder(config, slots)
+        routes, forwarder = Routes(), RequestForwarder(slots, tuning)
         server = RpcServer(host=host, port=config.port, security=security)
         server.add(GenerateServicer.register, GenerateServicer(forwarder, tuning), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")

@@ -68,6 +68,10 @@ class Tuning:
     max_load_ratio: float = 1.25
     """prefix and consistent_hash skip a replica whose load exceeds the others' by more than this factor: the bound that
     Mirrokni, Thorup and Zadimoghaddam recommend."""
+    max_attempts: int = 3
+    """After this many replicas in a row failed a call without delivering a token, it is given up with ABORTED: the call
+    may be what breaks them. Two may fail by chance, when a machine with several engines goes away; a third would be one
+    more replica lost to a bad row."""
     chunk_tokens: int = 64
     """Unary calls run as streams with chunks of this many tokens: what a replica that dies costs at most."""
     route_ttl_s: float = 600.0

@@ -31,7 +31,7 @@ from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
-from services.trainer.flow.failure_streak import FailureStreak
+from services.trainer.flow.failure_streak import MAX_IN_A_ROW, FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.loop import TrainingLoop
@@ -69,8 +69,8 @@ async def assemble(
         UserError: the model, the data or NATS are not as the run needs them, or the trainer died too often in a row.
     """
     config = settings.trainer
-    crashes = await asyncio.to_thread(_open_crash_record, start.folder, config)
-    streak = FailureStreak(max_in_a_row=config.max_failures_in_a_row)
+    crashes = await asyncio.to_thread(_open_crash_record, start)
+    streak = FailureStreak()
     ledger = _open_ledger(config, start.checkpoint)
     tally = FilterTally(max_share=settings.filters.max_filtered_share)
     for doubt in doubts(settings.filters, settings.algorithm):
@@ -198,10 +198,10 @@ async def assemble(
     )
 
 
-def _open_crash_record(folder: Path, config: TrainerConfig) -> CrashRecord:
-    folder.mkdir(parents=True, exist_ok=True)
-    crashes = CrashRecord(folder / "in_hand.json")
-    crashes.require_progress(config.max_failures_in_a_row)
+def _open_crash_record(start: StartingPoint) -> CrashRecord:
+    start.folder.mkdir(parents=True, exist_ok=True)
+    crashes = CrashRecord(start.folder / "in_hand.json", run_id=start.run_id, is_resumed=start.checkpoint is not None)
+    crashes.require_progress(MAX_IN_A_ROW)
     return crashes
 
 

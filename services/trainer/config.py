@@ -165,9 +165,6 @@ class TrainerConfig(BackendConfig):
     """Older checkpoints are deleted."""
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
-    max_failures_in_a_row: int = pydantic.Field(default=32, ge=0)
-    """More groups in a row than this that could not be played or read end the run, with the reason of the last. So does
-    one group that was lost more often, or the trainer dying more often over its groups, with no sound one between."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
 
 

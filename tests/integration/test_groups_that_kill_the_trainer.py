@@ -60,11 +60,16 @@ async def test_a_group_that_kills_the_trainer_is_given_up(
     )
 
 
+def open_record(file: Path, *, run_id: str = "run", is_resumed: bool = True) -> CrashRecord:
+    """The record of a run that goes on, unless told otherwise."""
+    return CrashRecord(file, run_id=run_id, is_resumed=is_resumed)
+
+
 def test_only_groups_in_hand_at_a_death_are_suspect(tmp_path: Path) -> None:
     """Those that were read, refused or trained before are not; two may be in hand at the same time."""
     file = tmp_path / "in_hand.json"
     for _ in range(MAX_DEATHS):
-        crashes = CrashRecord(file)
+        crashes = open_record(file)
         with crashes.reading(1):
             pass
         with pytest.raises(InvalidRequestError), crashes.reading(2):
@@ -73,52 +78,50 @@ def test_only_groups_in_hand_at_a_death_are_suspect(tmp_path: Path) -> None:
             pass
         crashes.training([5, 6]).__enter__()  # and dies
         crashes.reading(7).__enter__()
-    assert [index for index in range(9) if CrashRecord(file).why_given_up(index)] == [5, 6, 7]
+    assert [index for index in range(9) if open_record(file).why_given_up(index)] == [5, 6, 7]
 
 
 def test_a_group_that_was_read_or_trained_is_suspect_no_longer(tmp_path: Path) -> None:
     """Deaths of other causes, far apart, do not add up; and a group that can be read may still kill when trained."""
     file = tmp_path / "in_hand.json"
     for _ in range(MAX_DEATHS - 1):
-        CrashRecord(file).training([1, 2]).__enter__()
-        CrashRecord(file).reading(3).__enter__()
-    crashes = CrashRecord(file)
+        open_record(file).training([1, 2]).__enter__()
+        open_record(file).reading(3).__enter__()
+    crashes = open_record(file)
     for index in (1, 2, 3):
         with crashes.reading(index):
             pass
     with crashes.training([1]):
         pass
-    CrashRecord(file).training([1, 2]).__enter__()
-    CrashRecord(file).reading(3).__enter__()
-    assert [index for index in (1, 2, 3) if CrashRecord(file).why_given_up(index)] == [2]
+    open_record(file).training([1, 2]).__enter__()
+    open_record(file).reading(3).__enter__()
+    assert [index for index in (1, 2, 3) if open_record(file).why_given_up(index)] == [2]
 
 
 def test_a_crash_that_raises_counts_as_a_death(tmp_path: Path) -> None:
     """As when a GPU has no memory left: the process ends, and the next one meets the same group."""
     file = tmp_path / "in_hand.json"
     for _ in range(MAX_DEATHS):
-        with pytest.raises(MemoryError), CrashRecord(file).training([1]):
+        with pytest.raises(MemoryError), open_record(file).training([1]):
             raise MemoryError
-    assert CrashRecord(file).why_given_up(1)
+    assert open_record(file).why_given_up(1)
 
 
 def test_deaths_without_a_step_end_the_run(tmp_path: Path) -> None:
     """Too many in a row are a fault of the set-up, not of a group; who has mended it may start again."""
     file = tmp_path / "in_hand.json"
     for index in range(3):
-        crashes = CrashRecord(file)
+        crashes = open_record(file)
         crashes.require_progress(2)
         crashes.training([index]).__enter__()
-    with pytest.raises(
-        DataError, match=r"died 3 times in a row .*max_failures_in_a_row = 2; at last with groups \[2\]"
-    ):
-        CrashRecord(file).require_progress(2)
-    crashes = CrashRecord(file)
+    with pytest.raises(DataError, match=r"died 3 times in a row .*more than 2; at last with groups \[2\]"):
+        open_record(file).require_progress(2)
+    crashes = open_record(file)
     crashes.require_progress(2)
     with crashes.training([4]):
         pass
     crashes.training([5]).__enter__()
-    CrashRecord(file).require_progress(1)
+    open_record(file).require_progress(1)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"reading": '])
@@ -126,7 +129,37 @@ def test_a_damaged_record_is_begun_anew(tmp_path: Path, content: str) -> None:
     """It must not keep a run from going on."""
     file = tmp_path / "in_hand.json"
     file.write_text(content)
-    with CrashRecord(file).training([1]):
+    with open_record(file).training([1]):
         pass
     nobody: dict[str, object] = {"in_hand": [], "deaths": {}}
-    assert json.loads(file.read_text()) == {"reading": nobody, "training": nobody, "num_deaths_in_a_row": 0}
+    assert json.loads(file.read_text()) == {
+        "reading": nobody,
+        "training": nobody,
+        "num_deaths_in_a_row": 0,
+        "run_id": "run",
+    }
+
+
+def test_a_new_run_in_an_old_folder_begins_without_suspects(tmp_path: Path) -> None:
+    """Its groups have the same numbers and other contents; the old run had given up one of them, and then ended."""
+    file = tmp_path / "in_hand.json"
+    for _ in range(MAX_DEATHS):
+        open_record(file).training([1]).__enter__()
+    assert open_record(file).why_given_up(1)
+    assert open_record(file, run_id="new", is_resumed=False).why_given_up(1) is None
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_keeps_its_suspects(tmp_path: Path) -> None:
+    """It begins anew each time, under another id, and meets the same groups."""
+    file = tmp_path / "in_hand.json"
+    for start in range(MAX_DEATHS):
+        open_record(file, run_id=f"start-{start}", is_resumed=False).training([1]).__enter__()
+    assert open_record(file, run_id="last", is_resumed=False).why_given_up(1)
+
+
+def test_a_record_of_another_run_says_nothing_of_a_resumed_one(tmp_path: Path) -> None:
+    """Its folder was copied, or its checkpoints were restored."""
+    file = tmp_path / "in_hand.json"
+    for _ in range(MAX_DEATHS):
+        open_record(file, run_id="other").training([1]).__enter__()
+    assert open_record(file).why_given_up(1) is None

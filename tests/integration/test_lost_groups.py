@@ -85,7 +85,7 @@ async def test_a_group_that_is_lost_again_and_again_ends_the_run(bus: Bus, tiny_
         asyncio.timeout(20),
         open_flow(bus, tiny_model_path, patcher=ImagePatcher(tiny_model_path)) as flow,
     ):
-        with pytest.raises(DataError, match=r"group 0 was lost 3 times .*max_failures_in_a_row = 2"):
+        with pytest.raises(DataError, match=r"group 0 was lost 3 times .*more than 2"):
             await flow.collector.run()
 
 

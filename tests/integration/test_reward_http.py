@@ -11,6 +11,7 @@ import pytest
 
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError
+from services.reward.admission_queue import MAX_ITEMS
 from services.reward.config import RewardConfig
 from services.reward.frontends.http.openrlhf import response_in
 from services.reward.server import RunningService, running
@@ -23,9 +24,11 @@ HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_veri
 
 
 @contextlib.asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, RunningService]]:
+async def serving(
+    *, max_items: int = MAX_ITEMS, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, RunningService]]:
     """A service and a client of its HTTP frontend."""
-    async with running(RewardConfig.model_validate(settings)) as service:
+    async with running(RewardConfig.model_validate(settings), max_items=max_items) as service:
         limits = httpx.Limits(max_connections=None)
         url = f"http://{service.http.address}"
         async with httpx.AsyncClient(base_url=url, timeout=30.0, limits=limits) as client:
@@ -121,7 +124,7 @@ async def test_strange_and_huge_texts_are_answered(http: httpx.AsyncClient, path
 
 async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
     """Slime's and OpenRLHF's samples, whose clients give up, wait instead."""
-    async with serving(workers=1, max_queue=1) as (client, service):
+    async with serving(workers=1, max_items=1) as (client, service):
         hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 5.0}))
         await until(lambda: service.pool.num_busy == 1)
         waiting = [
@@ -147,7 +150,7 @@ async def test_a_client_that_goes_away_has_its_worker_killed(path: str) -> None:
         "/": {"response": HANGS["response"], "label": "5"},
         "/get_reward": {"query": [HANGS["response"]], "labels": ["5"]},
     }
-    async with serving(workers=1, max_queue=1, deadline_s=30, http_profile="math_verify") as (client, service):
+    async with serving(workers=1, max_items=1, deadline_s=30, http_profile="math_verify") as (client, service):
         before = service.pool.num_killed
         leaving = asyncio.create_task(post(client, path, bodies[path]))
         await until(lambda: service.pool.num_busy == 1)

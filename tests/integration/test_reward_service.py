@@ -56,7 +56,7 @@ async def test_verdicts_come_in_the_order_of_the_items(service: tuple[RewardClie
 
 async def test_a_full_queue_refuses() -> None:
     """RESOURCE_EXHAUSTED, at once and for the whole call; a batch that can never fit is refused as such."""
-    async with reward_service(workers=1, max_queue=4) as (client, pool):
+    async with reward_service(workers=1, max_items=4) as (client, pool):
         hanging = asyncio.create_task(client.verify_batch([item_of(*HANGS)] * 3, timeout_s=20))
         await until(lambda: pool.num_busy + pool.num_waiting == 3)
         with pytest.raises(OverloadedError, match=r"holds 3 of 4 items and 2 more do not fit"):

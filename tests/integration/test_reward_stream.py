@@ -99,11 +99,11 @@ async def test_a_request_without_an_item_is_an_error_of_its_own(service: tuple[R
 
 async def test_while_the_queue_is_full_a_stream_waits_and_a_call_is_refused() -> None:
     """The stream loses nothing; Verify is told RESOURCE_EXHAUSTED."""
-    async with reward_service(workers=1, max_queue=1) as (client, pool):
+    async with reward_service(workers=1, max_items=1) as (client, pool):
         items = [hanging_item("hangs", deadline_s=4.0), *(easy_item(str(n)) for n in range(20))]
         streaming = asyncio.create_task(answers(client, items))
         await until(lambda: pool.num_busy == 1)
-        with pytest.raises(OverloadedError, match=r"the queue holds 1 of 1 items .* raise reward.max_queue"):
+        with pytest.raises(OverloadedError, match=r"the queue holds 1 of 1 items .* start another"):
             await client.verify(item_of("5", r"\boxed{5}"), timeout_s=5)
         assert {response.verdict.item_id for response in await streaming} == {"hangs", *map(str, range(20))}
         assert (await client.verify(item_of("5", r"\boxed{5}", item_id="a"), timeout_s=5)).item_id == "a"
@@ -122,7 +122,7 @@ async def test_a_stream_that_gets_no_answers_is_read_no_further() -> None:
             yield item
 
     async with (
-        reward_service(workers=1, max_queue=1, grace_s=0) as (client, _),
+        reward_service(workers=1, max_items=1, grace_s=0) as (client, _),
         contextlib.aclosing(client.verify_stream(endless())) as stream,
     ):
         reading = asyncio.ensure_future(anext(stream))
@@ -137,7 +137,7 @@ async def test_a_stream_that_gets_no_answers_is_read_no_further() -> None:
 
 async def test_leaving_a_stream_kills_what_runs_for_it() -> None:
     """And frees its places for others."""
-    async with reward_service(workers=1, max_queue=1) as (client, pool):
+    async with reward_service(workers=1, max_items=1) as (client, pool):
         pids = pool.worker_pids
         items = [item_of("5", r"\boxed{5}"), hanging_item()]
         async with contextlib.aclosing(client.verify_stream(each(items))) as stream:
@@ -149,7 +149,7 @@ async def test_leaving_a_stream_kills_what_runs_for_it() -> None:
 
 async def test_the_deadline_of_a_stream_kills_what_runs_for_it() -> None:
     """The caller hears DeadlineError; items that were answered before stay answered."""
-    async with reward_service(workers=1, max_queue=2) as (client, pool):
+    async with reward_service(workers=1, max_items=2) as (client, pool):
         items = [item_of("5", r"\boxed{5}"), *[hanging_item()] * 4]
         stream = client.verify_stream(each(items), timeout_s=1.0)
         assert (await anext(stream)).verdict.status == OK

@@ -40,8 +40,8 @@ def run(command: Sequence[str | Path], data: bytes) -> Scored:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A service that runs already, whose queue is shorter than a window."""
-    with reward_process("--reward.workers=1", "--reward.max_queue=100") as started:
+    """A service that runs already."""
+    with reward_process("--reward.workers=1") as started:
         yield started.address
 
 
@@ -81,7 +81,7 @@ def test_standard_input(score: Callable[..., Scored], arguments: tuple[str, ...]
 
 
 def test_a_service_that_runs_already(score: Callable[..., Scored]) -> None:
-    """`--address` asks that service, also where its queue is shorter than what is sent at once."""
+    """`--address` asks that service, in more than one window."""
     written, result = score(lines(*({"id": n, **(WRONG if n % 7 else RIGHT)} for n in range(700))))
     assert result.returncode == 0, result.stderr
     assert [(row["id"], row["score"]) for row in written] == [(n, float(n % 7 == 0)) for n in range(700)]

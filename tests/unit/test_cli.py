@@ -193,7 +193,7 @@ def test_settings_explain_themselves() -> None:
     assert headings
     assert all(heading.lstrip("[").startswith("trainer.optimizer") for heading in headings)
     everything = penstock("config", "--help-settings").stdout
-    assert everything.index("[run]") < everything.index("[trainer.optimizer]") < everything.index("[launch]")
+    assert everything.index("[run]") < everything.index("[trainer.optimizer]") < everything.index("[log]")
     assert_mistake(penstock("config", "--help-settings", "trainer.optimiser"), "did you mean trainer.optimizer?")
     assert_mistake(penstock("config", "--help-settings", "zzz"), "unknown section zzz", "known: algorithm, bus, data")
     assert_mistake(penstock("config", "--help-settings", "--run.seed=1"), "leave out --run.seed=1")

@@ -15,6 +15,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.model.chat_template import Renderer
+from penstock.records import Limits
 from penstock.v1 import generate_pb2
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
@@ -78,7 +79,7 @@ async def test_a_full_context_ends_the_episode_before_the_observation(renderer: 
 async def test_a_turn_that_takes_too_long_ends_its_sample_with_the_tokens_that_came(renderer: Renderer) -> None:
     """A slow sample is never drawn again; its reason is not taken for a full context."""
     policy = ScriptedPolicy(renderer, [("\\boxed{", 4)], hang=True)
-    episode = await play(make_player(renderer, policy, turn_timeout_s=0.1), make_prompt("TwoTurns"), 0)
+    episode = await play(make_player(renderer, policy), make_prompt("TwoTurns", limits=Limits(turn_timeout_s=0.1)), 0)
     assert (episode.finish_reason, episode.text, episode.error) == ("deadline", "\\boxed{", "")
     assert TwoTurns.last.heard == []
 

@@ -16,7 +16,7 @@ def test_a_sound_group_ends_a_streak() -> None:
         streak.end()
     streak.fail(0, "broken")
     streak.fail(1, "broken")
-    with pytest.raises(DataError, match=r"3 groups in a row failed, .*max_failures_in_a_row = 2.*number 5: unknown"):
+    with pytest.raises(DataError, match=r"3 groups in a row failed, .*more than 2.*number 5: unknown"):
         streak.fail(5, "unknown profile")
 
 

@@ -11,7 +11,6 @@ import pytest
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
-from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
@@ -93,7 +92,7 @@ def with_status(status: Any, score: float = 0.0) -> ScriptedVerifier:
 def make_player(verifier: ScriptedVerifier, episodes: ScriptedEpisodes | None = None) -> GroupRollout:
     """A player of scripted parts."""
     played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
-    return GroupRollout(WorkerConfig(), episodes=played, images=ImageShelf(), verifier=verifier, worker_id="worker-a")
+    return GroupRollout(episodes=played, images=ImageShelf(), verifier=verifier, worker_id="worker-a")
 
 
 async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:

@@ -14,7 +14,7 @@ def test_who_brings_more_than_is_left_is_refused() -> None:
     """And told how many there are; what is left can still be taken."""
     queue = AdmissionQueue(10)
     with queue.admitted(7):
-        with pytest.raises(OverloadedError, match=r"holds 7 of 10 items and 4 more do not fit; .* reward.max_queue"):
+        with pytest.raises(OverloadedError, match=r"holds 7 of 10 items and 4 more do not fit; .* start another"):
             queue.admitted(4).__enter__()
         with queue.admitted(3):
             assert queue.num_admitted == 10

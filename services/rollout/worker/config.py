@@ -24,15 +24,9 @@ class WorkerConfig(Config):
     """Your own environments: name, as prompts call it, to "package.module:Class"."""
     max_turns: int = pydantic.Field(default=1, ge=1)
     """Most Generate calls of one episode; an environment may end it earlier."""
-    turn_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Seconds from a turn's first token to its end. A turn that takes longer is cut: its sample ends with the tokens
-    that came, finish reason `deadline`. Time in a queue before the first token does not count."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds for all turns of an episode and its environment, queues not counted. A sample that takes longer ends with
     the tokens that came, finish reason `deadline`."""
-    wait_timeout_s: float = pydantic.Field(default=900.0, gt=0)
-    """Seconds that a turn may wait while no replica works on it, and a group for its verdicts. A sample that has no
-    token by then puts its group back for another delivery; one that has some ends with them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

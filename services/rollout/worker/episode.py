@@ -38,7 +38,7 @@ from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
-from services.rollout.worker.turn import CHUNK_TOKENS, Generator, Turn, TurnPlayer
+from services.rollout.worker.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 
 log = structlog.get_logger()
 
@@ -105,6 +105,7 @@ class EpisodePlayer:
         forbidden_ids: Collection[int] = (),
         context_length: int | None = None,
         grid: ImageGrid | None = None,
+        wait_timeout_s: float = WAIT_TIMEOUT_S,
     ) -> None:
         """Play with these parts.
 
@@ -116,10 +117,11 @@ class EpisodePlayer:
             forbidden_ids: A turn that holds one of them is refused.
             context_length: The most tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
+            wait_timeout_s: How long a turn may wait while no replica works on it.
         """
         self._config = config
         self._renderer = renderer
-        self._turns = TurnPlayer(generator, wait_timeout_s=config.wait_timeout_s)
+        self._turns = TurnPlayer(generator, wait_timeout_s=wait_timeout_s)
         self._environments = environments
         self._forbidden_ids = frozenset(forbidden_ids)
         self._context_length = context_length
@@ -171,7 +173,7 @@ class EpisodePlayer:
     async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
         """Append a turn of the policy; return how it ended the episode, or None if it did not."""
         trajectory, prompt = episode.trajectory, episode.prompt
-        budget_s = min(prompt.limits.turn_timeout_s or self._config.turn_timeout_s, episode.clock.remaining_s)
+        budget_s = min(prompt.limits.turn_timeout_s or math.inf, episode.clock.remaining_s)
         if trajectory.turns and budget_s <= 0:
             return "deadline"
         request = generate_pb2.GenerateRequest(

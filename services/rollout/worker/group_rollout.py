@@ -17,10 +17,10 @@ from penstock.errors import InvalidRequestError, MissingImageError, PenstockErro
 from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
-from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
 
@@ -28,7 +28,7 @@ _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
 _VERIFY_TIMEOUT_S = 60.0
 """Deadline of one call that has a group judged: a service judges a group in milliseconds, unless every item takes its
-deadline. The call is repeated until `worker.wait_timeout_s` is over."""
+deadline. The call is repeated until the wait timeout is over."""
 _FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
 
 
@@ -46,14 +46,20 @@ class GroupRollout:
     """Plays whole groups."""
 
     def __init__(
-        self, config: WorkerConfig, *, episodes: EpisodePlayer, images: Store, verifier: Verifier, worker_id: str
+        self,
+        *,
+        episodes: EpisodePlayer,
+        images: Store,
+        verifier: Verifier,
+        worker_id: str,
+        wait_timeout_s: float = WAIT_TIMEOUT_S,
     ) -> None:
-        """Play episodes with `episodes`, keep images in `images`, ask `verifier` for verdicts."""
-        self._config = config
+        """Play episodes with `episodes`, keep images in `images`, ask `verifier` for verdicts for `wait_timeout_s`."""
         self._episodes = episodes
         self._images = images
         self._verifier = verifier
         self._worker_id = worker_id
+        self._wait_timeout_s = wait_timeout_s
 
     async def play(self, prompt: Prompt, *, num_deliveries: int = 1) -> Group:
         """Play every sample of `prompt`. If one cannot begin, the others are cancelled.
@@ -132,7 +138,7 @@ class GroupRollout:
         return await self._verifier.verify_batch(
             items,
             timeout_s=_VERIFY_TIMEOUT_S,
-            retry_until=time.monotonic() + self._config.wait_timeout_s,
+            retry_until=time.monotonic() + self._wait_timeout_s,
         )
 
 

@@ -28,6 +28,7 @@ from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.prompt_handler import PromptHandler
+from services.rollout.worker.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
 
@@ -45,11 +46,13 @@ async def serve(
     *,
     security: Security | None = None,
     max_deliveries: int = MAX_DELIVERIES,
+    wait_timeout_s: float = WAIT_TIMEOUT_S,
 ) -> None:
     """Play prompt groups until `stop`, then put back those that do not finish within the grace period.
 
     Needs a process of its own: it keeps transformers from importing torch. A group that has failed `max_deliveries`
-    times is given up and reported to the trainer as failed.
+    times is given up and reported to the trainer as failed. `wait_timeout_s` is how long a turn may wait for a replica,
+    and a group for its verdicts.
 
     Raises:
         ConfigError: an environment cannot be loaded, or the model has no tokenizer.
@@ -73,11 +76,14 @@ async def serve(
             forbidden_ids=forbidden_token_ids(settings.model.path),
             context_length=settings.context_length or context_length(settings.model.path),
             grid=None if image_token_id(settings.model.path) is None else ImageGrid.of(settings.model.path),
+            wait_timeout_s=wait_timeout_s,
         )
         await bus.ensure_streams()
         images = ImageStore(bus)
         await images.ensure()
-        rollout = GroupRollout(config, episodes=episodes, images=images, verifier=verifier, worker_id=worker_id)
+        rollout = GroupRollout(
+            episodes=episodes, images=images, verifier=verifier, worker_id=worker_id, wait_timeout_s=wait_timeout_s
+        )
         handler = PromptHandler(bus, rollout, worker_id=worker_id)
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)

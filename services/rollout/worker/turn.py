@@ -1,7 +1,7 @@
 """Plays one turn as a stream, so that whatever ends it early leaves the tokens that came.
 
 A turn has two clocks. While no replica works on it (it is in the router's or an engine's queue, or no server answers)
-only `worker.wait_timeout_s` runs. From its first chunk on, the turn's own budget runs; when that is over, the turn ends
+only the wait timeout runs. From its first chunk on, the turn's own budget runs; when that is over, the turn ends
 with the tokens that came. The first chunk arrives at most 0.25 s after the first token was made, which is how exact a
 budget is. The router replaces a replica that dies inside a turn; this is not visible here, and the replacement's queue
 counts as playing.
@@ -37,6 +37,10 @@ log = structlog.get_logger()
 CHUNK_TOKENS = 64
 """Tokens of a chunk. A turn that is cut loses the tokens of an incomplete chunk: fewer than these, and none older than
 0.25 s."""
+WAIT_TIMEOUT_S = 900.0
+"""The longest that a turn may wait while no replica works on it, and a group for its verdicts: longer than an engine
+takes to load a large model. A sample that has no token by then puts its group back for another delivery; one that has
+some ends with them."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _SERVER_SLACK_S = 5.0
@@ -176,7 +180,7 @@ class TurnPlayer:
         except TimeoutError:
             if began is None:
                 raise DeadlineError(
-                    f"no token came within worker.wait_timeout_s = {self._wait_timeout_s:g}; add engines, or raise it"
+                    f"no token came within {self._wait_timeout_s:g} s; add engines, or lower worker.concurrency"
                 ) from None
             if not resumable.is_finished:
                 resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)

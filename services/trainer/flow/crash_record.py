@@ -36,11 +36,21 @@ class CrashRecord:
     A group in hand that ends with a `PenstockError` is put down: the process goes on, or ends on purpose.
     """
 
-    def __init__(self, file: Path) -> None:
-        """Read `file`, if it exists, and count a death for each group that it names. Blocks."""
+    def __init__(self, file: Path, *, run_id: str, is_resumed: bool) -> None:
+        """Read `file`, if it exists, and count a death for each group that it names. Blocks.
+
+        Args:
+            file: The record.
+            run_id: The run that goes on or begins. A record of another run says nothing of its groups.
+            is_resumed: Whether it goes on from a checkpoint. A run that died before its first checkpoint begins anew,
+                with another id and the same groups: it takes over a record that names groups in hand.
+        """
         self._file = file
+        self._run_id = run_id
         self._lock = threading.Lock()
         earlier = _read(file)
+        if earlier.get("run_id") != run_id and (is_resumed or not _names_groups_in_hand(earlier)):
+            earlier = {}
         self._reading = _Suspects(earlier.get("reading", {}))
         self._training = _Suspects(earlier.get("training", {}))
         self._num_deaths_in_a_row: int = earlier.get("num_deaths_in_a_row", 0)
@@ -68,7 +78,7 @@ class CrashRecord:
             self._write()
         raise DataError(
             f"the trainer died {num_deaths} times in a row while it read or trained groups, more than "
-            f"trainer.max_failures_in_a_row = {max_in_a_row}; at last with groups {self._last[:16]}. The end of its "
+            f"{max_in_a_row}; at last with groups {self._last[:16]}. The end of its "
             "log may say why; if memory ran out, lower trainer.micro_batch_tokens. Then start it again"
         )
 
@@ -116,6 +126,7 @@ class CrashRecord:
 
     def _write(self) -> None:
         record = {
+            "run_id": self._run_id,
             "reading": self._reading.as_json(),
             "training": self._training.as_json(),
             "num_deaths_in_a_row": self._num_deaths_in_a_row,
@@ -138,6 +149,10 @@ class _Suspects:
     def as_json(self) -> dict[str, Any]:
         """For the record."""
         return {"in_hand": self.in_hand, "deaths": dict(self.deaths)}
+
+
+def _names_groups_in_hand(record: dict[str, Any]) -> bool:
+    return any(record.get(doing, {}).get("in_hand") for doing in ("reading", "training"))
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,18 +1,24 @@
-"""Groups that fail or get lost, with no sound one between them: beyond a bound, the run ends with the last reason."""
+"""Groups that fail or get lost, with no sound one between them: beyond a bound, the run ends with the last reason.
+
+The same bound holds for deaths of the trainer over its groups (`CrashRecord.require_progress`).
+"""
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from penstock.errors import DataError
+
+MAX_IN_A_ROW: Final = 32
+"""Beyond any bad stretch of a data set; a mistake in data or set-up fails every group and gets here within minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FailureStreak:
     """What went wrong since the last sound group."""
 
-    max_in_a_row: int
-    """`trainer.max_failures_in_a_row`."""
+    max_in_a_row: int = MAX_IN_A_ROW
     _num_failed: int = 0
     _num_lost: Counter[int] = field(default_factory=Counter)
 
@@ -30,8 +36,8 @@ class FailureStreak:
         self._num_failed += 1
         if self._num_failed > self.max_in_a_row:
             raise DataError(
-                f"{self._num_failed} groups in a row failed, more than trainer.max_failures_in_a_row = "
-                f"{self.max_in_a_row}; the last one, number {index}: {reason}"
+                f"{self._num_failed} groups in a row failed, more than {self.max_in_a_row}; "
+                f"the last one, number {index}: {reason}"
             )
 
     def lose(self, indices: Iterable[int], reason: str) -> None:
@@ -47,6 +53,6 @@ class FailureStreak:
             if count > self.max_in_a_row:
                 raise DataError(
                     f"group {index} was lost {count} times with no sound group in between, more than "
-                    f"trainer.max_failures_in_a_row = {self.max_in_a_row}: {reason}; see that the NATS server keeps "
+                    f"{self.max_in_a_row}: {reason}; see that the NATS server keeps "
                     "what it stores, and that nothing else takes messages of this run"
                 )

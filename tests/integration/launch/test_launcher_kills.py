@@ -1,5 +1,6 @@
 """Processes and launchers that are killed leave nothing behind."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from services.launch.child import ProcessSpec, StopStage
+from services.launch.supervisor import ProcessFailedError, supervised
 from tests.support.launch.fake_run import (
     NOTE,
     PARENT,
@@ -17,6 +22,7 @@ from tests.support.launch.fake_run import (
     is_alive,
     wait_until,
 )
+from tests.support.waiting import promptly, until
 
 DEAF = """
 import asyncio, os, sys
@@ -63,10 +69,31 @@ def test_process_that_dies_again_and_again_ends_the_run(fake_run: Callable[..., 
     run = fake_run([{"name": "router", "program": SERVE}, {"name": "reward", "program": program}], max_restarts=2)
     code, _, err = run.finish()
     assert code == 1
-    assert err.startswith("error: reward exited with 1, death 3 within 600 s")
+    assert err.startswith("error: reward exited with 1, death 3 within 600 s and no step trained")
     assert "the boiler is cold" in err
     assert "Traceback" not in err
     assert_all_gone(run)
+
+
+async def test_deaths_before_a_trained_step_no_longer_count(tmp_path: Path) -> None:
+    """A run that makes progress survives any number of them; one that makes none ends at the next one too many."""
+    program = ProcessSpec(
+        name="trainer",
+        command=[sys.executable, "-c", "raise SystemExit(1)"],
+        environment=os.environ,
+        stage=StopStage.WORK,
+    )
+    lines: list[str] = []
+    running = supervised(
+        [program], logs=tmp_path, report=lines.append, kill_after_s=5.0, max_restarts=2, first_backoff_s=0.001
+    )
+    async with running as supervisor:
+        supervisor.start("trainer")
+        for num_deaths in range(1, 6):
+            await until(lambda wanted=num_deaths: len(lines) >= wanted)
+            supervisor.note_progress()
+        with pytest.raises(ProcessFailedError, match=r"death 3 within 600 s and no step trained"):
+            await promptly(supervisor.wait(asyncio.Event()))
 
 
 def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:

@@ -14,7 +14,6 @@ from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopStage
-from services.launch.config import LaunchConfig
 from services.launch.launcher import run_processes
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.reaper import Reaper
@@ -49,9 +48,7 @@ while True:
         name="trainer", command=command, environment=dict(os.environ), stage=StopStage.WORK, ends_run=True
     )
     stop = asyncio.Event()
-    running = asyncio.create_task(
-        run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
-    )
+    running = asyncio.create_task(run_processes([trainer], folder, stop, Security.from_environment(), grace_s=0.0))
     await until(folder.metrics_file.exists)
     stop.set()
     await promptly(running)

@@ -94,9 +94,7 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
             generator=generator,
             environments=EnvironmentRegistry(),
         )
-        player = GroupRollout(
-            recipe.worker, episodes=episodes, images=ImageStore(bus), verifier=verifier, worker_id="died"
-        )
+        player = GroupRollout(episodes=episodes, images=ImageStore(bus), verifier=verifier, worker_id="died")
         [delivery] = await consumer.fetch(1)
         await PromptHandler(bus, player, worker_id="died").handle(delivery)
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 1)
@@ -133,9 +131,9 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
 ) -> None:
     """First inside one try, then over several tries of the prompt."""
     port = free_port()
-    recipe = make_recipe(f"127.0.0.1:{port}", wait_timeout_s=1.0)
+    recipe = make_recipe(f"127.0.0.1:{port}")
     await publish(bus, make_prompt(run_name))
-    async with working(recipe):
+    async with working(recipe, wait_timeout_s=1.0):
         await until(lambda: num_logged(logged, "message.put_back") == 2)
         assert await count(bus, bus.groups) == 0
         late = SimulatedEngine(bus, answer=engine.answer, policy_version=4, port=port)

@@ -88,10 +88,10 @@ async def test_garbage_on_the_queue_is_buried(
 async def test_a_prompt_that_fails_again_and_again_is_given_up(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
-    """After `max_deliveries` tries, each cut off by wait_timeout_s, the trainer is told."""
+    """After `max_deliveries` tries, each cut off by the wait timeout, the trainer is told."""
     engine.error = UnavailableError("the engine is broken")
     await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address, wait_timeout_s=0.5), max_deliveries=2):
+    async with working(make_recipe(engine.replica.address), wait_timeout_s=0.5, max_deliveries=2):
         [group] = await until_done(bus, 1)
     assert "the engine is broken" in group.error
     assert await count(bus, bus.dead) == 1
@@ -103,7 +103,7 @@ async def test_a_turn_that_takes_too_long_ends_its_sample_and_nothing_is_drawn_a
     """The group holds the tokens that came, after one delivery; the engine stops generating."""
     engine.hang_after = 2
     await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address, turn_timeout_s=1.0)):
+    async with working(make_recipe(engine.replica.address, episode_timeout_s=1.0)):
         [group] = await until_done(bus, 1)
         await until(lambda: engine.num_running == 0)
     assert [sample.finish_reason for sample in group.samples] == ["deadline", "deadline"]
@@ -130,7 +130,7 @@ async def test_a_prompt_that_finds_no_replica_in_time_is_put_back_and_cancelled(
     """The engine is not left generating for it; the next try succeeds."""
     engine.delay_s = 60.0
     await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address, wait_timeout_s=1.0)):
+    async with working(make_recipe(engine.replica.address), wait_timeout_s=1.0):
         await until(lambda: engine.num_calls == 1 and engine.num_running == 0)
         engine.delay_s = 0.0
         [group] = await until_done(bus, 1)

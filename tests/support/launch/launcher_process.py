@@ -13,7 +13,6 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.runtime import process
 from services.launch.child import ProcessSpec, StopStage
-from services.launch.config import LaunchConfig
 from services.launch.supervisor import supervised
 
 
@@ -22,8 +21,6 @@ def main() -> int:
     folder, specs = Path(sys.argv[1]), json.loads(sys.argv[2])
     os.chdir(folder)
     options = json.loads(sys.argv[3])
-    kill_after_s = options.pop("kill_after_s")
-    config = LaunchConfig.model_validate(options)
     processes = [
         ProcessSpec(
             name=spec["name"],
@@ -41,9 +38,7 @@ def main() -> int:
         sys.stdout.flush()
 
     async def run(stop: asyncio.Event) -> None:
-        starting = supervised(
-            processes, logs=folder, config=config, report=report, kill_after_s=kill_after_s, first_backoff_s=0.05
-        )
+        starting = supervised(processes, logs=folder, report=report, first_backoff_s=0.05, **options)
         async with starting as supervisor:
             try:
                 for spec in processes:

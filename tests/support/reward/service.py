@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.clients import RewardClient
 from penstock.v1 import reward_pb2
+from services.reward.admission_queue import MAX_ITEMS
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import MAX_OVERTIME, running
@@ -42,11 +43,15 @@ def parent_of(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def reward_service(
-    *, max_overtime: int = MAX_OVERTIME, grace_s: float = 5.0, **settings: object
+    *,
+    max_overtime: int = MAX_OVERTIME,
+    max_items: int = MAX_ITEMS,
+    grace_s: float = 5.0,
+    **settings: object,
 ) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
     """A service with two workers and the usual settings, and a client of it."""
     config = RewardConfig.model_validate({"workers": 2, **settings})
-    service = running(config, grace_s=grace_s, max_overtime=max_overtime)
+    service = running(config, grace_s=grace_s, max_overtime=max_overtime, max_items=max_items)
     async with service as (server, pool, _), RewardClient(server.address) as client:
         yield client, pool
 

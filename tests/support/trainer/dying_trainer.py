@@ -88,7 +88,8 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
     async with connect(BusConfig(url=url), run=run) as bus:
         tokens = ModelTokens(vocab_size=512, image_id=None, forbidden_ids=frozenset())
         ledger: GroupLedger[Finished, Delivery] = GroupLedger(Gate(max_staleness=0, groups_per_step=2))
-        streak, crashes = FailureStreak(max_in_a_row=1), CrashRecord(folder / "in_hand.json")
+        streak = FailureStreak(max_in_a_row=1)
+        crashes = CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=True)
         lock = await claim(bus, "trainer", ttl_s=0.0)
         images = ImageStore(bus)
         await images.ensure()

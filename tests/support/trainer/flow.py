@@ -127,7 +127,7 @@ async def open_flow(
                 images=images,
                 run_id=run_id,
                 streak=streak,
-                crashes=CrashRecord(Path(folder) / "in_hand.json"),
+                crashes=CrashRecord(Path(folder) / "in_hand.json", run_id="run", is_resumed=False),
                 filters=filters,
                 tally=tally,
                 on_received=feeder.wake,

@@ -20,6 +20,7 @@ from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import STOP
+from services.rollout.worker.turn import WAIT_TIMEOUT_S
 from tests.support.image_shelf import ImageShelf
 
 PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"
@@ -177,6 +178,7 @@ def make_player(
     forbidden_ids: Sequence[int] = (),
     context_length: int | None = None,
     grid: ImageGrid | None = None,
+    wait_timeout_s: float = WAIT_TIMEOUT_S,
     **config: Any,
 ) -> EpisodePlayer:
     """A player of at most four turns."""
@@ -188,4 +190,5 @@ def make_player(
         forbidden_ids=forbidden_ids,
         context_length=context_length,
         grid=grid,
+        wait_timeout_s=wait_timeout_s,
     )
