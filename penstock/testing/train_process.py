@@ -117,13 +117,21 @@ def started(tmp_path: Path, *arguments: str, environment: Mapping[str, str] | No
     `environment` is what it has beside this process's.
     """
     mark = f"penstock-test-{uuid.uuid4().hex}"
+    # The launcher's processes do not look into their working directory, and the environment may belong to another tree.
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     runs, output = tmp_path / "runs", tmp_path / f"output-{mark[-6:]}.txt"
     scratch = tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True)  # killed processes leave files
     with output.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.cli", "train", *arguments],
             cwd=ROOT,
-            env={**os.environ, **(environment or {}), "PENSTOCK_TEST_MARK": mark, "TMPDIR": scratch.name},
+            env={
+                **os.environ,
+                **(environment or {}),
+                "PENSTOCK_TEST_MARK": mark,
+                "TMPDIR": scratch.name,
+                "PYTHONPATH": paths,
+            },
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
