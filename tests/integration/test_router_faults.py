@@ -216,7 +216,7 @@ async def test_a_turn_that_kills_the_only_replica_is_given_up_though_each_restar
             await asyncio.wait_for(killing, 30.0)
 
 
-async def _restore_none() -> None:
+async def _restore_none(_: float) -> None:
     raise AssertionError("the turn has no images")
 
 

@@ -1,6 +1,7 @@
 """Episodes against a scripted policy and scripted environments, with the real renderer."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,19 @@ async def test_an_image_lost_on_the_bus_is_stored_again_once(renderer: Renderer)
     episode = await make_player(renderer, policy).play(prompt, 0, images, SharedPrefill())
     assert (episode.finish_reason, len(policy.requests)) == ("stop", 2)
     assert await shelf.get(prompt.id.scope, hash_of(PICTURE)) == PICTURE
+
+
+async def test_images_that_all_samples_find_lost_are_stored_again_once() -> None:
+    """A sample whose request is older than the last storing waits for it, and tries again."""
+    shelf, prompt = ImageShelf(), make_prompt()
+    await shelf.put(prompt.id.scope, PICTURE)
+    images = await GroupImages.load(shelf, prompt)
+    shelf.images.clear()
+    asked_at = time.monotonic()
+    await asyncio.gather(*(images.store_again(asked_at) for _ in range(16)))
+    assert shelf.num_stored == 2
+    await images.store_again(time.monotonic())  # lost once more
+    assert shelf.num_stored == 3
 
 
 async def test_a_group_stores_an_image_once_however_many_samples_show_it(renderer: Renderer) -> None:

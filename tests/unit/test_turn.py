@@ -67,7 +67,7 @@ class ScriptedStreams:
 async def play(streams: ScriptedStreams, *, budget_s: float = 60.0, wait_timeout_s: float = 60.0) -> Turn:
     """One turn."""
 
-    async def restore_images() -> None:
+    async def restore_images(_: float) -> None:
         streams.num_restored += 1
 
     player = TurnPlayer(streams, wait_timeout_s=wait_timeout_s)

@@ -5,6 +5,8 @@ bytes are kept here until the group is played, so that an image that was lost ca
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,6 +36,7 @@ class GroupImages:
         self.prompt = tuple(prompt)
         self._hashes: dict[bytes, str] = {}
         self._storing = asyncio.Lock()
+        self._stored_again_at = -math.inf
 
     @classmethod
     async def load(cls, store: Store, prompt: Prompt) -> "GroupImages":
@@ -56,9 +59,15 @@ class GroupImages:
                     self._hashes[data] = await self._store.put(self._scope, data)
         return [self._hashes[data] for data in files]
 
-    async def store_again(self) -> None:
-        """Store every image anew, after one was found missing."""
+    async def store_again(self, asked_at: float) -> None:
+        """Store every image anew, after a request of time `asked_at` (`time.monotonic()`) found one missing.
+
+        A loss concerns all samples at once: a request that is older than the last storing needs no other one.
+        """
         async with self._storing:
+            if asked_at < self._stored_again_at:
+                return
+            self._stored_again_at = time.monotonic()
             for data in self._hashes:
                 await self._store.put(self._scope, data)
 

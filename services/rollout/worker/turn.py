@@ -101,12 +101,13 @@ class TurnPlayer:
         request: generate_pb2.GenerateRequest,
         *,
         budget_s: float,
-        restore_images: Callable[[], Awaitable[None]],
+        restore_images: Callable[[float], Awaitable[None]],
         on_first_token: Callable[[], None] = lambda: None,
     ) -> Turn:
         """Play `request`, for at most `budget_s` seconds from its first chunk on.
 
-        `restore_images` stores the request's images again. It is called when one is lost; a loss that it does not mend,
+        `restore_images` stores the request's images again, unless that was done since the time of `time.monotonic()`
+        that it is given: when the attempt began that found one lost. A loss that it does not mend,
         because no token came since, ends the turn. `on_first_token` is called when the turn has a token.
 
         Raises:
@@ -120,14 +121,14 @@ class TurnPlayer:
         progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s, on_first_token)
         resumable, backoff_s = progress.resumable, _FIRST_BACKOFF_S
         while not resumable.is_finished:
-            num_before = resumable.num_tokens
+            num_before, began = resumable.num_tokens, time.monotonic()
             try:
                 await self._attempt(progress, budget_s)
             except (PoisonError, PromptTooLongError, DeadlineError, MissingImageError) as error:
                 if isinstance(error, MissingImageError) and progress.restored_at != resumable.num_tokens:
                     log.warning("images.stored_again", request=request.request_id, reason=str(error))
                     progress.restored_at = resumable.num_tokens
-                    await restore_images()
+                    await restore_images(began)
                     continue
                 if resumable.num_tokens == 0:
                     raise
