@@ -173,8 +173,8 @@ def test_a_masked_sample_counts_but_has_no_gradient(tiny_model_path: Path) -> No
 def test_a_masked_sample_has_no_gradient_from_rewards_of_tokens(tiny_model_path: Path) -> None:
     """Where advantages are the tokens', it is left out of them as a sample without a reward is."""
     batch = batch_of(tiny_model_path, LAST_MASKED, kl={"kind": "k1_in_reward"}, advantage={"kind": "reinforce_pp"})
-    assert batch.samples.judged_G.tolist() == [True, True, True, False, True, True]
-    assert batch.has_advantage_G.tolist() == batch.samples.judged_G.tolist()
+    assert batch.samples.eligible_G.tolist() == [True, True, True, False, True, True]
+    assert batch.has_advantage_G.tolist() == batch.samples.eligible_G.tolist()
     assert batch.samples.weights_G[3] == 0
 
 

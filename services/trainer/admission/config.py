@@ -17,8 +17,8 @@ class FilterConfig(Config):
     dynamic sampling). Rewards are compared before length penalties."""
     truncated: Literal["keep", "mask", "zero"] = "keep"
     """Samples cut by length or by a deadline. keep: trained with the reward that they have. mask: no gradient; their
-    rewards and tokens still count in means and denominators (DAPO's overlong filtering). zero: a reward above 0 becomes
-    0."""
+    rewards still count in their group's mean, their tokens in denominators (DAPO's overlong filtering). zero: a
+    reward above 0 becomes 0."""
     repetition: Literal["keep", "mask", "drop"] = "keep"
     """Samples whose text repeats itself. mask: as for truncated. drop: treated as never sampled; a group with fewer
     than two samples left is filtered, and the next prompt takes its place."""

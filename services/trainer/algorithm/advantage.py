@@ -6,6 +6,8 @@ All is computed in float64: in float32, eight rewards of 0.9 do not average to 0
 vanishing standard deviation makes a gradient of it. Invariants:
 
 - A sample that was not judged (NaN) has advantage 0 and counts in no mean.
+- A masked sample has advantage 0. Its reward counts in what its group is compared with, because it says how hard the
+  prompt is; statistics of the batch are of the samples that are judged and not masked.
 - A group of equal rewards, or of one sample, has advantage exactly 0 under every estimator that compares the samples of
   a group, and keeps it when the batch is normalised: it says nothing about which of its samples is better.
 - reinforce_pp has no groups. Its baseline is the batch's mean, so a group of equal rewards has the advantage of its
@@ -30,6 +32,7 @@ def sample_advantages(
     num_tokens_G: np.ndarray,
     config: AdvantageConfig,
     *,
+    masked_G: np.ndarray | None = None,
     is_whitened: bool = True,
 ) -> np.ndarray:
     """Return float64[G]: how much better each sample is than others, with the penalty on its length.
@@ -42,7 +45,7 @@ def sample_advantages(
     reinforce_pp_baseline: A = r - mean, whitened (the same, section 3.2)
 
     The mean is the group's. Whitened: minus the mean over the tokens of the batch, divided by their standard deviation.
-    norm = "batch" whitens any of them; "batch_std" only divides, by the standard deviation over the judged samples
+    norm = "batch" whitens any of them; "batch_std" only divides, by the standard deviation over the samples
     (Khatri et al. 2025, "The Art of Scaling RL Compute for LLMs").
 
     Args:
@@ -50,6 +53,7 @@ def sample_advantages(
         group_G: Group of each sample: any integers, in any order.
         num_tokens_G: Own tokens of each sample, which whitening and length penalties count.
         config: The estimator.
+        masked_G: bool: samples without gradient; None: none are.
         is_whitened: False leaves out the whitening, for token returns that are whitened later (`returns`).
 
     Raises:
@@ -62,6 +66,7 @@ def sample_advantages(
     if np.isinf(rewards_G).any():
         raise ValueError("a reward is infinite")
     judged_G = ~np.isnan(rewards_G)
+    eligible_G = judged_G if masked_G is None else judged_G & ~masked_G
     rewards_G = rewards_G - length_penalty(rewards_G, group_G, num_tokens_G, config.length_penalty)
     advantages_G = np.zeros_like(rewards_G)
     if config.kind == "custom":
@@ -73,15 +78,15 @@ def sample_advantages(
             members_G = (group_G == group) & judged_G
             advantages_G[members_G] = _compared(rewards_G[members_G], config)
     if is_whitened and (config.norm == "batch" or config.kind.startswith("reinforce_pp")):
-        counts_G = np.where(judged_G, num_tokens_G, 0)
+        counts_G = np.where(eligible_G, num_tokens_G, 0)
         mean, std = whitening(advantages_G, counts_G)
         whitened_G = (advantages_G - mean) / std if std > 0 else np.zeros_like(advantages_G)
         is_flat_G = _is_flat(advantages_G, group_G) if config.kind != "reinforce_pp" else np.zeros_like(judged_G)
-        advantages_G = np.where(judged_G & ~is_flat_G, whitened_G, 0.0)
+        advantages_G = np.where(~is_flat_G, whitened_G, 0.0)
     elif config.norm == "batch_std":
-        _, std = whitening(advantages_G, judged_G)
+        _, std = whitening(advantages_G, eligible_G)
         advantages_G = advantages_G / std if std > 0 else np.zeros_like(advantages_G)
-    return advantages_G
+    return np.where(eligible_G, advantages_G, 0.0)
 
 
 def whitening(values_N: np.ndarray, counts_N: np.ndarray | None = None) -> tuple[float, float]:

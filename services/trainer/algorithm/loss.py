@@ -109,7 +109,7 @@ def _advantages(tokens: Tokens, samples: Samples, config: AlgorithmConfig, stati
     returns_N = token_returns(tokens, samples, config.kl)
     if not statistics.return_std:
         return torch.zeros_like(tokens.engine_logprobs_N)
-    advantages_N = (returns_N - statistics.return_mean) / statistics.return_std * samples.judged_G[tokens.sample_N]
+    advantages_N = (returns_N - statistics.return_mean) / statistics.return_std * samples.eligible_G[tokens.sample_N]
     return advantages_N.to(tokens.engine_logprobs_N.dtype)
 
 

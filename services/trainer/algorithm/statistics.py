@@ -2,6 +2,9 @@
 
 Legend: N = own tokens of the whole batch.
 
+Invariant: they are of the samples that can have a policy gradient: judged, not masked, in a group whose numbers are all
+finite. Samples of a group of equal rewards are among them, with advantage 0.
+
 They come from one pass over the batch without gradient, before the first loss, and enter every loss as constants. So
 loss, gradient and metrics do not depend on how the batch is cut, in which order it comes, or over how many ranks it is
 spread. Only configurations that need them pay for the pass.
@@ -58,18 +61,20 @@ def batch_statistics(tokens: Tokens, samples: Samples, config: AlgorithmConfig) 
     """Return the statistics of a batch.
 
     Args:
-        tokens: Of the whole batch, detached.
+        tokens: Of the whole batch, detached: at least of every eligible sample.
         samples: Of the batch, detached.
         config: The axes.
     """
+    tokens = tokens.of(samples.eligible_G[tokens.sample_N])
+    if not len(tokens.sample_N):
+        return BatchStatistics()
     mean_weight, threshold, mean, std = 1.0, float("inf"), 0.0, 0.0
     if config.correction.normalize:
         mean_weight = _mean_weight(tokens, samples, config)
     if config.rejection.kind == "m2po":
         threshold = m2_threshold(tokens.logprobs_N - tokens.engine_logprobs_N, config.rejection.max_m2)
     if config.kl.kind == "k1_in_reward":
-        returns_N = token_returns(tokens, samples, config.kl)[samples.judged_G[tokens.sample_N]]
-        mean, std = whitening(returns_N.numpy())
+        mean, std = whitening(token_returns(tokens, samples, config.kl).numpy())
     return BatchStatistics(mean_weight=mean_weight, m2_threshold=threshold, return_mean=mean, return_std=std)
 
 

@@ -30,6 +30,11 @@ class Tokens:
     reference_logprobs_N: torch.Tensor | None = None
     """Reference policy; None without one."""
 
+    def of(self, chosen_N: torch.Tensor) -> "Tokens":
+        """Return the tokens for which the mask holds."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Tokens(**{name: None if value is None else value[chosen_N] for name, value in values.items()})
+
     def detached(self) -> "Tokens":
         """Return a copy in float64 on the CPU, without gradient."""
         return Tokens(**{field.name: _detached(getattr(self, field.name)) for field in fields(self)})
@@ -43,8 +48,8 @@ class Samples:
     """0 for a sample that teaches nothing. With `kl.kind = "k1_in_reward"` the reward: advantages are the tokens'."""
     weights_G: torch.Tensor
     """Weight in the loss of each token of the sample (`aggregation.token_weights`)."""
-    judged_G: torch.Tensor
-    """bool: the sample has a reward, and is not masked."""
+    eligible_G: torch.Tensor
+    """bool: the sample has a reward and is not masked. Statistics of the batch are of these alone."""
     version: int
     """The published version, which the weights have before the step."""
 
@@ -53,7 +58,7 @@ class Samples:
         return Samples(
             advantages_G=_detached(self.advantages_G),
             weights_G=_detached(self.weights_G),
-            judged_G=_detached(self.judged_G),
+            eligible_G=_detached(self.eligible_G),
             version=self.version,
         )
 

@@ -78,15 +78,19 @@ def make_batch(
     rewards_G = np.where(usable_G, rewards_G, np.nan)
     num_tokens_G = np.array([sequence.num_own_tokens for sequence in sequences])
     has_token_rewards = algorithm.kl.kind == "k1_in_reward"
-    advantages_G = sample_advantages(
-        rewards_G, group_G, num_tokens_G, algorithm.advantage, is_whitened=not has_token_rewards
-    )
     masked_G = np.array([masked for group in groups for masked in group.masked or [False] * len(group.sequences)])
-    advantages_G = np.where(masked_G, 0.0, advantages_G)
+    advantages_G = sample_advantages(
+        rewards_G,
+        group_G,
+        num_tokens_G,
+        algorithm.advantage,
+        masked_G=masked_G,
+        is_whitened=not has_token_rewards,
+    )
     weights_G = token_weights(num_tokens_G, group_G, algorithm.aggregation, denominator=denominator)
     weights_G = np.where(masked_G, 0.0, weights_G)
-    judged_G = ~np.isnan(rewards_G) & ~masked_G
-    has_advantage_G = judged_G if has_token_rewards else advantages_G != 0
+    eligible_G = ~np.isnan(rewards_G) & ~masked_G
+    has_advantage_G = eligible_G if has_token_rewards else advantages_G != 0
     has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G & ~masked_G
     index_G = np.repeat([group.index for group in groups], [len(group.sequences) for group in groups])
     without_gradient = np.flatnonzero(~has_gradient_G & usable_G)
@@ -98,7 +102,7 @@ def make_batch(
         samples=Samples(
             advantages_G=torch.from_numpy(advantages_G).float().to(device),
             weights_G=torch.from_numpy(weights_G).float().to(device),
-            judged_G=torch.from_numpy(judged_G).to(device),
+            eligible_G=torch.from_numpy(eligible_G).to(device),
             version=version,
         ),
         has_advantage_G=has_advantage_G,

@@ -310,7 +310,8 @@ def _problem(passed: _Passed | None, config: AlgorithmConfig) -> str:
     """Say why no update may follow from a batch; empty if one may."""
     if passed is None:
         return "no group has finite rewards and log-probabilities only"
-    if (passed.terms.advantages_N != 0).any() and not passed.terms.trained_N.any():
+    is_rejected = (passed.terms.advantages_N != 0).any() and not passed.terms.trained_N.any()
+    if is_rejected and not any(passed.terms.penalties.values()):  # a penalty of 0 has no gradient
         axes = f"trust_region {config.trust_region.kind}, correction {config.correction.kind}"
         return f"every token with an advantage was rejected ({axes}, rejection {config.rejection.kind})"
     return ""

@@ -69,7 +69,7 @@ class TrainGroup:
     rewards: tuple[float, ...]
     """NaN for a sample that was not judged: it has no gradient and does not count in its group's mean."""
     masked: tuple[bool, ...] = ()
-    """Samples without gradient, which count in every mean and denominator all the same; empty: none."""
+    """Samples without gradient, which count in their group's mean and in denominators all the same; empty: none."""
 
     def screened(self, screening: Screening) -> "TrainGroup":
         """Return the group as the filters leave it."""

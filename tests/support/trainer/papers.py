@@ -222,7 +222,7 @@ def icepop(samples: Samples) -> Result:
 def m2po(samples: Samples) -> Result:
     """Drop the tokens of largest (log r)^2 one by one, until the mean of the rest is below 0.04."""
     a, n = grpo(samples), total(samples)
-    places = [(i, j) for i, s in enumerate(samples) for j in range(len(s.tokens))]
+    places = [(i, j) for i, s in enumerate(samples) if not math.isnan(s.reward) for j in range(len(s.tokens))]
     kept = sorted(places, key=lambda place: _m2(samples, place))
     while len(kept) > 1 and statistics.mean(_m2(samples, place) for place in kept) >= 0.04:
         kept.pop()

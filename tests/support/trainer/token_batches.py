@@ -46,16 +46,23 @@ class TokenBatch:
             reference_logprobs_N=self.reference_N[rows],
         )
 
-    def samples(self, config: AlgorithmConfig) -> Samples:
-        """The samples under an algorithm."""
+    def samples(self, config: AlgorithmConfig, *, masked: Sequence[int] = ()) -> Samples:
+        """The samples under an algorithm, some of them masked."""
         whitened = config.kl.kind != "k1_in_reward"
+        masked_G = np.isin(np.arange(len(self.rewards_G)), masked)
         advantages_G = sample_advantages(
-            self.rewards_G, self.group_G, self.num_tokens_G, config.advantage, is_whitened=whitened
+            self.rewards_G,
+            self.group_G,
+            self.num_tokens_G,
+            config.advantage,
+            masked_G=masked_G,
+            is_whitened=whitened,
         )
+        weights_G = token_weights(self.num_tokens_G, self.group_G, config.aggregation)
         return Samples(
             advantages_G=torch.from_numpy(advantages_G),
-            weights_G=torch.from_numpy(token_weights(self.num_tokens_G, self.group_G, config.aggregation)),
-            judged_G=torch.from_numpy(~np.isnan(self.rewards_G)),
+            weights_G=torch.from_numpy(np.where(masked_G, 0.0, weights_G)),
+            eligible_G=torch.from_numpy(~np.isnan(self.rewards_G) & ~masked_G),
             version=VERSION,
         )
 

@@ -110,6 +110,26 @@ def test_samples_that_were_not_judged_neither_teach_nor_count(kind: str, norm: s
     assert advantages([1, NAN], kind=kind, norm=norm) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(("kind", "norm"), EVERY)
+def test_a_masked_sample_is_in_its_groups_mean_and_in_no_statistic_of_the_batch(kind: str, norm: str) -> None:
+    """Its length, and the reward of one that is compared with nobody, change no other advantage."""
+    config = AdvantageConfig.model_validate({"kind": kind, "norm": norm})
+    groups, masked = np.array([1, 1, 1, 2, 2, 2, 3]), np.array([0, 0, 1, 0, 0, 0, 1], dtype=bool)
+
+    def found(reward: float, alone: float, num_tokens: int) -> list[float]:
+        rewards = np.array([1, 0, reward, 0, 0, 1, alone])
+        lengths = np.array([3, 2, num_tokens, 4, 1, 2, num_tokens])
+        return sample_advantages(rewards, groups, lengths, config, masked_G=masked).tolist()
+
+    usual = found(0.0, 0.5, 1)
+    assert usual[2] == usual[6] == 0
+    assert found(0.0, 50.0, 100) == usual
+    if kind == "reinforce_pp":
+        assert found(1.0, 0.5, 1) == usual
+    else:
+        assert found(1.0, 0.5, 1)[0] < usual[0], "a prompt that others answer well is an easier one"
+
+
 def test_refuses_infinite_rewards() -> None:
     """One would reach every weight of the model."""
     with pytest.raises(ValueError, match="infinite"):

@@ -1,5 +1,7 @@
 """Loss, gradient and metrics are those of the batch, however it is cut into micro-batches and in whatever order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -88,3 +90,46 @@ def test_rejected_tokens_do_not_make_others_heavier(rejection: dict[str, object]
     weights = samples.weights_G[tokens.sample_N]
     expected = -(weights * plain.region.objective_N)[~kept.rejected_N].sum()
     torch.testing.assert_close(kept.value, expected)
+
+
+NOT_ELIGIBLE = [1, 5, 10, 12]
+"""Masked samples of several groups; the last is not judged anyway."""
+
+
+@pytest.mark.parametrize("name", ["m2po", "correction: clip", "correction: sequence", "kl: k1 in reward"])
+def test_statistics_are_of_samples_that_are_judged_and_not_masked(name: str) -> None:
+    """Whatever log-probabilities the others have, no statistic and no gradient feels them."""
+    batch, config = random_batch(2), ALGORITHMS[name]
+    is_other_N = torch.isin(batch.sample_N, torch.tensor(NOT_ELIGIBLE))
+    far = replace(
+        batch,
+        engine_N=torch.where(is_other_N, batch.engine_N - 3.0, batch.engine_N),
+        reference_N=torch.where(is_other_N, batch.reference_N - 3.0, batch.reference_N),
+    )
+    found = []
+    for changed in (batch, far):
+        theta = changed.theta_HV.clone().requires_grad_()
+        tokens, samples = changed.tokens(theta), changed.samples(config, masked=NOT_ELIGIBLE)
+        statistics = batch_statistics(tokens.detached(), samples, config)
+        policy_loss(tokens, samples, config, statistics=statistics).value.backward()
+        found.append((statistics, theta.grad))
+    (expected, gradient), (statistics, far_gradient) = found
+    assert statistics == expected
+    assert torch.equal(far_gradient, gradient)
+    assert gradient.abs().sum() > 0
+    everyone = batch_statistics(far.tokens(far.theta_HV), far.samples(config), config)
+    assert everyone != expected, "the change would have been felt"
+
+
+@pytest.mark.parametrize("name", ["m2po", "correction: clip", "correction: sequence", "kl: k1 in reward"])
+def test_a_batch_of_masked_samples_has_no_statistics(name: str) -> None:
+    """And no gradient, rather than a number that is none."""
+    batch, config = random_batch(2), ALGORITHMS[name]
+    samples = batch.samples(config, masked=range(18))
+    theta = batch.theta_HV.clone().requires_grad_()
+    tokens = batch.tokens(theta)
+    statistics = batch_statistics(tokens.detached(), samples, config)
+    loss = policy_loss(tokens, samples, config, statistics=statistics)
+    loss.value.backward()
+    assert float(loss.value) == 0
+    assert not theta.grad.any()

@@ -39,7 +39,7 @@ def train(config: AlgorithmConfig, *, sign: float = 1.0) -> list[float]:
         samples = Samples(
             advantages_G=torch.from_numpy(advantages_G),
             weights_G=torch.from_numpy(token_weights(num_tokens_G, group_G, config.aggregation)),
-            judged_G=torch.ones(len(group_G), dtype=torch.bool),
+            eligible_G=torch.ones(len(group_G), dtype=torch.bool),
             version=version,
         )
         rows = torch.arange(len(group_G))[:, None]

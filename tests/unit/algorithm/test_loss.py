@@ -42,7 +42,7 @@ def samples_of(advantages: torch.Tensor) -> Samples:
     return Samples(
         advantages_G=advantages,
         weights_G=torch.ones_like(advantages),
-        judged_G=torch.ones_like(advantages, dtype=torch.bool),
+        eligible_G=torch.ones_like(advantages, dtype=torch.bool),
         version=0,
     )
 
@@ -141,7 +141,7 @@ def test_micro_batches_add_up_to_the_batch(preset: str, aggregation: str) -> Non
     samples = Samples(
         advantages_G=torch.from_numpy(rng.normal(size=6)),
         weights_G=torch.from_numpy(weights_of(counts, aggregation)),
-        judged_G=torch.ones(6, dtype=torch.bool),
+        eligible_G=torch.ones(6, dtype=torch.bool),
         version=0,
     )
 

@@ -150,7 +150,8 @@ def test_corrections(kind: str, level: str, normalize: bool, veto: bool) -> None
                 weights[i] = [0.0] * len(weights[i])
     mean = 1.0
     if normalize:
-        counted = [w for sample in weights for w in (sample if level == "token" else sample[:1])]
+        judged = [w for sample, w in zip(samples, weights, strict=True) if not math.isnan(sample.reward)]
+        counted = [w for sample in judged for w in (sample if level == "token" else sample[:1])]
         mean = sum(counted) / len(counted)
     total = papers.total(samples)
     gradient = [[-w / mean * advantages[i] / total for w in sample] for i, sample in enumerate(weights)]

@@ -160,7 +160,7 @@ def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, gr
 def test_a_batch_that_is_wholly_rejected_skips_the_step(
     tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any]
 ) -> None:
-    """Said in the metrics and the log; a regulariser alone takes no step; too many in a row end the run."""
+    """Said in the metrics and the log; too many in a row end the run."""
     backend = loaded(tiny_model_path, **algorithm)
     before = weights(backend)
     with structlog.testing.capture_logs() as logs:
@@ -170,6 +170,35 @@ def test_a_batch_that_is_wholly_rejected_skips_the_step(
     assert same_weights(backend, before)
     with pytest.raises(UserError, match=r"2 steps in a row were skipped.*\[algorithm\]"):
         take_step(backend, [groups], VERSION)
+
+
+ALL_REJECTED = {"preset": "ppo", "rejection": {"kind": "k3", "max_k3": 1e-12}}
+
+
+@pytest.mark.parametrize(
+    "regulariser", [{"drift": 0.1}, {"kl": {"kind": "k3", "coef": 0.1}}, {"entropy": {"kind": "bonus", "coef": 0.1}}]
+)
+def test_a_regulariser_acts_where_everything_is_rejected(
+    tiny_model_path: Path, groups: list[TrainGroup], regulariser: dict[str, Any]
+) -> None:
+    """The policy is held although no sample teaches it. The reference is the policy itself until the second step."""
+    backend = loaded(tiny_model_path, **ALL_REJECTED, **regulariser)
+    if "kl" in regulariser:
+        with torch.no_grad():
+            for parameter in backend.policy.parameters():
+                parameter.mul_(1.01)
+    before = weights(backend)
+    metrics = backend.step(groups, VERSION)
+    assert (metrics["skipped"], metrics["rejected_fraction"]) == (0, 1)
+    assert metrics["grad_norm"] > 0
+    assert not same_weights(backend, before)
+
+
+def test_an_entropy_bonus_of_0_does_not_act(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """As above its target: the rejected batch is skipped."""
+    entropy = {"kind": "target", "coef": 0.0, "adjustment": 1e-3, "target": 9.0}
+    metrics = loaded(tiny_model_path, **ALL_REJECTED, entropy=entropy).step(groups, VERSION)
+    assert (metrics["skipped"], metrics["grad_norm"]) == (1, 0)
 
 
 def test_equal_rewards_are_no_rejection(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
