@@ -186,8 +186,8 @@ class RejectionConfig(Axis):
     kind: Literal["none", "opsm", "geometric", "k3", "m2po"] = "none"
     """With d the log ratio of trainer to engine: opsm: samples of negative advantage whose mean of -d is above
     `max_drop`. geometric: samples whose exp(mean d) is outside `low` to `high`. k3: samples whose mean of
-    exp(d) - 1 - d is above `max_k3`. m2po: the tokens of largest d squared, until the mean of the rest is below
-    `max_m2`."""
+    exp(d) - 1 - d is above `max_k3`. m2po: of the tokens that the advantage moves further from the engine, those of
+    largest d squared, until the mean of the rest is at most `max_m2`."""
     max_drop: float = pydantic.Field(default=0.5, ge=0)
     """Largest mean fall of log-probability, in nats (opsm)."""
     low: float = pydantic.Field(default=0.99, ge=0, lt=1)
@@ -197,7 +197,7 @@ class RejectionConfig(Axis):
     max_k3: float = pydantic.Field(default=0.01, gt=0)
     """Largest estimate of a sample's KL divergence per token, in nats (k3)."""
     max_m2: float = pydantic.Field(default=0.04, gt=0)
-    """Largest second moment of the log ratio over the batch (m2po)."""
+    """Largest mean of d squared over such tokens of the batch (m2po)."""
 
 
 class KlConfig(Axis):

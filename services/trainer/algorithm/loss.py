@@ -23,7 +23,7 @@ from services.trainer.algorithm.correction import Correction, correction_weights
 from services.trainer.algorithm.ratio import policy_ratio
 from services.trainer.algorithm.regularisers import drift_penalty, kl_penalty
 from services.trainer.algorithm.rejection import rejected_tokens
-from services.trainer.algorithm.returns import token_returns
+from services.trainer.algorithm.returns import token_advantages
 from services.trainer.algorithm.statistics import BatchStatistics
 from services.trainer.algorithm.tokens import Samples, Tokens
 from services.trainer.algorithm.trust_region import Step, Surrogate, surrogate
@@ -73,7 +73,7 @@ def policy_loss(
     """
     constants = statistics or BatchStatistics()
     logprobs_N, engine_N, sample_N = tokens.logprobs_N, tokens.engine_logprobs_N, tokens.sample_N
-    advantages_N = _advantages(tokens, samples, config, constants)
+    advantages_N = token_advantages(tokens, samples, config.kl, mean=constants.return_mean, std=constants.return_std)
     weights_N = samples.weights_G[sample_N]
     anchor_N = anchor_logprobs(logprobs_N, engine_N, tokens.versions_N, version=samples.version, kind=config.anchor)
     correction = correction_weights(
@@ -101,16 +101,6 @@ def policy_loss(
         correction=correction,
         rejected_N=rejected_N,
     )
-
-
-def _advantages(tokens: Tokens, samples: Samples, config: AlgorithmConfig, statistics: BatchStatistics) -> torch.Tensor:
-    if config.kl.kind != "k1_in_reward":
-        return samples.advantages_G[tokens.sample_N]
-    returns_N = token_returns(tokens, samples, config.kl)
-    if not statistics.return_std:
-        return torch.zeros_like(tokens.engine_logprobs_N)
-    advantages_N = (returns_N - statistics.return_mean) / statistics.return_std * samples.eligible_G[tokens.sample_N]
-    return advantages_N.to(tokens.engine_logprobs_N.dtype)
 
 
 def _penalties(

@@ -58,7 +58,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # RLinf's Qwen3-VL run on Geometry3K.
         "rlinf_geo3k": {
             "anchor": "proximal",
-            "trust_region": _CLIP,
+            "trust_region": _CLIP_HIGHER,
             "correction": _TRUNCATE,
             "aggregation": {"kind": "sequence"},
         },

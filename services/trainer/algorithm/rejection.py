@@ -1,6 +1,6 @@
 """The rejection: samples or tokens that the policy has moved away from are left out of the policy gradient.
 
-Legend: N = own tokens. d = log ratio of trainer to engine, without gradient; A = advantage.
+Legend: N = own tokens, L = those that are leaving. d = log ratio of trainer to engine, without gradient; A = advantage.
 
 Invariant: a rejection multiplies by 0 and changes no denominator.
 """
@@ -25,7 +25,8 @@ def rejected_tokens(
     opsm: samples with A < 0 and mean(-d) > max_drop (DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking).
     geometric: samples with exp(mean d) outside low to high (verl, `rollout_corr_helper`, seq_mean_k1).
     k3: samples with mean(exp(d) - 1 - d) > max_k3 (verl, seq_mean_k3).
-    m2po: tokens with d^2 above the batch's threshold (Zheng et al. 2025, "Prosperity before Collapse").
+    m2po: tokens that A moves further from the engine, A d > 0, and whose d^2 is above the batch's threshold (Zheng et
+        al. 2025, "Prosperity before Collapse", algorithm 1; its trust-region tokens are these in the authors' code).
 
     Args:
         log_ratio_N: d.
@@ -37,7 +38,7 @@ def rejected_tokens(
     if config.kind == "none":
         return torch.zeros_like(log_ratio_N, dtype=torch.bool)
     if config.kind == "m2po":
-        return log_ratio_N.square() > m2_threshold
+        return is_leaving(log_ratio_N, advantages_N) & (log_ratio_N.square() > m2_threshold)
     if config.kind == "k3":
         return sample_means(exp_ratio(log_ratio_N) - 1 - log_ratio_N, sample_N) > config.max_k3
     mean_N = sample_means(log_ratio_N, sample_N)
@@ -47,24 +48,28 @@ def rejected_tokens(
     return (geometric_N < config.low) | (geometric_N > config.high)
 
 
-def m2_threshold(log_ratio_N: torch.Tensor, max_m2: float) -> float:
-    """Return the d^2 up to which tokens are kept so that the mean of theirs is below `max_m2`.
+def is_leaving(log_ratio_N: torch.Tensor, advantages_N: torch.Tensor) -> torch.Tensor:
+    """Return bool[N]: the policy has moved away from the engine at the token, and A would move it further."""
+    return advantages_N * log_ratio_N > 0
 
-    The largest go first, equal ones together, and at least the smallest stay. The threshold lies half-way to the
-    smallest that goes, so rounding of a later forward pass moves no token across it.
+
+def m2_threshold(log_ratio_N: torch.Tensor, advantages_N: torch.Tensor, max_m2: float) -> float:
+    """Return the d^2 up to which tokens are kept, so that the mean over the kept that are leaving is at most `max_m2`.
+
+    The largest go first, equal ones together. The threshold lies half-way to the smallest that goes, so rounding of a
+    later forward pass moves no token across it.
 
     Args:
         log_ratio_N: d of the whole batch, on any cut of which the threshold then holds.
+        advantages_N: A of the same tokens.
         max_m2: The bound.
     """
-    squares_N = log_ratio_N.double().square().sort().values
-    means_N = squares_N.cumsum(0) / torch.arange(1, len(squares_N) + 1, dtype=torch.float64, device=squares_N.device)
-    num_kept = max(1, int((means_N < max_m2).sum()))  # means of ascending values ascend
-    if num_kept == len(squares_N):
+    squares_L = log_ratio_N.double()[is_leaving(log_ratio_N, advantages_N)].square().sort().values
+    means_L = squares_L.cumsum(0) / torch.arange(1, len(squares_L) + 1, dtype=torch.float64, device=squares_L.device)
+    num_kept = int((means_L <= max_m2).sum())  # means of ascending values ascend
+    if num_kept == len(squares_L):
         return float("inf")
-    kept_N = squares_N < squares_N[num_kept]
-    if not kept_N.any():
-        kept_N = squares_N == squares_N[0]
-    if kept_N.all():
-        return float("inf")
-    return float((squares_N[kept_N].max() + squares_N[~kept_N].min()) / 2)
+    smallest_rejected = squares_L[num_kept]
+    kept_L = squares_L[squares_L < smallest_rejected]
+    largest_kept = float(kept_L[-1]) if len(kept_L) else 0.0
+    return (largest_kept + float(smallest_rejected)) / 2

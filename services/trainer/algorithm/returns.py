@@ -20,6 +20,24 @@ def token_returns(tokens: Tokens, samples: Samples, config: KlConfig) -> torch.T
     return samples.advantages_G[tokens.sample_N].double() - _sums_from_here_on(cost_N, tokens.sample_N)
 
 
+def token_advantages(tokens: Tokens, samples: Samples, config: KlConfig, *, mean: float, std: float) -> torch.Tensor:
+    """Return [N]: the advantage of each token's sample, or its own whitened return with k1_in_reward.
+
+    Args:
+        tokens: Of a micro-batch.
+        samples: Of the optimizer batch.
+        config: Whether tokens have rewards of their own.
+        mean: Of the returns of the batch.
+        std: Of the same; 0 if they are all equal.
+    """
+    if config.kind != "k1_in_reward":
+        return samples.advantages_G[tokens.sample_N]
+    if not std:
+        return torch.zeros_like(tokens.engine_logprobs_N)
+    advantages_N = (token_returns(tokens, samples, config) - mean) / std * samples.eligible_G[tokens.sample_N]
+    return advantages_N.to(tokens.engine_logprobs_N.dtype)
+
+
 def _sums_from_here_on(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
     order_N = sample_N.argsort(stable=True)
     sorted_N, sample_N = values_N[order_N], sample_N[order_N]

@@ -17,7 +17,7 @@ from services.trainer.algorithm.anchor import anchor_logprobs
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.correction import correction_weights
 from services.trainer.algorithm.rejection import m2_threshold
-from services.trainer.algorithm.returns import token_returns
+from services.trainer.algorithm.returns import token_advantages, token_returns
 from services.trainer.algorithm.tokens import Samples, Tokens, sample_sums
 
 
@@ -28,7 +28,7 @@ class BatchStatistics:
     mean_weight: float = 1.0
     """Mean importance weight: over tokens, or at other levels over samples."""
     m2_threshold: float = float("inf")
-    """Squared log ratio up to which tokens are kept."""
+    """Squared log ratio up to which leaving tokens are kept."""
     return_mean: float = 0.0
     return_std: float = 0.0
     """Of the tokens' returns; 0 if they are all equal."""
@@ -71,10 +71,11 @@ def batch_statistics(tokens: Tokens, samples: Samples, config: AlgorithmConfig) 
     mean_weight, threshold, mean, std = 1.0, float("inf"), 0.0, 0.0
     if config.correction.normalize:
         mean_weight = _mean_weight(tokens, samples, config)
-    if config.rejection.kind == "m2po":
-        threshold = m2_threshold(tokens.logprobs_N - tokens.engine_logprobs_N, config.rejection.max_m2)
     if config.kl.kind == "k1_in_reward":
         mean, std = whitening(token_returns(tokens, samples, config.kl).numpy())
+    if config.rejection.kind == "m2po":
+        advantages_N = token_advantages(tokens, samples, config.kl, mean=mean, std=std)
+        threshold = m2_threshold(tokens.logprobs_N - tokens.engine_logprobs_N, advantages_N, config.rejection.max_m2)
     return BatchStatistics(mean_weight=mean_weight, m2_threshold=threshold, return_mean=mean, return_std=std)
 
 

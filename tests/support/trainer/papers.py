@@ -220,14 +220,20 @@ def icepop(samples: Samples) -> Result:
 
 
 def m2po(samples: Samples) -> Result:
-    """Drop the tokens of largest (log r)^2 one by one, until the mean of the rest is below 0.04."""
+    """Algorithm 1: of the trust-region tokens (A > 0 and r > 1, or A < 0 and r < 1), mask the one of largest (log r)^2
+    until the mean of the rest is at most 0.04.
+    """
     a, n = grpo(samples), total(samples)
-    places = [(i, j) for i, s in enumerate(samples) if not math.isnan(s.reward) for j in range(len(s.tokens))]
-    kept = sorted(places, key=lambda place: _m2(samples, place))
-    while len(kept) > 1 and statistics.mean(_m2(samples, place) for place in kept) >= 0.04:
-        kept.pop()
+    places = [(i, j) for i, s in enumerate(samples) for j in range(len(s.tokens))]
+    region = [(i, j) for i, j in places if (samples[i].tokens[j].th - samples[i].tokens[j].mu) * a[i] > 0]
+    region.sort(key=lambda place: _m2(samples, place))
+    masked = set()
+    while region and statistics.mean(_m2(samples, place) for place in region) > 0.04:
+        masked.add(region.pop())
     loss, gradient = 0.0, [[0.0] * len(s.tokens) for s in samples]
-    for i, j in kept:
+    for i, j in places:
+        if (i, j) in masked:
+            continue
         r, slope = ratio(samples[i].tokens[j].th - samples[i].tokens[j].mu)
         loss -= r * a[i] / n
         gradient[i][j] = -slope * a[i] / n
