@@ -188,7 +188,7 @@ def test_a_regulariser_acts_where_everything_is_rejected(
             for parameter in backend.policy.parameters():
                 parameter.mul_(1.01)
     before = weights(backend)
-    metrics = backend.step(groups, VERSION)
+    metrics = take_step(backend, groups, VERSION)
     assert (metrics["skipped"], metrics["rejected_fraction"]) == (0, 1)
     assert metrics["grad_norm"] > 0
     assert not same_weights(backend, before)
@@ -197,7 +197,7 @@ def test_a_regulariser_acts_where_everything_is_rejected(
 def test_an_entropy_bonus_of_0_does_not_act(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """As above its target: the rejected batch is skipped."""
     entropy = {"kind": "target", "coef": 0.0, "adjustment": 1e-3, "target": 9.0}
-    metrics = loaded(tiny_model_path, **ALL_REJECTED, entropy=entropy).step(groups, VERSION)
+    metrics = take_step(loaded(tiny_model_path, **ALL_REJECTED, entropy=entropy), groups, VERSION)
     assert (metrics["skipped"], metrics["grad_norm"]) == (1, 0)
 
 
