@@ -11,7 +11,7 @@ weights, ledger and step are of one moment, so the next step begins only when it
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.field_names import field_names
+from services.trainer.telemetry.gradient_streak import GradientStreak
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import (
@@ -75,6 +76,7 @@ class TrainingLoop:
     trackers: Trackers
     recorder: StepRecorder | None
     """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
+    gradients: GradientStreak = field(default_factory=GradientStreak)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
@@ -138,6 +140,7 @@ class TrainingLoop:
             images = {sha256: data for finished in batch for sha256, data in finished.images.items()}
             await asyncio.to_thread(self.recorder.record, step, version, played, images)
         metrics: dict[str, Any] = await asyncio.to_thread(self._step, batch)
+        metrics |= self.gradients.observe(metrics)
         if self.recorder is not None:
             metrics["weights_digest"] = (await asyncio.to_thread(self.backend.digests)).weights
         self.ledger.finish_training()

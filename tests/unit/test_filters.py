@@ -252,7 +252,11 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
     [
         ({"zero_variance": True}, {"kl": {"kind": "k3"}}, "KL, drift and entropy"),
         ({"zero_variance": True}, {"advantage": {"kind": "custom", "function": "a:b"}}, "function = 'a:b'"),
-        ({"truncated": "mask"}, {"advantage": {"length_penalty": {"kind": "linear"}}}, "kind = 'linear' penalises"),
+        (
+            {"truncated": "mask"},
+            {"advantage": {"kind": "dr_grpo", "length_penalty": {"kind": "linear"}}},
+            "kind = 'linear' penalises",
+        ),
     ],
 )
 def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str, Any], doubt: str) -> None:

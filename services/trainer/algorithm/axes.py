@@ -93,6 +93,12 @@ class AdvantageConfig(Axis):
                 f"maxrl needs rewards of at least 0, which length_penalty.kind = {self.length_penalty.kind!r} can make "
                 "negative; leave out one of them"
             )
+        if self.kind == "grpo" and self.length_penalty.kind == "linear":
+            raise ValueError(
+                "grpo divides by the group's standard deviation, which cancels length_penalty.length_factor where all "
+                "rewards are equal, so that length alone would teach as much as right and wrong; with "
+                "length_penalty.kind = 'linear' set kind = 'dr_grpo' or 'rloo'"
+            )
         if self.norm != "none" and self.kind.startswith("reinforce_pp"):
             raise ValueError(f"{self.kind} whitens over the batch already; leave out norm")
         return self

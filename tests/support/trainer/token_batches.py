@@ -131,7 +131,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "constant": algorithm(advantage={"kind": "dr_grpo"}, aggregation={"kind": "constant", "length": 8}),
     "rloo, norm": algorithm(advantage={"kind": "rloo", "norm": "batch"}),
     "maxrl": algorithm(advantage={"kind": "maxrl"}),
-    "length penalty": algorithm(advantage={"kind": "grpo", "length_penalty": {"kind": "linear"}}),
+    "length penalty": algorithm(advantage={"kind": "rloo", "length_penalty": {"kind": "linear"}}),
     "reinforce_pp_baseline": algorithm(advantage={"kind": "reinforce_pp_baseline"}),
 }
 """Every preset, and every kind of every axis at least once."""

@@ -104,6 +104,10 @@ def test_refuses_what_does_not_exist(override: str, message: str) -> None:
         (["advantage.kind=custom"], r"algorithm\.advantage: kind = 'custom' needs function = 'module:function'"),
         (["trust_region.kind=custom", "trust_region.function=gmpo"], r"needs function = .*, found 'gmpo'"),
         (["advantage.kind=maxrl", "advantage.length_penalty.kind=linear"], r"maxrl needs rewards of at least 0"),
+        (
+            ["advantage.kind=grpo", "advantage.length_penalty.kind=linear"],
+            r"cancels length_penalty\.length_factor .* set kind = 'dr_grpo' or 'rloo'",
+        ),
         (["advantage.length_penalty.kind=soft_overlong"], r"needs 0 < buffer_tokens <= max_tokens, found 0 and 0"),
         (["preset=ppo", "trust_region.dual=1.1"], r"dual = 1\.1 must be 0 or above 1 \+ clip_high = 1\.2"),
         (["preset=cispo", "trust_region.ratio_low=6"], r"ratio_low = 6\.0 must be below ratio_high = 5\.0"),

@@ -188,7 +188,7 @@ def test_a_regulariser_acts_where_everything_is_rejected(
             for parameter in backend.policy.parameters():
                 parameter.mul_(1.01)
     before = weights(backend)
-    metrics = take_step(backend, groups, VERSION)
+    metrics = take_step(backend, [groups], VERSION)
     assert (metrics["skipped"], metrics["rejected_fraction"]) == (0, 1)
     assert metrics["grad_norm"] > 0
     assert not same_weights(backend, before)
@@ -197,7 +197,7 @@ def test_a_regulariser_acts_where_everything_is_rejected(
 def test_an_entropy_bonus_of_0_does_not_act(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """As above its target: the rejected batch is skipped."""
     entropy = {"kind": "target", "coef": 0.0, "adjustment": 1e-3, "target": 9.0}
-    metrics = take_step(loaded(tiny_model_path, **ALL_REJECTED, entropy=entropy), groups, VERSION)
+    metrics = take_step(loaded(tiny_model_path, **ALL_REJECTED, entropy=entropy), [groups], VERSION)
     assert (metrics["skipped"], metrics["grad_norm"]) == (1, 0)
 
 
@@ -292,14 +292,17 @@ def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups:
 
 def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Each is the value of a metric that exists; the loop measures the times."""
-    row = take_step(loaded(tiny_model_path), [groups], VERSION) | {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0}
+    masked = replace(groups[0], masked=(True,) * 4)
+    times = {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0}
+    row = take_step(loaded(tiny_model_path), [[*groups, masked]], VERSION) | times
     assert set(FIELD_NAMES) <= set(row)
     named = field_names(row)
     assert not set(named) & set(row)
     assert named["actor/grad_norm"] == named["optim/grad_norm"] == row["grad_norm"]
     assert named["mismatch_kl/mean"] == row["kl_k3"]
     assert named["time/wait_for_batch"] == 1
-    assert named["frac_reward_zero_std"] == 1 / 4
+    assert row["num_groups_without_gradient"] == 2
+    assert named["frac_reward_zero_std"] == 1 / 5, "masked samples have no gradient, but their rewards differ"
     assert set(field_names({"grad_norm": 1.0})) == {"actor/grad_norm", "optim/grad_norm", "train/grad_norm"}
 
 
