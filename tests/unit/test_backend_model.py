@@ -120,15 +120,15 @@ def test_text_only_models_work_too(tmp_path: Path) -> None:
     assert "lm_head.weight" in dict(named_weights(policy))
 
 
-def test_refuses_image_models_whose_positions_it_does_not_know() -> None:
-    """Instead of training on other positions than the engine's."""
+def test_refuses_models_whose_packed_rows_are_not_tested() -> None:
+    """Instead of training on other positions, logits or experts than the engine's."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
     text = {**sizes, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 64}
     vision = {**sizes, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 16}
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=1))
-    with pytest.raises(ConfigError, match=r"models of type llava read images.* only for .*qwen3_vl"):
+    with pytest.raises(ConfigError, match=r"models of type llava cannot be trained .* choose one of type .*qwen3_vl"):
         PolicyModel(model, temperature=1.0, forbidden_ids=())
 
 

@@ -14,7 +14,7 @@ import torch
 
 from bench.trainer.padded import PaddedPolicy
 from penstock.model.tokens import forbidden_token_ids, image_token_id
-from services.trainer.backend.model import PolicyModel
+from services.trainer.backend.model import TRAINED_MODEL_TYPES, PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
@@ -75,6 +75,32 @@ def random_qwen2_5_vl() -> Any:
     return sharpened(Qwen2_5_VLForConditionalGeneration(config))
 
 
+def random_qwen2_vl() -> Any:
+    """With full attention in its tower, and biases in the language model."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = {**sizes, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    vision = {
+        **{"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+        **{"depth": 2, "patch_size": 16, "spatial_merge_size": 2},
+    }
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_token_id(CHECKPOINT), tie_word_embeddings=False
+    )
+    return sharpened(Qwen2VLForConditionalGeneration(config))
+
+
+def random_qwen2() -> Any:
+    """Text only, tied, with biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    return sharpened(Qwen2ForCausalLM(config))
+
+
 def random_qwen3() -> Any:
     """Text only, untied, more query than key heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -87,8 +113,11 @@ def random_qwen3() -> Any:
 FAMILIES: dict[str, Loader] = {
     "qwen3_vl": random_qwen3_vl,
     "qwen2_5_vl": random_qwen2_5_vl,
+    "qwen2_vl": random_qwen2_vl,
     "qwen3": random_qwen3,
+    "qwen2": random_qwen2,
 }
+assert set(FAMILIES) == set(TRAINED_MODEL_TYPES), "a type without these tests must be refused"
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +176,7 @@ def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, 
 def groups_for(family: str, images: list[Any]) -> list[list[TrainSequence]]:
     """Groups with a picture, with none, with two and an answer that begins like another, and of several turns."""
     square, other, wide = images
-    if family == "qwen3":
+    if family in ("qwen2", "qwen3"):
         square = other = wide = 17
     prompt = [*words(0, 12), square, *words(1, 9)]
     two = [*words(2, 5), square, 17, wide, *words(3, 4)]
@@ -304,7 +333,7 @@ FAULTS = [shifted, swapped, moved_boundary, forgotten_prefix, read_too_late, tex
 
 @torch.no_grad()
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
 def test_a_fault_is_felt(name: str, fault: Callable[[PackedRow], PackedRow], images: list[Any]) -> None:
     """By more than 1e-2 in some logprob: a thousand times what the tests above allow."""
     policy, _ = policies(name)

@@ -28,9 +28,6 @@ VISION_TOKENS: Final = (
 VISION_TOKEN_KEYS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 """Where config.json names their ids."""
 
-MROPE_MODEL_TYPES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Model types whose image tokens have positions in time, height and width, counted alike in all of them."""
-
 _OWN_TO_PUBLISHED: Final = (("model.visual.", "visual."), ("model.language_model.", "model."))
 _WITH_PUBLISHED_NAMES: Final = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}

@@ -3,19 +3,22 @@
 Legend: A, T, N, I, U, P, D as in `batching.rows`; H = hidden size.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.families.qwen_vl import MROPE_MODEL_TYPES
 from services.trainer.backend.attention import RowLayout, use_packed_attention
 from services.trainer.backend.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.batching.rows import PackedRow
 
+TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
+scale or cap their logits, count positions in another way, or route tokens to experts."""
+
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """A causal language model of transformers without images, or a Qwen-VL."""
+    """A Qwen of transformers, with or without images."""
 
     def __init__(
         self,
@@ -29,19 +32,17 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         """Wrap a transformers model; `load_policy` loads one from a folder.
 
         Raises:
-            ConfigError: the model caps its logits, counts the positions of images in an unknown way, or attends in a
-                way that packed rows do not reproduce.
+            ConfigError: the model's type is not among `TRAINED_MODEL_TYPES`, or it attends in a way that packed rows
+                do not reproduce.
         """
         super().__init__()
         model_type = model.config.model_type
-        if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-            raise ConfigError(f"models of type {model_type} cap their logits; choose another model")
-        self._has_images = hasattr(model.config, "vision_config")
-        if self._has_images and model_type not in MROPE_MODEL_TYPES:
+        if model_type not in TRAINED_MODEL_TYPES:
             raise ConfigError(
-                f"models of type {model_type} read images, whose tokens' positions the trainer knows only for "
-                f"{', '.join(sorted(MROPE_MODEL_TYPES))}; choose another model"
+                f"model.path: models of type {model_type} cannot be trained yet, because their packed rows are not "
+                f"tested against transformers; choose one of type {', '.join(TRAINED_MODEL_TYPES)}"
             )
+        self._has_images = hasattr(model.config, "vision_config")
         use_packed_attention(model)
         self.model = model
         self.temperature = temperature

@@ -79,8 +79,8 @@ class DeadlyBackend:
             die()
 
     def finish_step(self) -> dict[str, float]:
-        """Measure nothing."""
-        return {}
+        """Measure what the loop looks at."""
+        return {"num_groups": 2.0, "num_groups_without_gradient": 0.0, "grad_norm": 1.0}
 
 
 async def main(url: str, run: str, folder: Path, mode: str) -> None:
