@@ -22,6 +22,8 @@ from penstock.runtime.security import REFUSAL, Security
 log = structlog.get_logger()
 
 _HEALTH = "/healthz"
+_CANCEL_S = 5.0
+"""How long cancelled requests may take to end while the server drains."""
 _STOPPING = "this server is stopping; send the request to another server, or again later"
 
 
@@ -46,13 +48,16 @@ class Boundary:
         self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Wait up to `grace_s` seconds for running requests, then cancel the rest."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        for task in self._running:
-            task.cancel()
-        await self._idle.wait()
+        """Wait up to `grace_s` seconds for running requests, then cancel the rest and wait a little for their end.
+
+        A cancelled request still sends its answer, which a client that does not read can hold up for ever.
+        """
+        for limit_s in (grace_s, _CANCEL_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._idle.wait()
+            for task in self._running:
+                task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -103,15 +108,17 @@ class Boundary:
 
     async def _run(self, task: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
+        client = _cancelled_when_gone(task, receive)
 
         async def send_noting(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
+            client.has_answer = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         error: HTTPException | None = None
         try:
-            async with self._bodies.whole(receive) as body, _cancelled_when_gone(task, receive):
+            async with self._bodies.whole(receive) as body, client:
                 await self._app(scope, _replayed(body), send_noting)
         except GoneError:
             log.info("http.abandoned", path=scope["path"])
@@ -151,9 +158,13 @@ def _replayed(body: bytes) -> Receive:
 
 
 class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.timeout
-    """Cancel `task`, which runs this context, when the client disconnects; the context then raises GoneError."""
+    """Cancel `task`, which runs this context, when the client disconnects; the context then raises GoneError.
+
+    Once the client has its whole answer, the task is left to end by itself: servers then report a disconnect too.
+    """
 
     def __init__(self, task: asyncio.Task[None], receive: Receive) -> None:
+        self.has_answer = False
         self._task = task
         self._receive = receive
         self._is_gone = False
@@ -164,8 +175,9 @@ class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.tim
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
-        self._task.cancel()
+        if not self.has_answer:
+            self._is_gone = True
+            self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._watching.cancel()

@@ -96,7 +96,7 @@ class HttpServer:
         """Start serving and return the port.
 
         Raises:
-            SetupError: the port is in use, or the host is not one of this machine's.
+            SetupError: the port is in use, the host is not one of this machine's, or a certificate is gone.
         """
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -112,7 +112,13 @@ class HttpServer:
         self._port = listener.getsockname()[1]
         self._server = _Uvicorn(self._config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        await self._server.has_started.wait()
+        started = asyncio.create_task(self._server.has_started.wait())
+        await asyncio.wait({started, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._server.has_started.is_set():
+            started.cancel()
+            listener.close()
+            reason, self._serving = self._serving.exception(), None
+            raise SetupError(f"the server at {self.url} did not start: {reason}") from reason
         log.info("server.started", address=self.url)
         self._security.tell_if_open(self._host, self.url)
         return self._port

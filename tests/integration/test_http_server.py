@@ -4,16 +4,24 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import structlog
 from fastapi import FastAPI, Request
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock import errors
+from penstock.http import boundary
 from penstock.http.app import make_app
+from penstock.http.boundary import Boundary
 from penstock.http.server import HttpServer
+from penstock.http.status import error_body
+from penstock.runtime.process import end_task
+from penstock.runtime.security import Security
+from tests.support.certificates import make_certificates, security_of
 from tests.support.sockets import options_of_accepted
 from tests.support.waiting import promptly, until
 
@@ -197,6 +205,27 @@ async def test_a_client_that_goes_away_cancels_its_handler() -> None:
         assert (await staying).json() == "done"
 
 
+async def test_a_client_that_has_its_answer_is_not_gone() -> None:
+    """Whatever a handler does after the end of its answer, it does to the end."""
+    ended = asyncio.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+        for _ in range(100):  # each lets the server's other tasks run
+            await asyncio.sleep(0)
+        ended.set()
+
+    server = HttpServer(answer, host="127.0.0.1", port=0)
+    await server.start()
+    with structlog.testing.capture_logs() as logs:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/call")).text == "done"
+            await promptly(ended.wait())
+        await server.drain(0.0)
+    assert "http.abandoned" not in {line["event"] for line in logs}
+
+
 async def test_draining_answers_what_runs_and_tells_others_to_come_back() -> None:
     """503 with Retry-After for every new request; the one that runs is answered."""
     begun, release = asyncio.Event(), asyncio.Event()
@@ -235,6 +264,42 @@ async def test_draining_cancels_what_outlives_the_grace() -> None:
         await begun.wait()
         await promptly(server.drain(0.3))
         assert (await running).status_code == 503
+
+
+async def test_draining_does_not_wait_for_a_client_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the answer that the server is stopping cannot be sent to it."""
+    monkeypatch.setattr(boundary, "_CANCEL_S", 0.0)
+    begun = asyncio.Event()
+
+    async def wait_for_ever(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        if not begun.is_set():
+            return {"type": "http.request"}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    stuck = Boundary(wait_for_ever, max_body_bytes=1, make_error_body=error_body, security=Security())
+    scope = {"type": "http", "method": "GET", "path": "/call", "headers": []}
+    request = asyncio.create_task(stuck(scope, receive, wait_for_ever))
+    await begun.wait()
+    stuck.is_serving = False
+    await promptly(stuck.drain(0.0))
+    await end_task(request)
+
+
+async def test_a_certificate_that_is_gone_when_the_server_starts_is_a_setup_error(tmp_path: Path) -> None:
+    """The start ends with the reason."""
+    config = make_certificates(tmp_path)
+    security = security_of(config)
+    assert config.tls_cert is not None
+    config.tls_cert.unlink()
+    app = make_app(title="test", description="", version="0")
+    server = HttpServer(app, host="127.0.0.1", port=0, security=security)
+    with pytest.raises(errors.SetupError, match=r"did not start: .*No such file"):
+        await promptly(server.start())
 
 
 async def test_a_port_in_use_is_a_setup_error() -> None:
