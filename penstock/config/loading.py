@@ -5,6 +5,7 @@ neither suggestions for mistyped keys nor values that are text where text is wan
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...
 
 def _take_as_text(tree: dict[str, Any], texts: dict[tuple[str, ...], str], error: pydantic.ValidationError) -> None:
     for detail in error.errors():
-        if detail["type"] == "string_type" and detail["loc"] in texts:
+        if detail["type"] in ("string_type", "path_type") and detail["loc"] in texts:
             *sections, leaf = (str(part) for part in detail["loc"])
             node = tree
             for section in sections:
@@ -132,6 +133,8 @@ def _explain(model: type[Config], detail: Any) -> str:
     if detail["type"] == "missing":
         return f"key {location} is missing; add it to the recipe or give --{location}=..."
     message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "tuple_type":
+        message = f"give a list in brackets, such as [{json.dumps(str(detail['input']))}]"
     if isinstance(detail["input"], dict):
         return f"{location}: {message}"
     return f"{location} = {str(detail['input'])!r}: {message}"

@@ -27,9 +27,13 @@ class BoundedLog:
         self._start = self._size()
 
     def bound(self) -> None:
-        """Move the content to `path.1` if it has outgrown the bound. Blocks while it copies."""
+        """Move the content to `path.1` if it has outgrown the bound; drop it if the disk is full. Blocks meanwhile."""
         if self._size() > self._max_bytes:
-            shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
+            predecessor = self.path.with_name(f"{self.path.name}.1")
+            try:
+                shutil.copyfile(self.path, predecessor)
+            except OSError:
+                predecessor.unlink(missing_ok=True)  # half of it
             os.truncate(self.path, 0)
             self._start = 0
 

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+import structlog
+
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
 from penstock.runtime.ports import held_ports
@@ -27,6 +29,8 @@ from services.launch.run_plan import LOCAL, PlannedProcess, RunPlan, make_plan
 from services.launch.run_status import describe_phase, fetch_run
 from services.launch.supervisor import Supervisor, supervised
 from services.recipe import Recipe
+
+log = structlog.get_logger()
 
 _BUS_START_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
@@ -175,9 +179,11 @@ def _service_spec(
 
 
 async def _start(supervisor: Supervisor, specs: Sequence[ProcessSpec], display: Display, stop: asyncio.Event) -> None:
-    """Start the bus and then, as soon as it listens, all others at once."""
+    """Start the bus and then, as soon as it listens, all others at once; none after a signal to stop."""
     display.write(f"starting {', '.join(spec.name for spec in specs)} ...")
     for spec in specs:
+        if stop.is_set():
+            return
         supervisor.start(spec.name)
         if spec.stage is StopStage.BUS:
             await _until_it_listens(spec.address, stop)
@@ -236,12 +242,19 @@ async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display, secu
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the context. If it fails, the run goes on and the launcher's log has the traceback."""
     task = asyncio.create_task(work)
+    task.add_done_callback(_log_failure)
     try:
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task})
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("display.failed", exc_info=error)
 
 
 def _write_result(folder: RunFolder, metrics: MetricsFollower, *, interrupted: bool) -> None:

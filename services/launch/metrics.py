@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,15 @@ class MetricsFollower:
 
     def poll(self) -> list[StepRow]:
         """Read and return the new rows; steps known from before a resumed trainer replaced the file are not new."""
+        last_step = self.rows[-1].get("step", 0) if self.rows else 0
         try:
-            status = self._path.stat()
+            file = self._path.open("rb")
         except FileNotFoundError:
             return []
-        last_step = self.rows[-1].get("step", 0) if self.rows else 0
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset, self.rows = status.st_ino, 0, []
-        with self._path.open("rb") as file:
+        with file:
+            status = os.fstat(file.fileno())  # of this file, whatever replaces it meanwhile
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset, self.rows = status.st_ino, 0, []
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class RunFolder:
         """Make <run.dir>/<run.name>-<YYYYmmdd-HHMMSS>, or take `run.folder` where it is given.
 
         Raises:
-            SetupError: it cannot be written, or `run.folder` holds a run already.
+            SetupError: it cannot be made, or `run.folder` holds a run already.
         """
         started = time.strftime("%Y%m%d-%H%M%S")
         names = [f"{run.name}-{started}", *(f"{run.name}-{started}-{number}" for number in range(2, 100))]
@@ -46,9 +47,8 @@ class RunFolder:
                 run.dir.mkdir(parents=True, exist_ok=True)
                 folder = cls(next(run.dir / name for name in names if _made(run.dir / name)))
         except OSError as error:
-            raise SetupError(
-                f"run.dir = {str(run.dir)!r} cannot be written: {error.strerror}; choose another"
-            ) from None
+            key, path = ("run.dir", run.dir) if run.folder is None else ("run.folder", run.folder)
+            raise SetupError(f"{key} = {str(path)!r} cannot be made: {error.strerror}; choose another") from None
         return folder
 
     @classmethod
@@ -107,18 +107,26 @@ class RunFolder:
         return self.path / "nats"
 
     def write_config(self, recipe: Config) -> None:
-        """Keep the recipe, so that the run can be continued and repeated."""
+        """Keep the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
         self.logs.mkdir(exist_ok=True)
-        self.config_file.write_text(configuration.dump(recipe))
+        temporary = self.config_file.with_suffix(".tmp")
+        temporary.write_text(configuration.dump(recipe))
+        os.replace(temporary, self.config_file)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other launchers out; the lock ends with the process.
 
         Raises:
-            SetupError: another launcher uses the folder.
+            SetupError: another launcher uses the folder, or it cannot be written.
         """
-        with (self.path / ".lock").open("w") as file:
+        try:
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise SetupError(
+                f"the run folder {self.path} cannot be written: {error.strerror}; change its owner or rights"
+            ) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

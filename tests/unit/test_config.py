@@ -81,6 +81,7 @@ def test_reads_the_file_and_fills_in_defaults(recipe: Path) -> None:
         ("--run.name=123", lambda c: c.run.name, "123"),
         ("--run.name=2026-11-21", lambda c: c.run.name, "2026-11-21"),
         ("--run.name=true", lambda c: c.run.name, "true"),
+        ("--run.dir=2026", lambda c: str(c.run.dir), "2026"),
         ("--outer.names=[1, 2]", lambda c: c.outer.names, None),
     ],
 )
@@ -116,6 +117,7 @@ def test_an_override_can_begin_a_section_that_the_file_has_not(recipe: Path) -> 
         ("--run.name=a b", r"run.name = 'a b': "),
         ("--sampling.temperature=0", r"sampling.temperature = '0': Input should be greater than 0"),
         ("--outer.inner=3", r"outer.inner = '3'"),
+        ("--outer.names=x", r"""outer.names = 'x': give a list in brackets, such as \["x"\]"""),
     ],
 )
 def test_a_wrong_override_is_explained(recipe: Path, override: str, message: str) -> None:

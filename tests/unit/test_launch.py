@@ -66,6 +66,24 @@ def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
         RunFolder.create(run)
 
 
+def test_a_folder_that_cannot_be_made_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    """By the setting that names it."""
+    (tmp_path / "file").write_text("")
+    inside = tmp_path / "file" / "run"
+    with pytest.raises(SetupError, match=f"run.folder = '{inside}' cannot be made: Not a directory; choose another"):
+        RunFolder.create(recipe.run.model_copy(update={"folder": inside}))
+    with pytest.raises(SetupError, match=f"run.dir = '{inside}' cannot be made: Not a directory; choose another"):
+        RunFolder.create(recipe.run.model_copy(update={"dir": inside}))
+
+
+def test_a_folder_that_cannot_be_locked_is_named(recipe: Recipe) -> None:
+    """As one that belongs to somebody else."""
+    folder = RunFolder.create(recipe.run)
+    (folder.path / ".lock").mkdir()  # refused to every user, the administrator included
+    with pytest.raises(SetupError, match=f"{folder.path} cannot be written"), folder.locked():
+        pass
+
+
 def test_second_launcher_is_kept_out(recipe: Recipe) -> None:
     """Two launchers cannot work in one folder; after the first has ended the second may."""
     folder = RunFolder.create(recipe.run)
@@ -164,6 +182,16 @@ def test_a_log_is_kept_within_its_bound(tmp_path: Path) -> None:
     assert log.last_lines(1) == ["the last words"]
     assert len(log.last_lines(1000)) < 12
     assert {each.name for each in tmp_path.iterdir()} == {"router.log", "router.log.1"}
+
+
+def test_a_log_is_kept_within_its_bound_where_it_cannot_be_copied(tmp_path: Path) -> None:
+    """On a full disk the log is cut all the same."""
+    path = tmp_path / "router.log"
+    path.write_text("x" * 2000)
+    (tmp_path / "router.log.1").symlink_to("/dev/full")
+    BoundedLog(path, max_bytes=1000).bound()
+    assert path.stat().st_size == 0
+    assert not (tmp_path / "router.log.1").is_symlink()
 
 
 def test_a_log_s_end_is_that_of_the_newest_start(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
 
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
@@ -56,6 +57,29 @@ while True:
     assert "groups  trained 64" in out
     assert "step 2/9" in out
     assert f"penstock train --resume {tmp_path}" in out
+
+
+async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    """The launcher's log says why nothing more is shown."""
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    program = "import sys; open(sys.argv[1], 'w').write('no row\\n'); sys.stdin.read(); import signal; signal.pause()"
+    trainer = ProcessSpec(
+        name="trainer",
+        command=[sys.executable, "-c", program, str(folder.metrics_file)],
+        environment=dict(os.environ),
+        stage=StopStage.WORK,
+        ends_run=True,
+    )
+    stop = asyncio.Event()
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(
+            run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
+        )
+        await until(lambda: [line for line in logs if line["event"] == "display.failed"])
+        assert not running.done()
+        stop.set()
+        await promptly(running)
 
 
 async def test_a_grpc_server_is_ready_when_its_health_says_so(tmp_path: Path) -> None:
