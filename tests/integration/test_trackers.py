@@ -16,9 +16,10 @@ import structlog
 
 from penstock.config import load
 from penstock.errors import ConfigError
+from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.config import TrackersConfig
-from services.trainer.telemetry.trackers import Feed, TrackedRun, TrackerKind, Trackers, require_packages
+from services.trainer.telemetry.trackers import Feed, TrackedRun, TrackerKind, Trackers, described, require_packages
 
 RUN_ID = "tiny-20260101-120000"
 ROWS = [{"step": step, "reward_mean": step / 10, "groups": [1, 2], "weights_digest": "00ff"} for step in range(1, 5)]
@@ -179,6 +180,16 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
     assert "1000 steps wait for it" in logs[0]["reason"]
     release.set()
     feed.join()
+
+
+def test_trackers_are_told_what_decides_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filters included; no address."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    recipe = load(Recipe, [Path("recipes/tiny-cpu.toml")], ["--filters.zero_variance=true"])
+    settings = described(for_trainer(recipe))
+    assert settings["filters.zero_variance"] == "True"
+    assert settings["trainer.optimizer.learning_rate"] == "0.0001"
+    assert not [name for name in settings if name.startswith(("network.", "bus."))]
 
 
 def test_a_missing_package_is_named() -> None:

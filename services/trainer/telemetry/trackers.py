@@ -171,7 +171,7 @@ def require_packages(config: TrackersConfig) -> None:
 
 def described(settings: TrainerSettings) -> dict[str, str]:
     """Return the settings that decide what is learned, by dotted name: not the addresses, which may hold secrets."""
-    sections = ("run", "model", "data", "sampling", "algorithm", "trainer")
+    sections = ("run", "model", "data", "sampling", "algorithm", "filters", "trainer")
     return {
         name: str(value)
         for section in sections
