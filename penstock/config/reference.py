@@ -102,6 +102,8 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "unset"
+    if isinstance(value, Decimal):
+        return str(value)
     return _as_toml(pydantic.TypeAdapter(Any).dump_python(value, mode="json"))
 
 

@@ -122,8 +122,9 @@ def _described(letter: Any) -> dict[str, Any]:
 
 
 def _print_streams(streams: "list[StreamReport]") -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from services.cli.console import open_console
 
     table = Table("stream", "messages", "MiB", "oldest", "consumer", "pending", "in hand", "redelivered", box=None)
     for stream in streams:
@@ -135,8 +136,7 @@ def _print_streams(streams: "list[StreamReport]") -> None:
             row = ["", "", "", ""]
         if not stream.consumers:
             table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    open_console().print(table)
 
 
 def _age(age_s: float) -> str:

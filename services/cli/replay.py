@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
 from rich.table import Table
 
 from penstock.errors import ConfigError
+from services.cli.console import open_console
 from services.trainer.replay.comparison import Line, Value, compare, verdict
 from services.trainer.replay.replay import replay_step, start_of
 from services.trainer.replay.run import export_step, opened_run
 
-_PLAIN_WIDTH = 160
 _EXIT_DIFFERS = 1
 
 
@@ -68,10 +67,7 @@ def _print(lines: Sequence[Line], overrides: Sequence[str]) -> None:
     for line in lines:
         cells = [line.name, _shown(line.recorded), _shown(line.replayed), _said(line)]
         table.add_row(*cells, *([_shown(line.changed)] if overrides else []))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
-    console.print(table)
+    open_console().print(table)
 
 
 def _said(line: Line) -> str:

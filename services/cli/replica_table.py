@@ -3,15 +3,14 @@
 import asyncio
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.clients import RouterClient
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, router_pb2
+from services.cli.console import open_console
 
-_PLAIN_WIDTH = 160
 _TIMEOUT_S = 10.0
 
 
@@ -59,10 +58,7 @@ def describe_pool(pool: router_pb2.ListReplicasResponse) -> dict[str, Any]:
 
 def print_pool(pool: router_pb2.ListReplicasResponse) -> None:
     """Write the pool as a table on standard output."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
-    console.print(draw_pool(pool))
+    open_console().print(draw_pool(pool))
 
 
 def draw_pool(pool: router_pb2.ListReplicasResponse) -> Table:

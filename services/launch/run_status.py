@@ -1,22 +1,19 @@
 """Where the run stands, as the trainer says: TrainerService.GetRun."""
 
-import grpc
-
-from penstock.rpc.channel import connect
+from penstock.clients import TrainerClient
+from penstock.errors import PenstockError
 from penstock.runtime.security import Security
-from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from penstock.v1 import trainer_pb2
 
 _TIMEOUT_S = 2.0
 
 
 async def fetch_run(address: str, security: Security) -> trainer_pb2.GetRunResponse | None:
     """The trainer's answer; None while it does not answer. `security` is what it is shown."""
-    async with connect(address, security) as channel:
+    async with TrainerClient(address, security=security) as client:
         try:
-            return await trainer_pb2_grpc.TrainerServiceStub(channel).GetRun(
-                trainer_pb2.GetRunRequest(), timeout=_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError:
+            return await client.get_run(timeout_s=_TIMEOUT_S)
+        except PenstockError:
             return None
 
 

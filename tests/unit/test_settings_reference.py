@@ -48,6 +48,12 @@ class File(Config):
     outer: Outer | None = None
 
 
+def test_a_number_s_default_is_shown_as_a_number() -> None:
+    """Not as the text by which TOML keeps all its digits."""
+    reward = next(section for section in sections(Recipe) if section.key == "reward")
+    assert next(setting.default for setting in reward.settings if setting.name == "geo3k_tolerance") == "0.05"
+
+
 def test_settings_are_described_as_their_models_define_them() -> None:
     """Type with its range, default as TOML, the docstring on one line; sections inside and in tables."""
     outer, inner, named = sections(File)

@@ -21,7 +21,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     values = [row["reward_mean"] for row in rows]
     reward.plot(steps, values, color="tab:blue", alpha=0.35, label="each step")
     reward.plot(steps, _smooth(values), color="tab:blue", label=f"mean of {_SMOOTH_STEPS} steps")
-    reward.set(ylabel="reward", ylim=(0, max(1.0, *values) * 1.02) if values else None)
+    reward.set(ylabel="reward", ylim=reward_limits(values))
     reward.legend(loc="lower right")
 
     staleness.plot(steps, [row["staleness_max"] for row in rows], color="tab:red", label="oldest group")
@@ -42,6 +42,11 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
+    """The ends of the reward's axis: 0 to 1, or as far beyond as a profile's scale goes (dapo: -1 to 1)."""
+    return 1.02 * min([0.0, *rewards]), 1.02 * max([1.0, *rewards])
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -73,9 +73,7 @@ async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None
     )
     stop = asyncio.Event()
     with structlog.testing.capture_logs() as logs:
-        running = asyncio.create_task(
-            run_processes([trainer], folder, LaunchConfig(), stop, Security.from_environment(), grace_s=0.0)
-        )
+        running = asyncio.create_task(run_processes([trainer], folder, stop, Security.from_environment(), grace_s=0.0))
         await until(lambda: [line for line in logs if line["event"] == "display.failed"])
         assert not running.done()
         stop.set()
