@@ -197,6 +197,15 @@ def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupRead
         reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]), IMAGES)
 
 
+def test_refuses_samples_of_several_sequences(tiny_model_path: Path, reader: GroupReader) -> None:
+    """The record allows them; the group fails by name instead of training on a part of the sample."""
+    group = make_group(tiny_model_path)
+    forked = msgspec.structs.replace(group.samples[1], sequences=group.samples[1].sequences * 2)
+    samples = (group.samples[0], forked, *group.samples[2:])
+    with pytest.raises(InvalidRequestError, match=r"sample 1: it has 2 sequences, .* neither fork nor"):
+        reader.read(msgspec.structs.replace(group, samples=samples), IMAGES)
+
+
 def test_reward_of_a_response_that_was_not_judged_is_no_zero(tiny_model_path: Path, reader: GroupReader) -> None:
     """A verifier that ran into its limit says nothing about the answer."""
     group = make_group(tiny_model_path, rewards=(1.0, 0.0))

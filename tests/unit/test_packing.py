@@ -17,7 +17,7 @@ from services.trainer.batching.positions import sample_positions
 from services.trainer.batching.rows import build_row
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
 from tests.support.trainer.groups import BOILERPLATE, IMAGES, make_group, picture
-from tests.support.trainer.lengths import GEO3K_GROUPS
+from tests.support.trainer.lengths import GEO3K_GROUPS, PROMPTS
 
 batches = st.lists(
     st.tuples(st.integers(0, 60), st.lists(st.integers(1, 60), min_size=1, max_size=6)), min_size=1, max_size=12
@@ -96,10 +96,25 @@ def test_rows_of_a_fixed_length_are_dense_on_geo3k_lengths(max_tokens: int, shar
 
 
 def test_a_whole_step_of_fixed_rows_is_dense() -> None:
-    """128 prompts of 8 samples: the last row counts for little."""
-    lengths, groups, prefixes = flat(GEO3K_GROUPS * 4)
+    """64 prompts of 8 samples, 36 rows: the last row counts for little."""
+    lengths, groups, prefixes = flat(GEO3K_GROUPS * 2)
     rows = plan_rows(lengths, groups, prefixes, 8192, fill=True)
     assert sum(num_row_tokens(row, lengths) for row in rows) / (len(rows) * 8192) >= 0.97
+
+
+@pytest.mark.parametrize(("max_tokens", "mean_density"), [(8192, 0.97), (16384, 0.97), (32768, 0.95)])
+def test_fixed_rows_are_as_few_as_their_tokens_need(max_tokens: int, mean_density: float) -> None:
+    """Or one more, over 20 draws of a step of 64 prompts. What is missing is the empty end of the last row."""
+    densities = []
+    for seed in range(20):
+        responses = np.random.default_rng(seed).lognormal(np.log(450), 0.6, (64, 8)).clip(100, 1500).astype(int)
+        drawn = list(zip(PROMPTS * 2, responses.tolist(), strict=True))
+        lengths, groups, prefixes = flat(drawn)
+        rows = plan_rows(lengths, groups, prefixes, max_tokens, fill=True)
+        least = sum(prompt + sum(answers) for prompt, answers in drawn)
+        assert len(rows) <= math.ceil(least / max_tokens) + 1
+        densities.append(sum(num_row_tokens(row, lengths) for row in rows) / (len(rows) * max_tokens))
+    assert sum(densities) / len(densities) >= mean_density
 
 
 def test_sharing_prompts_saves_what_it_should_on_geo3k_lengths() -> None:

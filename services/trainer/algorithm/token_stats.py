@@ -24,9 +24,11 @@ def token_stats(
       numerical error alone; with `_lag_k`, of tokens k versions old, where d includes training.
     - `kl_k1`, `kl_k3`: estimates of KL(engine || trainer): mean of -d, and of exp(d) - 1 - d (Schulman 2020,
       "Approximating KL Divergence").
+    - `kl_k1_lag_k`, `kl_k3_lag_k`: the same estimates of tokens k versions old.
     - `num_tokens_lag_k`: tokens of the batch that are k versions old, estimated if not all were measured.
     - `token_lag_mean`, `token_lag_max`: published version minus the token's version.
-    - `ratio_mean`, `ratio_min`, `ratio_max`: of the policy to the anchor.
+    - `ratio_mean`, `ratio_min`, `ratio_max`: of the policy to the anchor. `ratio_ess`: their effective share of the
+      batch, (sum r)^2 / (N sum r^2).
     - `clip_fraction`: share of tokens whose objective the trust region changed; `_low` and `_high` of those with
       negative and with positive advantage.
     - `tis_mean`, `tis_capped_fraction`, `tis_ess`: importance weight after its bounds, share of tokens that a bound
@@ -48,18 +50,19 @@ def token_stats(
     delta_N = tokens.logprobs_N - tokens.engine_logprobs_N
     clamped_N = delta_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     lag_N = version - tokens.versions_N
-    gap_N = delta_N.abs()
+    gap_N, k3_N = delta_N.abs(), clamped_N.exp() - 1 - clamped_N
     metrics: dict[str, torch.Tensor | float] = {
         "num_measured_tokens": float(len(delta_N)),
         "dlogp_mean": weighted_mean(gap_N, counts_N),
         "dlogp_max": gap_N.max(),
         "kl_k1": -weighted_mean(delta_N, counts_N),
-        "kl_k3": weighted_mean(clamped_N.exp() - 1 - clamped_N, counts_N),
+        "kl_k3": weighted_mean(k3_N, counts_N),
         "token_lag_mean": weighted_mean(lag_N, counts_N),
         "token_lag_max": lag_N.max(),
         "ratio_mean": weighted_mean(loss.ratio_N, counts_N),
         "ratio_min": loss.ratio_N.min(),
         "ratio_max": loss.ratio_N.max(),
+        "ratio_ess": _effective_share(loss.ratio_N, counts_N),
         "policy_loss": loss.policy,
     }
     metrics |= _of_axes(loss, config, counts_N)
@@ -69,8 +72,11 @@ def token_stats(
     if tokens.reference_logprobs_N is not None:
         metrics["kl_reference"] = weighted_mean(tokens.logprobs_N - tokens.reference_logprobs_N, counts_N)
     for lag in lag_N.unique().tolist():
-        of_lag, counts_of_lag = gap_N[lag_N == lag], counts_N[lag_N == lag]
+        is_of_lag_N = lag_N == lag
+        of_lag, counts_of_lag = gap_N[is_of_lag_N], counts_N[is_of_lag_N]
         metrics[f"dlogp_mean_lag_{lag}"] = weighted_mean(of_lag, counts_of_lag)
+        metrics[f"kl_k1_lag_{lag}"] = -weighted_mean(delta_N[is_of_lag_N], counts_of_lag)
+        metrics[f"kl_k3_lag_{lag}"] = weighted_mean(k3_N[is_of_lag_N], counts_of_lag)
         metrics[f"num_tokens_lag_{lag}"] = counts_of_lag.sum()
         if lag == 0:
             metrics["dlogp_mean_current"] = metrics[f"dlogp_mean_lag_{lag}"]
@@ -100,10 +106,13 @@ def _of_axes(loss: Loss, config: AlgorithmConfig, counts_N: torch.Tensor) -> dic
         metrics["rejected_fraction_correction"] = _share(weights_N == 0, counts_N)
         metrics["tis_mean"] = weighted_mean(weights_N, counts_N)
         metrics["tis_capped_fraction"] = _share(loss.correction.bounded_N, counts_N)
-        squares = (counts_N * weights_N.square()).sum()
-        total = (counts_N * weights_N).sum()
-        metrics["tis_ess"] = total.square() / (counts_N.sum() * squares) if squares > 0 else 0.0
+        metrics["tis_ess"] = _effective_share(weights_N, counts_N)
     return metrics
+
+
+def _effective_share(weights_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor | float:
+    squares = (counts_N * weights_N.square()).sum()
+    return (counts_N * weights_N).sum().square() / (counts_N.sum() * squares) if squares > 0 else 0.0
 
 
 def _share(mask_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor | float:

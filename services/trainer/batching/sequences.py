@@ -120,7 +120,8 @@ class GroupReader:
             try:
                 if len(sample.sequences) != 1:
                     raise InvalidRequestError(
-                        f"it has {len(sample.sequences)} sequences; this trainer takes samples of one"
+                        f"it has {len(sample.sequences)} sequences, but the trainer takes samples of one; choose an "
+                        "environment whose conversations neither fork nor are rewritten"
                     )
                 [sequence] = sample.sequences
                 shown = tuple(self._patches(sha256, images, patches) for sha256 in sequence.images)

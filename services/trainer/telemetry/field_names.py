@@ -9,8 +9,8 @@ from typing import Any
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        # verl: actor/, critic/, response_length/, rollout_corr/. prime-rl: optim/, mismatch_kl/, entropy/, time/.
-        # slime: train/, rollout/. TRL: clip_ratio/, sampling/. SkyRL: async/.
+        # verl: actor/, critic/, response_length/, rollout_corr/, timing_s/. prime-rl: optim/, mismatch_kl/, entropy/,
+        # time/. slime: train/, rollout/. TRL: clip_ratio/, completions/, sampling/. SkyRL: async/.
         "loss": ("train/loss",),
         "policy_loss": ("actor/pg_loss", "train/pg_loss"),
         "grad_norm": ("actor/grad_norm", "optim/grad_norm", "train/grad_norm"),
@@ -26,13 +26,16 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dlogp_mean": ("train/train_rollout_logprob_abs_diff", "sampling/sampling_logp_difference/mean"),
         "dlogp_max": ("sampling/sampling_logp_difference/max",),
         "reward_mean": ("critic/rewards/mean", "reward/all/mean", "rollout/raw_reward"),
+        "reward_max": ("critic/rewards/max",),
+        "reward_min": ("critic/rewards/min",),
+        "truncated_fraction": ("rollout/truncated_ratio", "completions/clipped_ratio"),
         "zero_std_fraction": ("frac_reward_zero_std",),
         "sample_tokens_mean": ("response_length/mean", "rollout/response_len/mean"),
         "sample_tokens_max": ("response_length/max", "rollout/response_len/max"),
         "staleness_mean": ("async/staleness_mean",),
         "staleness_max": ("async/staleness_max",),
         "wait_s": ("time/wait_for_batch", "perf/train_wait_time"),
-        "step_s": ("time/step", "perf/step_time"),
+        "step_s": ("time/step", "perf/step_time", "timing_s/step"),
         "push_s": ("time/broadcast_weights", "perf/update_weights_time"),
     }
 )
