@@ -72,10 +72,15 @@ def plan_gpus(
         memory_fraction: Share of a GPU's memory that one engine takes.
 
     Raises:
-        ConfigError: the GPUs do not suffice, or the engines want more than the whole memory of the GPU they share.
+        ConfigError: the GPUs do not suffice, or the engines want the whole memory of the GPU that they share.
     """
     trainer = [TRAINER] if trainer_uses_gpu else []
     if not devices:
+        if engines and tensor_parallel > 1:
+            raise ConfigError(
+                f"rollout.tensor_parallel = {tensor_parallel}: no GPU can be used, and an engine on a CPU is one "
+                "process; set it to 1"
+            )
         return GpuPlan(devices=(), of_process={}, is_shared=False)
     if len(devices) == 1 and tensor_parallel == 1:
         if len(engines) * memory_fraction >= 1:
@@ -95,7 +100,9 @@ def plan_gpus(
 
 
 def _explain_shortage(num_devices: int, num_engines: int, tensor_parallel: int, num_trainers: int) -> str:
-    needed = f"{num_engines} engines with rollout.tensor_parallel = {tensor_parallel}"
+    needed = (
+        f"{num_engines} {'engine' if num_engines == 1 else 'engines'} with rollout.tensor_parallel = {tensor_parallel}"
+    )
     needed += " and the trainer" if num_trainers else ""
     num_fitting = (num_devices - num_trainers) // tensor_parallel
     if num_fitting >= 1:

@@ -76,6 +76,13 @@ def test_too_few_gpus_are_refused_with_numbers_and_remedy() -> None:
         plan(["0", "1"], 1, tensor_parallel=2)
 
 
+def test_an_engine_on_a_cpu_is_one_process() -> None:
+    """Refused before anything starts; a run without engines of its own may name what those elsewhere use."""
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel = 2: no GPU can be used, .*; set it to 1"):
+        plan([], 1, tensor_parallel=2)
+    assert plan([], 0, tensor_parallel=2).devices == ()
+
+
 def test_every_process_sees_its_gpus_only() -> None:
     """Those without one see none, so that nothing lands on a GPU by accident; without GPUs nothing is set."""
     found = plan(["4", "5"], 1)
