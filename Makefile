@@ -79,13 +79,13 @@ demo: setup ## Train a tiny vision-language model from start to end, in about te
 bench: setup ## Run the benchmarks.
 	@shopt -s nullglob; for script in bench/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
-bench-reward: setup ## Measure the reward service beside other verifiers; ARGS="--only accuracy" picks.
+bench-reward: setup ## Measure the reward service against other verifiers; ARGS="--only accuracy" picks.
 	@$(BIN)/python bench/bench_reward.py $(ARGS)
 
 bench-reward-soak: setup ## Send the reward service a day's worth of items, in about half an hour on two cores.
 	@$(BIN)/python bench/bench_reward.py --soak $(ARGS)
 
-bench-push: setup ## Measure weight pushes beside a raw broadcast of the same bytes; ARGS="--gb 2" picks.
+bench-push: setup ## Measure weight pushes against a raw broadcast of the same bytes; ARGS="--gb 2" picks.
 	@$(BIN)/python -W ignore bench/bench_push.py $(ARGS)
 
 bench-router: setup ## Measure what the router adds; ARGS="--sglang-router /path/to/python" compares.
