@@ -110,7 +110,7 @@ def _table(rows: Sequence[StepRow]) -> Table:
             "push",
             "push_s",
             "{:.2f} s",
-            f"version {last.get('policy_version', '-')} to {last.get('num_replicas', '-')} replicas",
+            f"version {last.get('policy_version', 0) + 1} to {last.get('push_replicas', '-')} replicas",
         ),
         ("|dlogp|", "dlogp_mean", "{:.1e}", f"max {last.get('dlogp_max', 0):.1e}, trainer against engine"),
         (

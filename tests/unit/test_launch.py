@@ -1,5 +1,6 @@
 """What the launcher settles before it starts anything, and what it reads while the run goes on."""
 
+import io
 import json
 import os
 import socket
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from penstock.config import load
 from penstock.errors import SetupError
@@ -14,6 +16,7 @@ from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import StopStage
+from services.launch.display import LiveDisplay
 from services.launch.launcher import addressed, child_environment, process_specs
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
 from services.launch.reaper_process import groups_left
@@ -299,6 +302,16 @@ def test_filtered_groups_are_shown_with_the_reward_of_all_that_were_played() -> 
         "reward  first 1 steps 0.900, last 1 steps 0.900 (+0.000)",
         "groups  filtered 7",
     ]
+
+
+def test_the_push_of_a_step_is_shown_with_its_version() -> None:
+    """A step that trains version 7 pushes version 8; of the live replicas one may have failed."""
+    terminal = io.StringIO()
+    display = LiveDisplay(Console(file=terminal, force_terminal=True, width=120), "run")
+    row = {"step": 8, "num_steps": 9, "policy_version": 7, "push_s": 0.5, "num_replicas": 3, "push_replicas": 2}
+    display.show([], [row], [row])
+    display.close()
+    assert "version 8 to 2 replicas" in terminal.getvalue()
 
 
 def test_summary_compares_the_first_steps_with_the_last() -> None:
