@@ -17,14 +17,27 @@ def require_free_port(host: str, port: int, *, key: str) -> None:
     Raises:
         SetupError: it cannot; `key` is the setting to change.
     """
-    if port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if port != 0:
+        with held_port(host, port, key=key):
+            pass
+
+
+@contextmanager
+def held_port(host: str, port: int, *, key: str) -> Iterator[None]:
+    """The port of a setting, held during the context: its server can listen on it, nobody else is given it.
+
+    Several processes may hold it at once, as long as none listens; connections of an earlier server do not matter.
+
+    Raises:
+        SetupError: somebody listens on it, or it is not this machine's; `key` is the setting to change.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            holder.bind((host, port))
         except OSError as error:
             raise SetupError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+        yield
 
 
 @contextmanager

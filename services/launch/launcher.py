@@ -9,14 +9,14 @@ import functools
 import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import structlog
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
-from penstock.runtime.ports import held_ports
+from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopStage
@@ -34,6 +34,16 @@ log = structlog.get_logger()
 
 _BUS_START_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
+_PORTS = (
+    ("rollout", "port"),
+    ("worker", "port"),
+    ("reward", "port"),
+    ("reward", "http_port"),
+    ("router", "port"),
+    ("router", "http_port"),
+    ("trainer", "port"),
+)
+"""The settings of servers' ports."""
 KILL_MARGIN_S = 10.0
 """A process that is asked to stop is killed `run.grace_s` and this later: after its grace an engine sends its last
 answers (2 s) and ends SGLang's processes, which on a busy machine takes seconds."""
@@ -110,14 +120,21 @@ async def run_processes(
 
 @contextmanager
 def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
-    """The recipe with its run folder, its bus and a port for each server without one; the ports are held until the end.
+    """The recipe with its run folder, its bus and a port for each server without one; the ports are held until the end,
+    those that the recipe gives included.
 
     Their processes start later, and again whenever they die: no other program is given their ports in between.
+
+    Raises:
+        SetupError: somebody listens on a port that the recipe gives.
     """
     tree = recipe.model_dump()
     tree["run"]["folder"] = folder.path
-    with held_ports(4) as free:
-        ports = iter(free)
+    with ExitStack() as held:
+        for section, name in _PORTS:
+            if port := tree[section][name]:
+                held.enter_context(held_port(recipe.network.host, port, key=f"{section}.{name}"))
+        ports = iter(held.enter_context(held_ports(4)))
         if not recipe.bus.url:
             tree["bus"]["url"] = f"nats://{LOCAL}:{next(ports)}"
         for section in ("reward", "router", "trainer"):

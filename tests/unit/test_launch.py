@@ -122,6 +122,22 @@ def test_addresses_are_kept_until_the_run_ends(recipe: Recipe) -> None:
         other.bind(("127.0.0.1", live.router.port))
 
 
+def test_ports_that_the_recipe_gives_are_kept_too(recipe: Recipe) -> None:
+    """From before their servers listen; one on which somebody listens already is named before anything starts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        given = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"http_port": port})})
+        taken = pytest.raises(SetupError, match=rf"reward\.http_port: cannot listen on 127\.0\.0\.1:{port}: .* in use")
+        with taken, addressed(given, RunFolder.create(recipe.run)):
+            pass
+    with (
+        addressed(given, RunFolder.create(recipe.run)),
+        socket.socket() as other,
+        pytest.raises(OSError, match="in use"),
+    ):
+        other.bind(("127.0.0.1", port))
+
+
 def test_processes_of_a_run(recipe: Recipe) -> None:
     """Replicas have names of their own; only the trainer ends the run; what serves is stopped after what works."""
     with addressed(recipe, RunFolder.create(recipe.run)) as live:
