@@ -5,6 +5,7 @@ Invariant: every change publishes a new immutable `ReplicaStatus`.
 
 from collections.abc import Callable
 
+from penstock.runtime.backoff import Backoff
 from penstock.v1 import common_pb2
 from services.router.balancing import PD_ROLES, UNBOUNDED, Partners, ReplicaStatus, UnroutableReason
 from services.router.breaker import Breaker, BreakerState
@@ -13,7 +14,12 @@ from services.router.limits import Limit
 from services.router.tuning import Tuning
 
 REJECT_PAUSE_S = 0.25
-"""A replica that rejected a call is offered none for this long."""
+"""A replica that rejected a call is offered none for this long; it is asked four times a second whether it is ready."""
+_MAX_REJECT_PAUSE_S = 2.0
+"""While it rejects every call for another reason than load, as when it cannot reach the image store, each pause is
+twice as long as the last, up to this: what a call may wait longer than it must when the replica is ready again."""
+
+_REJECT_PAUSES = Backoff(REJECT_PAUSE_S, _MAX_REJECT_PAUSE_S)
 
 _REASON_OF_STATE = {
     common_pb2.REPLICA_STATE_UNSPECIFIED: UnroutableReason.STARTING,
@@ -45,7 +51,9 @@ class ReplicaSlots:
         self._breaker = Breaker(tuning.breaker)
         self._num_in_flight = 0
         self._rejecting_until = 0.0
+        self._num_pauses = 0
         self._was_settled = False
+        self.lease = lease
         self.update(lease)
         self._was_settled = self.status.is_settled
 
@@ -66,6 +74,8 @@ class ReplicaSlots:
 
     def update(self, lease: common_pb2.Replica) -> None:
         """Take a new lease."""
+        if (lease.state, lease.policy_version) != (self.lease.state, self.lease.policy_version):
+            self._num_pauses, self._rejecting_until = 0, 0.0  # why it rejected calls may be over
         self.lease = lease
         self._num_elsewhere = max(0, lease.num_running + lease.num_queued - self._num_in_flight)
         self._refresh()
@@ -112,14 +122,16 @@ class ReplicaSlots:
     def reject(self, now: float, *, is_overload: bool) -> None:
         """The replica rejected the call, which is no failure."""
         self.num_rejections += 1
-        if is_overload and self._rejecting_until <= now:  # once for all calls that it rejects at the same moment
-            self._limit.reject()
-        self._rejecting_until = now + REJECT_PAUSE_S
+        if self._rejecting_until <= now:  # once for all calls that it rejects at the same moment
+            if is_overload:
+                self._limit.reject()
+            self._num_pauses = 0 if is_overload else self._num_pauses + 1
+        self._rejecting_until = now + _REJECT_PAUSES.after(self._num_pauses)
         self._refresh()
 
     def complete(self) -> None:
         """An answer is whole, so the replica no longer rejects calls."""
-        self.num_rejections = 0
+        self.num_rejections = self._num_pauses = 0
 
     def fail(self, now: float, *, probe: bool, unreachable: bool) -> None:
         """The replica broke the call off, or could not be reached."""
