@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - after the environment is set
 
 from bench.bench_push import Row, measure, publishing, say, table  # noqa: E402
-from bench.gpu.shapes import TEXT_2B, VISION_2B  # noqa: E402
+from bench.gpu.random_model import write_model  # noqa: E402
 from penstock.bus.connection import connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
@@ -61,26 +61,12 @@ class Flight:
 
 def build_model(folder: Path, arguments: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
     """Write a Qwen3-VL with random weights; returns them on the device, as a trainer would push them."""
-    from transformers import Qwen3VLForConditionalGeneration
-
-    from models import tiny_qwen3_vl as tiny
-
-    tokenizer = tiny.build_tokenizer()
-    config = tiny.build_config(tokenizer)
-    if arguments.cpu and not arguments.config:
-        model = tiny.build_model(config, seed=0)
-    else:
-        given = json.loads(arguments.config.read_text()) if arguments.config else {}
-        for part, shape in (("text_config", TEXT_2B), ("vision_config", VISION_2B)):
-            chosen = {name: given.get(part, {}).get(name, value) for name, value in shape.items()}
-            for name, value in chosen.items():
-                setattr(getattr(config, part), name, value)
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = Qwen3VLForConditionalGeneration(config)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    tiny.save_model(model, tiny.build_processor(tokenizer), folder)
+    model = write_model(
+        folder,
+        is_tiny=arguments.cpu and not arguments.config,
+        device=device,
+        shape=json.loads(arguments.config.read_text()) if arguments.config else None,
+    )
     return {name: parameter.detach().to(device) for name, parameter in model.named_parameters()}
 
 

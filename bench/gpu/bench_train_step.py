@@ -32,9 +32,8 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402 - after the path is set
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
-from bench.gpu.shapes import TEXT_2B, VISION_2B  # noqa: E402
+from bench.gpu.random_model import write_model  # noqa: E402
 from bench.trainer.padded import PaddedPolicy  # noqa: E402
-from models import tiny_qwen3_vl as tiny  # noqa: E402
 from penstock.model.tokens import forbidden_token_ids, image_token_id  # noqa: E402
 from services.trainer.algorithm.config import AlgorithmConfig  # noqa: E402
 from services.trainer.backend.attention import RowLayout, packed_attention  # noqa: E402
@@ -86,27 +85,6 @@ def attention_table(device: torch.device) -> str:
             error, largest = (found.float() - right).abs().max(), right.abs().max()
             lines.append(f"| {name} | {what} | {error:.1e} | {largest:.1f} |")
     return "\n".join(lines)
-
-
-def write_model(folder: Path, *, is_tiny: bool, device: torch.device) -> None:
-    """Write a Qwen3-VL with random weights."""
-    from transformers import Qwen3VLForConditionalGeneration
-
-    tokenizer = tiny.build_tokenizer()
-    config = tiny.build_config(tokenizer)
-    if is_tiny:
-        model = tiny.build_model(config, seed=0)
-    else:
-        for part, shape in ((config.text_config, TEXT_2B), (config.vision_config, VISION_2B)):
-            for name, value in shape.items():
-                setattr(part, name, value)
-        with device:
-            torch.set_default_dtype(torch.bfloat16)
-            try:
-                model = Qwen3VLForConditionalGeneration(config)
-            finally:
-                torch.set_default_dtype(torch.float32)
-    tiny.save_model(model, tiny.build_processor(tokenizer), folder)
 
 
 def make_groups(model: Path, arguments: argparse.Namespace) -> list[TrainGroup]:
