@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
+from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
 from services.trainer.backend.export import named_weights
 from services.trainer.backend.load_model import load_policy
@@ -15,6 +15,7 @@ from services.trainer.backend.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
 from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.read_groups import reader_of
 from tests.support.trainer.rows import row_of
 
 TEMPERATURE = 0.7
@@ -29,10 +30,7 @@ def policy(tiny_model_path: Path) -> PolicyModel:
 @pytest.fixture(scope="module")
 def sequences(tiny_model_path: Path) -> list[TrainSequence]:
     """Of different lengths: without image, with one, with two of different sizes, with the same twice."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
-    )
-    reader = GroupReader(tokens, ImagePatcher(tiny_model_path))
+    reader = reader_of(tiny_model_path)
     square, wide = picture(0), picture(1, size=(160, 64))
     groups: list[Group] = [
         make_group(tiny_model_path, index=0, own_lengths=[4, 9], rewards=[0, 1]),

@@ -14,21 +14,16 @@ from penstock.errors import InvalidRequestError
 from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, TokenSequence, VersionSpan
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens
+from services.trainer.batching.sequences import GroupReader
 from tests.support.trainer.groups import BETWEEN, IMAGES, make_group, num_placeholders, picture, remember
+from tests.support.trainer.read_groups import reader_of
 from tests.support.trainer.rows import row_of
 
 
 @pytest.fixture(scope="module")
 def reader(tiny_model_path: Path) -> GroupReader:
     """For the tiny model."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(tiny_model_path),
-        image_id=image_token_id(tiny_model_path),
-        forbidden_ids=frozenset(forbidden_token_ids(tiny_model_path)),
-    )
-    return GroupReader(tokens, ImagePatcher(tiny_model_path))
+    return reader_of(tiny_model_path, forbidden_ids=forbidden_token_ids(tiny_model_path))
 
 
 def with_sample(group: Group, **changes: Any) -> Group:

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.model.tokens import image_token_id, vocab_size
 from services.trainer.admission.group_state import GroupCounts
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.filter_tally import Interval
 from services.trainer.telemetry.step_metrics import describe_batch, describe_filters, describe_groups, describe_push
 from services.trainer.weight_sync.publisher import PushReport
 from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.read_groups import reader_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -38,9 +36,6 @@ def explained() -> list[re.Pattern[str]]:
 )
 def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, object]) -> None:
     """Those of the backend under several algorithms, and those of the controller."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
-    )
     group = make_group(
         tiny_model_path, index=0, rewards=(1.0, 0.0, 0.0, 1.0), version=1, images=[picture(0)], placeholders=[9]
     )
@@ -49,7 +44,7 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
         tiny_model_path, config, AlgorithmConfig.model_validate(algorithm), seed=0, temperature=1.0
     )
     backend.load(None)
-    ready = GroupReader(tokens, ImagePatcher(tiny_model_path)).read(group, IMAGES)
+    ready = reader_of(tiny_model_path).read(group, IMAGES)
     row = take_step(backend, [[ready]], 2)
     row |= describe_batch([group])
     row |= describe_filters([group], [ready], Interval(num_groups=1, num_filtered=0, rewards=(1.0,)))

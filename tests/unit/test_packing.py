@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.model.tokens import image_token_id, vocab_size
-from services.trainer.batching.images import ImagePatcher
+from penstock.model.tokens import image_token_id
 from services.trainer.batching.packing import Block, common_prefix_length, num_row_tokens, plan_rows
 from services.trainer.batching.positions import sample_positions
 from services.trainer.batching.rows import build_row
-from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
+from services.trainer.batching.sequences import GroupReader, TrainSequence
 from tests.support.trainer.groups import BOILERPLATE, IMAGES, make_group, picture
 from tests.support.trainer.lengths import GEO3K_GROUPS, PROMPTS
+from tests.support.trainer.read_groups import reader_of
 
 batches = st.lists(
     st.tuples(st.integers(0, 60), st.lists(st.integers(1, 60), min_size=1, max_size=6)), min_size=1, max_size=12
@@ -28,10 +28,7 @@ batches = st.lists(
 @pytest.fixture(scope="module")
 def reader(tiny_model_path: Path) -> GroupReader:
     """For the tiny model."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
-    )
-    return GroupReader(tokens, ImagePatcher(tiny_model_path))
+    return reader_of(tiny_model_path)
 
 
 def flat(batch: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[int], list[int], list[int]]:

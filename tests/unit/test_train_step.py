@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from penstock.errors import ConfigError, UserError
-from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
+from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -20,11 +20,10 @@ from services.trainer.backend.batch import measured_samples
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
+from services.trainer.batching.sequences import TrainGroup
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import OptimizerConfig, TrainerConfig
-from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.read_groups import groups_with_pictures
 from tests.support.trainer.rows import row_of
 
 
@@ -60,25 +59,8 @@ def backend_of(
 @pytest.fixture(scope="module")
 def groups(tiny_model_path: Path) -> list[TrainGroup]:
     """Two with a signal, one of equal rewards; all with a picture; versions 1, 2, 2."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
-    )
-    reader = GroupReader(tokens, ImagePatcher(tiny_model_path))
     rewards = [(1.0, 0.0, 0.0, 1.0), (0.9, 0.9, 0.9, 0.9), (0.0, 0.0, 1.0, 0.0)]
-    return [
-        reader.read(
-            make_group(
-                tiny_model_path,
-                index=index,
-                rewards=rewards[index],
-                version=1 if index == 0 else 2,
-                images=[picture(index)],
-                placeholders=[9],
-            ),
-            IMAGES,
-        )
-        for index in range(3)
-    ]
+    return groups_with_pictures(tiny_model_path, rewards=rewards, versions=[1, 2, 2])
 
 
 def weights(backend: InProcessBackend) -> dict[str, torch.Tensor]:

@@ -9,14 +9,12 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import part_of
-from penstock.model.tokens import image_token_id, vocab_size
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
+from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import TrainerConfig
-from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.read_groups import groups_with_pictures
 
 
 def backend_of(path: Path, checkpoint: Path | None = None, *, kl: str = "none", **optimizer: Any) -> InProcessBackend:
@@ -31,24 +29,7 @@ def backend_of(path: Path, checkpoint: Path | None = None, *, kl: str = "none", 
 @pytest.fixture(scope="module")
 def groups(tiny_model_path: Path) -> list[TrainGroup]:
     """Two with a picture and a signal."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(tiny_model_path), image_id=image_token_id(tiny_model_path), forbidden_ids=frozenset()
-    )
-    reader = GroupReader(tokens, ImagePatcher(tiny_model_path))
-    return [
-        reader.read(
-            make_group(
-                tiny_model_path,
-                index=index,
-                rewards=(1.0, 0.0, 0.0, 1.0),
-                version=1,
-                images=[picture(index)],
-                placeholders=[9],
-            ),
-            IMAGES,
-        )
-        for index in range(2)
-    ]
+    return groups_with_pictures(tiny_model_path, rewards=[(1.0, 0.0, 0.0, 1.0)] * 2, versions=[1, 1])
 
 
 def weights(backend: InProcessBackend) -> dict[str, torch.Tensor]:
