@@ -78,7 +78,7 @@ class RoutedGenerateClient(Client):
         chunked = generate_pb2.GenerateRequest()
         chunked.CopyFrom(request)
         chunked.chunk_tokens = _CHUNK_TOKENS
-        turn, budget = ResumableTurn(chunked), RetryBudget()  # of all tries
+        turn, budget = ResumableTurn(chunked), RetryBudget()  # of all attempts
 
         async def attempt(number: int, remaining_s: float) -> generate_pb2.GenerateResponse:
             if not turn.is_finished:

@@ -27,7 +27,7 @@ class OpenAIConfig(Config):
 
 
 class RouterConfig(Config):
-    """How the router listens, how it chooses a replica, and how long it tries."""
+    """How the router listens, how it chooses a replica, and how long a call may wait."""
 
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port of gRPC; 0 takes a free one."""

@@ -173,7 +173,7 @@ async def streamed(client: GenerateClient, request: generate_pb2.GenerateRequest
 
 
 async def play(client: GenerateClient, continuation: ResumableTurn) -> None:
-    """One leg."""
+    """One attempt."""
     async for chunk in client.stream(continuation.remaining(), timeout_s=HANG_S):
         continuation.add(chunk)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,12 +123,15 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
             await flow.collector.run()
 
 
+async def _is_empty(bus: Bus) -> bool:
+    return await num_stored(bus) == 0
+
+
 async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path) -> None:
     """A group of another run on the same bus is not trained and not kept."""
     await publish(bus, make_group(tiny_model_path, index=0, version=1))
-    async with running(bus, tiny_model_path, run_id="this-run") as flow, asyncio.timeout(HANG_S):
-        while await num_stored(bus):
-            await asyncio.sleep(0.05)
+    async with running(bus, tiny_model_path, run_id="this-run") as flow:
+        await until(partial(_is_empty, bus))
     assert flow.collector.num_foreign == 1
     assert flow.ledger.wants(0, 0)
 

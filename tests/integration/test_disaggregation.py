@@ -128,9 +128,9 @@ async def test_a_prefill_engine_answers_with_the_first_token(pair: Pair) -> None
     """As soon as its part is done, the KV cache handed over."""
     num_tokens = 0
     for seed in range(10):  # the policy is drawn at random, and may end an answer at once
-        half = await pair.bootstrapped(turn("image", max_new_tokens=300, temperature=0.0, seed=seed))
-        decoding = pair.decode.generation.GenerateStream(half, timeout=60)
-        first = await pair.prefill.generation.Generate(half, timeout=60)
+        given = await pair.bootstrapped(turn("image", max_new_tokens=300, temperature=0.0, seed=seed))
+        decoding = pair.decode.generation.GenerateStream(given, timeout=60)
+        first = await pair.prefill.generation.Generate(given, timeout=60)
         rest = [chunk async for chunk in decoding]
         assert list(first.output_ids) == list(rest[0].output_ids)[:1]
         if (num_tokens := sum(len(chunk.output_ids) for chunk in rest)) > 1:
@@ -165,25 +165,25 @@ async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair
     await pair.push(pair.policy)
 
 
-async def test_halves_that_cannot_be_are_refused(engine: EngineProcess, pair: Pair) -> None:
+async def test_pairs_that_cannot_be_are_refused(engine: EngineProcess, pair: Pair) -> None:
     """No pair, an impossible one, one for a unified engine, and one chosen for another version."""
     made = request([1, 2, 3], max_new_tokens=2)
     sound = await pair.bootstrapped(made)
     wrong: list[tuple[EngineProcess, generate_pb2.GenerateRequest, str]] = [(engine, sound, "this engine is unified")]
-    for half in pair.engines:
-        wrong.append((half, made, "bootstrap is missing"))
+    for peer in pair.engines:
+        wrong.append((peer, made, "bootstrap is missing"))
         for field, value in (("host", ""), ("host", "2.2.2.2"), ("port", 0), ("room", 0), ("room", 1 << 62)):
             bad = await pair.bootstrapped(made)
             setattr(bad.bootstrap, field, value)
-            wrong.append((half, bad, f"bootstrap.{field} = "))
-    for half, bad, message in wrong:
+            wrong.append((peer, bad, f"bootstrap.{field} = "))
+    for peer, bad, message in wrong:
         with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
-            await half.generation.Generate(bad, timeout=10)
+            await peer.generation.Generate(bad, timeout=10)
         require_code(caught.value, grpc.StatusCode.INVALID_ARGUMENT)
     stale = await pair.bootstrapped(made, version=await pair.version() - 1)
-    for half in pair.engines:
+    for peer in pair.engines:
         with pytest.raises(grpc.aio.AioRpcError, match="choose another pair") as caught:
-            await half.generation.Generate(stale, timeout=10)
+            await peer.generation.Generate(stale, timeout=10)
         require_code(caught.value, grpc.StatusCode.FAILED_PRECONDITION)
     assert (await pair.generate(made)).output_ids
 
@@ -239,32 +239,32 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         require_logprobs({version + 1: newer}, again, answer)
 
 
-async def test_a_push_that_breaks_off_leaves_no_half_waiting(pair: Pair) -> None:
+async def test_a_push_that_breaks_off_leaves_no_peer_waiting(pair: Pair) -> None:
     """Aborted before weights were touched: what waited goes on under the old version."""
     made = turn("image", max_new_tokens=24)
     push = Push(pair.decode, pair.policy.perturbed(5).weights, await pair.version() + 1)
     await push.prepare()
     await push.pause()
     playing = asyncio.ensure_future(pair.generate(made))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # time to answer, if it were not paused
     assert not playing.done()
     assert await push.abort("changed its mind") == common_pb2.REPLICA_STATE_READY
     await asyncio.to_thread(push.group.close)
     require_logprobs({await pair.version(): pair.policy}, made, await playing)
 
 
-async def test_half_a_pair_gives_up_in_seconds(pair: Pair) -> None:
-    """No decode half, no prefill half, and no prefill engine at all: UNAVAILABLE, and the next pair is served."""
+async def test_a_peer_alone_gives_up_in_seconds(pair: Pair) -> None:
+    """Without its decode engine, its prefill engine, or any at the address: UNAVAILABLE; the next pair is served."""
     made = turn("text", max_new_tokens=8)
     nowhere = await pair.bootstrapped(made)
     nowhere.bootstrap.port = 1
-    halves = [
+    alone = [
         (pair.prefill, await pair.bootstrapped(made)),
         (pair.decode, await pair.bootstrapped(made)),
         (pair.decode, nowhere),
     ]
     # Whoever takes longer fails with another code.
-    calls = [engine.generation.Generate(half, timeout=3 * RolloutConfig().pair_deadline_s) for engine, half in halves]
+    calls = [engine.generation.Generate(given, timeout=3 * RolloutConfig().pair_deadline_s) for engine, given in alone]
     results = await asyncio.gather(*calls, return_exceptions=True)
     for error in results:
         require_code(error, grpc.StatusCode.UNAVAILABLE)
@@ -283,8 +283,8 @@ async def test_a_prefill_engine_that_dies_takes_nothing_along_that_decodes_alrea
     """Streams that run go on to their end; what it had not handed over fails at once or in seconds."""
     made = [turn(kind, max_new_tokens=200, seed=seed) for kind in PICTURES for seed in range(2)]
     turns = [ResumableTurn(each) for each in made]
-    halves = [await pair.bootstrapped(each.remaining()) for each in turns]
-    handed_over = await asyncio.gather(*(_begin(pair, half) for half in halves))
+    requests = [await pair.bootstrapped(each.remaining()) for each in turns]
+    handed_over = await asyncio.gather(*(_begin(pair, given) for given in requests))
     late = await pair.bootstrapped(turn("text", max_new_tokens=8, seed=9))
     version, policy = await pair.version(), pair.policy
     kill(pair.prefill)
@@ -300,15 +300,15 @@ async def test_a_prefill_engine_that_dies_takes_nothing_along_that_decodes_alrea
     await pair.prefill.process.wait()
 
 
-async def _begin(pair: Pair, half: generate_pb2.GenerateRequest) -> Any:
-    stream = pair.decode.generation.GenerateStream(half, timeout=60)
-    await pair.prefill.generation.Generate(half, timeout=60)
+async def _begin(pair: Pair, given: generate_pb2.GenerateRequest) -> Any:
+    stream = pair.decode.generation.GenerateStream(given, timeout=60)
+    await pair.prefill.generation.Generate(given, timeout=60)
     return stream
 
 
 @pytest.mark.kills_engine
 async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_well(pair: Pair) -> None:
-    """Drained, it hands over what it has; killed, the halves that wait for it fail in seconds."""
+    """Drained, it hands over what it has; killed, the requests that wait for it fail in seconds."""
     turns = [ResumableTurn(turn("text", max_new_tokens=900, seed=seed)) for seed in range(8)]
     playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 4, timeout_s=60.0)
@@ -317,8 +317,8 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
         if not each.is_finished:
             require_code(error, grpc.StatusCode.UNAVAILABLE)
     assert any(each.num_tokens > 0 and not each.is_finished for each in turns)
-    halves = [await pair.bootstrapped(each.remaining()) for each in turns if not each.is_finished]
-    waiting = [asyncio.ensure_future(pair.prefill.generation.Generate(half, timeout=60)) for half in halves]
+    requests = [await pair.bootstrapped(each.remaining()) for each in turns if not each.is_finished]
+    waiting = [asyncio.ensure_future(pair.prefill.generation.Generate(given, timeout=60)) for given in requests]
     kill(pair.decode)
     for error in await asyncio.gather(*waiting, return_exceptions=True):
         require_code(error, grpc.StatusCode.UNAVAILABLE)
@@ -346,7 +346,7 @@ async def test_a_run_loses_nothing_when_both_halves_are_killed(
         ]
         await until_replica(pair.decode, lambda replica: replica.num_running >= 4 and replica.kv_use > 0)
         kill(pair.prefill)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the second dies while turns of the first are moved
         kill(pair.decode)
         answers = await asyncio.gather(*playing)
     for request_, answer in zip(made, answers, strict=True):

@@ -203,7 +203,7 @@ async def test_a_push_during_generation_loses_nothing(engine: EngineProcess, cur
         for _ in range(32)
     ]
     await until_replica(engine, lambda replica: replica.num_running >= 24)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # a few tokens each, which leases do not show
     newer = current.perturbed(seed=3)
     await Push(engine, newer.weights, old_version + 5).complete()
     answers = await asyncio.gather(*calls)
@@ -276,7 +276,7 @@ async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
 
 
 async def _close_soon(push: Push) -> None:
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # the engine waits for weights by then, which nothing shows
     await asyncio.to_thread(push.group.close)
 
 

@@ -85,7 +85,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         plays = [asyncio.create_task(_play(client, each)) for each in turns]
         await until(lambda: all(each.num_tokens > 0 for each in turns))
         calls = [asyncio.ensure_future(engine.generation.Generate(_request(20), timeout=60)) for _ in range(8)]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # they are in the engine, or through
         engine.process.send_signal(signal.SIGTERM)
         await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
         answers = await asyncio.gather(*calls)
@@ -140,7 +140,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         outputs = [each.remaining().input_ids[3:] for each in turns]
         assert all(len(one) > 1 and one == outputs[0][: len(one)] for one in sorted(outputs, key=len)[:-1])
         assert await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(), timeout=5) == drained
-        await asyncio.sleep(LEASE_TTL_S)
+        await asyncio.sleep(LEASE_TTL_S)  # a lease that were not renewed would be gone
         (leased,) = _replicas(watch)
         assert (leased.state, leased.num_running) == (common_pb2.REPLICA_STATE_DRAINING, 0)
         engine.process.send_signal(signal.SIGTERM)

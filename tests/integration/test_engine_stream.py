@@ -68,7 +68,7 @@ async def unbroken_turn(
 
 
 async def play(client: GenerateClient, continuation: ResumableTurn, *, leave_after: int = 10**6) -> list[int]:
-    """Play a leg, at most until `leave_after` tokens have come; the sizes of its chunks."""
+    """Play one attempt, at most until `leave_after` tokens have come; the sizes of its chunks."""
     sizes: list[int] = []
     async with aclosing(client.stream(continuation.remaining(), timeout_s=120)) as chunks:
         async for chunk in chunks:
@@ -143,7 +143,7 @@ async def test_a_push_during_a_stream_shows_where_it_came(
     ]
     plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
     await until_replica(engine, lambda replica: replica.num_running >= 20)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # a few tokens each, which leases do not show
     newer = current.perturbed(seed=3)
     await Push(engine, newer.weights, old_version + 2).complete()
     await asyncio.gather(*plays)
@@ -213,7 +213,7 @@ async def test_what_a_broken_push_interrupts_goes_on_where_it_was(
 
 
 async def _close_soon(push: Push) -> None:
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # the engine waits for weights by then, which nothing shows
     await asyncio.to_thread(push.group.close)
 
 

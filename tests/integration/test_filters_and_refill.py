@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
 from tests.support.trainer.flow import Flow, num_prompts, num_stored, open_flow, publish, running
 from tests.support.trainer.groups import make_group
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 FILTERS = FilterConfig(zero_variance=True)
 SPREAD, EQUAL, OVERLONG = "1", "2", "3"
@@ -103,9 +104,7 @@ async def test_batches_are_full_of_groups_that_differ_over_a_restart(
             batches += await train(flow, num_steps - 2)
             ledger = flow.ledger
             assert (ledger.num_untrained, ledger.counts.failed, ledger.counts.lost) == (0, 0, 0)
-            async with asyncio.timeout(HANG_S):
-                while await num_prompts(bus) or not await flow.collector.has_everything():
-                    await asyncio.sleep(0.01)
+            await until(partial(_has_everything, bus, flow))
             await flow.settle()
     assert [len(batch) for batch in batches] == [3] * num_steps
     trained = [index for batch in batches for index in batch]
@@ -182,3 +181,7 @@ async def test_nothing_but_overlong_prompts_ends_the_run(bus: Bus, tiny_model_pa
         ):
             await flow.feeder.run()
     assert await num_prompts(bus) == 0
+
+
+async def _has_everything(bus: Bus, flow: Flow) -> bool:
+    return not await num_prompts(bus) and await flow.collector.has_everything()

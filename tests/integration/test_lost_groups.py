@@ -119,8 +119,7 @@ async def test_lost_group_is_noticed_and_played_again(bus: Bus, tiny_model_path:
         flow.batches.silence_s = 0.01
         waiting = asyncio.create_task(flow.next_batch(1))
         await until(lambda: len(flow.ledger.unplayed()) == 1)
-        while await num_prompts(bus) == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: num_prompts(bus))
         await bus.purge(bus.prompts)
         await until(lambda: flow.ledger.counts.lost == 1)
         await publish(bus, make_group(tiny_model_path, index=0, attempt=1, version=1))

@@ -39,7 +39,7 @@ async def started(engine: EngineProcess, wanted: generate_pb2.GenerateRequest, n
     """Calls that have begun to generate, as many as fit."""
     calls = [asyncio.ensure_future(engine.generation.Generate(wanted, timeout=120)) for _ in range(num)]
     await until_replica(engine, lambda replica: replica.num_running >= min(num, 32) // 2)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # a few tokens each, which leases do not show
     return calls
 
 
@@ -201,7 +201,7 @@ async def test_an_engine_that_has_paused_leaves_the_cores_to_others(engine: Engi
     await push.prepare()
     await push.pause()
     before_s = _cpu_s(engine.process.pid)
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(2.0)  # what is measured: the cores' use while nothing happens
     used_s = _cpu_s(engine.process.pid) - before_s
     for stage in (push.transfer, push.verify, push.commit, push.resume):
         await stage()

@@ -176,7 +176,7 @@ async def test_workers_come_back_after_open_files_ran_out() -> None:
             os.kill(before, signal.SIGKILL)
             pending = asyncio.create_task(pool.run(_EASY, 20.0))
             await until(lambda: pool.num_workers == 0)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # time to start a worker, if it could
             assert not pending.done()
         async with asyncio.timeout(HANG_S):
             assert (await pending)[0].credit == 1.0
@@ -241,7 +241,7 @@ async def test_many_kills_leave_nothing_behind() -> None:
         before = None
         while before != left():  # the other pool may still be at it
             before = left()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # until nothing changes for this long
         for _ in range(10):
             await _all(pool, *[_bad("sleep")] * 10, deadline_s=0.05)
             items = [asyncio.create_task(pool.run(_bad("spin"), 60.0)) for _ in range(10)]

@@ -67,8 +67,11 @@ async def test_large_bodies_take_no_more_than_their_room(service: RewardProcess)
         peaks = [_peak_mb(service) - before_mb]
 
         hanging = [asyncio.create_task(ask(_SLEEPS)) for _ in range(1 + MAX_OVERTIME)]
-        while await workers_busy() < len(hanging):
-            await asyncio.sleep(0.05)
+
+        async def all_hang() -> bool:
+            return await workers_busy() == len(hanging)
+
+        await until(all_hang)
         sent = [asyncio.create_task(_post(client, "/slime?profile=math_verify", _TEXT)) for _ in range(_NUM_CLIENTS)]
         await until(lambda: sum(task.done() for task in sent) >= _NUM_CLIENTS - _MOST_HELD, timeout_s=60.0)
         assert (await ask(_RIGHT)).json()["score"] == 1.0

@@ -136,7 +136,7 @@ async def test_a_stream_that_gets_no_answers_is_read_no_further() -> None:
 
 
 async def test_leaving_a_stream_kills_what_runs_for_it() -> None:
-    """And frees its places for others."""
+    """And its items leave the queue."""
     async with reward_service(workers=1, max_items=1) as (client, pool):
         pids = pool.worker_pids
         items = [item_of("5", r"\boxed{5}"), hanging_item()]

@@ -157,7 +157,7 @@ async def test_the_router_hears_what_became_of_a_place(steady_bus: Bus) -> None:
 
 
 async def test_replicas_that_cannot_be_reached_cost_no_try(steady_bus: Bus) -> None:
-    """Leases of dead engines, more of them than tries."""
+    """Leases of dead engines, more of them than attempts."""
     async with contextlib.AsyncExitStack() as stack:
         for n in range(5):
             dead = await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id=f"a{n}").running())

@@ -236,7 +236,7 @@ async def test_a_client_does_not_retry_what_breaks_replicas(steady_bus: Bus) -> 
 
 
 async def test_replicas_that_cannot_be_reached_are_passed_over_however_many(steady_bus: Bus) -> None:
-    """Leases of dead engines cost nobody a call, and do not count as tries."""
+    """Leases of dead engines cost nobody a call, and do not count as attempts."""
     async with pool(steady_bus, 5, max_attempts=1) as (caller, engines):
         for engine in engines[:4]:
             await engine.stop_serving()

@@ -206,17 +206,21 @@ async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(steady_bus: Bu
                 opened.update(name for name, state in (await breakers(caller)).items() if state != CLOSED)
                 await asyncio.sleep(0.05)
 
+        async def some_answers() -> None:
+            wanted = len(spans) + 16
+            await until(lambda: len(spans) >= wanted)
+
         async with asyncio.TaskGroup() as group:
             for n in range(8):
                 group.create_task(play(f"s{n}"))
             group.create_task(watch())
             for version in (1, 2, 3):
-                await asyncio.sleep(0.5)
+                await some_answers()
                 for engine in (*prefills, *decodes):
                     await engine.begin_push()
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.05)  # how long a push takes
                     await engine.end_push(version)
-            await asyncio.sleep(0.5)
+            await some_answers()
             stop.set()
         assert {version for each in spans for version in each} == {0, 1, 2, 3}
         assert all(each == sorted(each) for each in spans)

@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.launch.fake_run import wait_until
 from tests.support.reward.process import reward_process
-from tests.support.waiting import HANG_S
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 COMMAND = (PENSTOCK, "score", "--reward.workers=1")
@@ -208,11 +207,8 @@ def test_interrupted(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.wait(20) == 130
         assert process.stderr.read() == b"interrupted: 1 lines are done\n"
-    for pid in children:
-        ended = time.monotonic() + HANG_S
-        while is_alive(pid):
-            assert time.monotonic() < ended
-            time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, children)))
+    assert not any(map(is_alive, children))
 
 
 def test_a_reader_that_leaves(address: str) -> None:

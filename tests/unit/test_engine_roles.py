@@ -153,8 +153,8 @@ def test_impossible_pairs_are_refused(fields: dict[str, Any], message: str) -> N
         disaggregation.check_bootstrap(request, disaggregated=True)
 
 
-def test_pairs_are_for_halves_only() -> None:
-    """A half without a pair, and a unified engine with one."""
+def test_only_engines_of_a_pair_take_its_requests() -> None:
+    """One of a pair without the other, and a unified engine with one."""
     request = generate_pb2.GenerateRequest(bootstrap=bootstrap())
     assert disaggregation.check_bootstrap(request, disaggregated=True) == bootstrap()
     with pytest.raises(InvalidRequestError, match="this engine is unified"):

@@ -46,12 +46,12 @@ async def test_once_after_each_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = AdmissionQueue(10)
     trimming = asyncio.create_task(malloc_trim.trim_when_idle(queue))
     for num_bursts in range(3):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # ten looks
         assert len(trims) == num_bursts
         with queue.admitted(2):
             with queue.admitted(3):
                 pass
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)  # ten looks
             assert len(trims) == num_bursts
         await until(lambda before=num_bursts: len(trims) == before + 1)
     trimming.cancel()

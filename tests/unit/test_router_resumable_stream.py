@@ -54,9 +54,9 @@ def test_reads_what_a_call_wants() -> None:
     assert read_query(long, with_blocks=False).num_tokens == 131
     with pytest.raises(InvalidRequestError, match="3 bytes are not a GenerateRequest"):
         read_query(b"\xff\xff\xff", with_blocks=False)
-    half = generate_pb2.GenerateRequest(sampling=sampling, bootstrap=generate_pb2.Bootstrap(room=1))
+    paired = generate_pb2.GenerateRequest(sampling=sampling, bootstrap=generate_pb2.Bootstrap(room=1))
     with pytest.raises(InvalidRequestError, match="bootstrap"):
-        read_query(half.SerializeToString(), with_blocks=False)
+        read_query(paired.SerializeToString(), with_blocks=False)
 
 
 def test_a_request_is_kept_once() -> None:

@@ -151,7 +151,7 @@ async def test_cancelling_work_cancels_and_puts_back_what_runs(workers: OpenCons
 
 
 async def test_no_more_than_concurrency_at_once_and_every_message_once(workers: OpenConsumer, bus: Bus) -> None:
-    """Thirty messages, three places: all handled, once each, never four at a time."""
+    """Thirty messages, three at a time: all handled, once each, never four at a time."""
     running, most, seen, full = 0, 0, list[bytes](), asyncio.Event()
 
     async def handle(delivery: Delivery) -> None:

@@ -21,7 +21,7 @@ from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
 from services.launch.run_status import describe_phase, fetch_run
 from services.trainer.telemetry.progress import Progress, TrainerServicer
-from tests.support.waiting import HANG_S, promptly, until
+from tests.support.waiting import promptly, until
 
 
 async def test_the_summary_counts_what_was_trained_while_stopping(
@@ -108,16 +108,13 @@ asyncio.run(main())
     child = Child(spec, log=BoundedLog(tmp_path / "router.log"), reaper=reaper)
     assert not await child.check_ready()
     running = asyncio.create_task(child.run())
-    async with asyncio.timeout(HANG_S):
-        while "server.started" not in "".join(child.log.last_lines(1)):
-            await asyncio.sleep(0.02)
-        assert not await child.check_ready()
-        assert child.state is State.STARTING
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):  # nobody takes the port meanwhile
-            other.bind(("127.0.0.1", int(child.address.rpartition(":")[2])))
-        (tmp_path / "go").touch()
-        while not await child.check_ready():
-            await asyncio.sleep(0.02)
+    await until(lambda: "server.started" in "".join(child.log.last_lines(1)))
+    assert not await child.check_ready()
+    assert child.state is State.STARTING
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):  # nobody takes the port meanwhile
+        other.bind(("127.0.0.1", int(child.address.rpartition(":")[2])))
+    (tmp_path / "go").touch()
+    await until(child.check_ready)
     assert child.state is State.UP
     assert child.address.startswith("127.0.0.1:")
     assert not await child.check_ready()  # it is no news any more

@@ -129,7 +129,7 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
     run_name: str,
     logged: list[EventDict],
 ) -> None:
-    """First inside one try, then over several tries of the prompt."""
+    """First inside one delivery, then over several deliveries of the prompt."""
     port = free_port()
     recipe = make_recipe(f"127.0.0.1:{port}")
     await publish(bus, make_prompt(run_name))

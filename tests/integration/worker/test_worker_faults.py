@@ -88,7 +88,7 @@ async def test_garbage_on_the_queue_is_buried(
 async def test_a_prompt_that_fails_again_and_again_is_given_up(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
-    """After `max_deliveries` tries, each cut off by the wait timeout, the trainer is told."""
+    """After `max_deliveries`, each cut off by the wait timeout, the trainer is told."""
     engine.error = UnavailableError("the engine is broken")
     await publish(bus, make_prompt(run_name))
     async with working(make_recipe(engine.replica.address), wait_timeout_s=0.5, max_deliveries=2):

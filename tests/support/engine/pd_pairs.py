@@ -49,11 +49,11 @@ class Pair:
     async def bootstrapped(
         self, request: generate_pb2.GenerateRequest, *, version: int | None = None
     ) -> generate_pb2.GenerateRequest:
-        """`request` as both halves get it."""
+        """`request` as both peers get it."""
         where = (await self.prefill.replica()).disaggregation
-        half = generate_pb2.GenerateRequest()
-        half.CopyFrom(request)
-        half.bootstrap.CopyFrom(
+        given = generate_pb2.GenerateRequest()
+        given.CopyFrom(request)
+        given.bootstrap.CopyFrom(
             generate_pb2.Bootstrap(
                 host=where.bootstrap_host,
                 port=where.bootstrap_port,
@@ -61,19 +61,19 @@ class Pair:
                 policy_version=await self.version() if version is None else version,
             )
         )
-        return half
+        return given
 
     async def generate(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
-        """Play the turn, both halves unary."""
-        half = await self.bootstrapped(request)
-        _, answer = await asyncio.gather(*(engine.generation.Generate(half, timeout=60) for engine in self.engines))
+        """Play the turn, both peers unary."""
+        given = await self.bootstrapped(request)
+        _, answer = await asyncio.gather(*(engine.generation.Generate(given, timeout=60) for engine in self.engines))
         return answer
 
     async def play(self, continuation: ResumableTurn) -> None:
-        """Play one leg of a turn; what was delivered is in `continuation`, whatever becomes of the rest."""
-        half = await self.bootstrapped(continuation.remaining())
-        prefilling = asyncio.ensure_future(self.prefill.generation.Generate(half, timeout=60))
-        decoding = self.decode.generation.GenerateStream(half, timeout=60)
+        """Play one attempt at a turn; what was delivered is in `continuation`, whatever becomes of the rest."""
+        given = await self.bootstrapped(continuation.remaining())
+        prefilling = asyncio.ensure_future(self.prefill.generation.Generate(given, timeout=60))
+        decoding = self.decode.generation.GenerateStream(given, timeout=60)
         prefilling.add_done_callback(lambda call: decoding.cancel() if _has_failed(call) else None)
         try:
             async for chunk in decoding:
@@ -91,7 +91,7 @@ def _has_failed(call: "asyncio.Future[object]") -> bool:
 
 
 class PairHost:
-    """Keeps a pair for many tests, also for those that kill one of its halves."""
+    """Keeps a pair for many tests, also for those that kill one of its engines."""
 
     def __init__(self, start: Callable[[str], Awaitable[EngineProcess]], reference: Reference) -> None:
         self._start = start

@@ -1,9 +1,8 @@
 """What the tests of the OpenAI-compatible frontend act on."""
 
-import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.router.process import RouterProcess
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 MODEL_PATH = Path(__file__).parents[3] / "models/tiny-qwen3-vl"
 END_ID = 356
@@ -116,22 +115,27 @@ class Stage:
     async def until_load(self, num_running: int) -> None:
         """Wait until all routers have heard that so many calls run, by what the engines say."""
         for router in self.routers:
-            async with connect(router.address) as channel, asyncio.timeout(HANG_S):
-                stub = router_pb2_grpc.RouterServiceStub(channel)
-                while True:
-                    pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S)
-                    if sum(each.replica.num_running for each in pool.replicas) == num_running:
-                        break
-                    await asyncio.sleep(0.02)
+            await _until_pool(
+                router.address, lambda pool: sum(each.replica.num_running for each in pool.replicas) == num_running
+            )
 
 
 async def until_idle(router: str, *, num_routable: int | None = None) -> None:
     """Wait until no engine of the router at this address has a call, and so many of them may be given one."""
-    async with connect(router) as channel, asyncio.timeout(HANG_S):
+
+    def is_idle(pool: router_pb2.ListReplicasResponse) -> bool:
+        num_in_flight = sum(each.num_in_flight for each in pool.replicas)
+        return num_in_flight == 0 and num_routable in (None, sum(each.routable for each in pool.replicas))
+
+    await _until_pool(router, is_idle)
+
+
+async def _until_pool(router: str, holds: Callable[[router_pb2.ListReplicasResponse], bool]) -> None:
+    """Wait until the router at this address sees its pool so."""
+    async with connect(router) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        while True:
-            pool = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S)
-            num_in_flight = sum(each.num_in_flight for each in pool.replicas)
-            if num_in_flight == 0 and num_routable in (None, sum(each.routable for each in pool.replicas)):
-                break
-            await asyncio.sleep(0.02)
+
+        async def sees() -> bool:
+            return holds(await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=HANG_S))
+
+        await until(sees)

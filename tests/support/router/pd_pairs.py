@@ -22,14 +22,14 @@ async def breakers(caller: Caller) -> dict[str, int]:
 
 
 async def until_idle(caller: Caller) -> None:
-    """All places are given back, and no call waits."""
+    """All slots are given back, and no call waits."""
     await caller.until(lambda pool: not pool.num_waiting and not any(each.num_in_flight for each in pool.replicas))
 
 
-def assert_well_paired(halves: list[SimulatedPeer]) -> None:
+def assert_well_paired(peers: list[SimulatedPeer]) -> None:
     """No ticket was another's, and nobody waited for a partner in vain."""
-    assert not any(half.num_mismatched for half in halves if isinstance(half, SimulatedDecode))
-    assert not any(half.num_timed_out for half in halves)
+    assert not any(peer.num_mismatched for peer in peers if isinstance(peer, SimulatedDecode))
+    assert not any(peer.num_timed_out for peer in peers)
 
 
 @contextlib.asynccontextmanager
