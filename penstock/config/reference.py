@@ -118,7 +118,7 @@ def _kind(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is typing.Literal:
         return " or ".join(f'"{value}"' for value in arguments)
     if origin in (typing.Union, types.UnionType):
-        return _kind(next(kind for kind in arguments if kind is not type(None)), metadata)
+        return " or ".join(_kind(kind, metadata) for kind in arguments if kind is not type(None))
     if origin is tuple:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         return f"list of {count}{_kind(arguments[0], ())}"

@@ -13,6 +13,7 @@ from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
+from services.trainer.data.files import require_files
 from services.trainer.telemetry.trackers import require_packages
 
 
@@ -82,7 +83,8 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     Raises:
         ConfigError: there is no model or no data, the sampling cannot be trained on, or a tracker is not installed.
     """
-    recipe.data.require_file()
+    for source in recipe.data.by_name.values():
+        require_files(source)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
     return TrainerSettings(

@@ -35,6 +35,7 @@ def train(
     """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
     from services.launch import launcher
     from services.launch.run_folder import RunFolder
+    from services.trainer.data.files import pin
 
     recipes, overrides = sort_arguments(recipe, context.args)
     if resume is not None and recipes:
@@ -52,6 +53,7 @@ def train(
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
         return 0
+    settings = settings.model_copy(update={"data": pin(settings.data)})
     folder = folder or RunFolder.create(settings.run)  # only now: no mistake leaves a folder behind
     hide_secrets()
     with folder.locked():

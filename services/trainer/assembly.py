@@ -136,8 +136,6 @@ async def assemble(
         run_id=start.run_id,
         trainer_epoch=uuid.uuid4().hex[:8],
         samples_per_group=config.samples_per_group,
-        profile=settings.data.profile,
-        environment=settings.data.environment,
     )
     collector.on_received = feeder.wake
     publisher = _publisher(
@@ -211,11 +209,13 @@ async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitS
 
 
 def _open_dataset(settings: TrainerSettings) -> Dataset:
-    limit = None
-    if settings.filters.overlong_prompts == "drop":
-        limit = PromptLimit.of_run(
-            settings.model.path, context=settings.context_length, max_new_tokens=settings.sampling.max_new_tokens
-        )
+    limit = PromptLimit.of_run(
+        settings.model.path,
+        context=settings.context_length,
+        max_new_tokens=settings.sampling.max_new_tokens,
+        max_prompt_tokens=settings.data.max_prompt_tokens,
+        keep=settings.filters.overlong_prompts == "keep",
+    )
     return open_dataset(settings.data, seed=settings.run.seed, limit=limit)
 
 

@@ -14,7 +14,8 @@ from penstock.records import ImagePart, TextPart
 from penstock.v1 import generate_pb2
 from services.rollout.engine.prompt import PromptChecker
 from services.trainer.data.config import DataConfig
-from services.trainer.data.dataset import Dataset, built_in, open_dataset, row_at
+from services.trainer.data.dataset import Dataset, open_dataset, row_at
+from services.trainer.data.opening import built_in
 from services.trainer.data.prompt_length import PromptLimit
 from tests.support.trainer.pictures import png
 
@@ -155,7 +156,7 @@ def test_each_epoch_plays_every_row_once_in_an_order_of_its_own() -> None:
 
 def test_built_in_problems_come_through_the_same_door() -> None:
     """One picture, one mark, one answer, and no end."""
-    four, config = built_in(DataConfig(), num_rows=4), DataConfig()
+    four, config = {"": built_in(DataConfig(), num_rows=4)}, DataConfig()
     dataset = Dataset(four, config, seed=3)
     row = dataset[4 * 1000 + 1]
     assert row.messages[0].parts[0] == ImagePart(index=0)

@@ -13,11 +13,11 @@ left unread in silence.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import DataError
-from services.trainer.data.config import DataConfig
+from services.trainer.data.config import SourceConfig
 from services.trainer.data.images import looks_like_image
 
 _TEXT = (("problem", "prompt"), ("question", "query", "input", "messages"))
@@ -33,9 +33,11 @@ class Columns:
     text: str
     gold: str
     images: tuple[str, ...]
+    extra: tuple[str, ...] = ()
+    """Further columns that travel with the prompt."""
 
 
-def find_columns(row: Mapping[str, Any], config: DataConfig, *, name: str) -> Columns:
+def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> Columns:
     """Choose the columns of a table: those that the settings name, else the only ones of a published name.
 
     Args:
@@ -51,6 +53,9 @@ def find_columns(row: Mapping[str, Any], config: DataConfig, *, name: str) -> Co
         gold=_one(row, config.answer_column, _GOLD, "answer_column", name=name, what="the correct answer"),
         images=_image_columns(row, config, name=name),
     )
+    for key in ("profile_column", "environment_column", "sampling_column"):
+        if wanted := getattr(config, key):
+            _one(row, wanted, (), key, name=name, what="")
     if not columns.images and config.images_column == "":
         unread = [column for column, value in row.items() if looks_like_image(value)]
         if unread:
@@ -58,7 +63,7 @@ def find_columns(row: Mapping[str, Any], config: DataConfig, *, name: str) -> Co
                 f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
                 f"--data.images_column={unread[0]}, or train on the text alone with --data.images_column=[]"
             )
-    return columns
+    return replace(columns, extra=_extra(row, columns, config, name=name))
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
@@ -78,12 +83,20 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def _image_columns(row: Mapping[str, Any], config: DataConfig, *, name: str) -> tuple[str, ...]:
+def _image_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> tuple[str, ...]:
     if config.images_column == "":
         found = _find(row, _IMAGES, "images_column", name=name, what="images")
         return () if found is None else (found,)
     wanted = (config.images_column,) if isinstance(config.images_column, str) else config.images_column
     return tuple(_one(row, column, (), "images_column", name=name, what="images") for column in wanted)
+
+
+def _extra(row: Mapping[str, Any], columns: Columns, config: SourceConfig, *, name: str) -> tuple[str, ...]:
+    read = {column.partition(".")[0] for column in columns.images} | {columns.text, columns.gold}
+    wanted = dict.fromkeys(column for column in config.extra_columns if column != "*")
+    if "*" in config.extra_columns:
+        wanted |= dict.fromkeys(column for column in row if column not in read)
+    return tuple(_one(row, column, (), "extra_columns", name=name, what="") for column in wanted)
 
 
 def _one(row: Mapping[str, Any], wanted: str, ranks: Sequence[Sequence[str]], key: str, *, name: str, what: str) -> str:

@@ -1,25 +1,30 @@
 """Settings of the data: section `[data]` of a recipe."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import pydantic
 
 from penstock.config import Config
-from penstock.errors import ConfigError
 
 
-class DataConfig(Config):
-    """Where the prompts come from."""
+class SourceConfig(Config):
+    """Where rows come from, and how they are read."""
 
-    path: str = ""
-    """Parquet file, in the schema of hiyouga/geometry3k or a similar one. Empty: the built-in data set."""
+    path: str | tuple[str, ...] = ""
+    """File (.parquet, .arrow, .jsonl, .json, .csv), folder, glob, or data set on the Hugging Face Hub (`owner/name`);
+    or a list of files, folders and globs. `@[10:20]` at its end takes some rows. Empty: the built-in data set."""
+    hub_config: str = ""
+    """Configuration of a data set on the Hub. Empty: the only or the default one."""
+    split: str = ""
+    """Split of a data set on the Hub or in a folder. Empty: `train`, or the only one."""
+    revision: str = ""
+    """Branch, tag or commit of a data set on the Hub. Empty: its main branch. A run's config.toml has the commit."""
     kinds: tuple[Literal["x", "y", "length", "distance"], ...] = pydantic.Field(
         default=("x", "y", "length"), min_length=1
     )
     """Kinds of problem in the built-in data set of 10,000 pictures, which is used when path is empty."""
-    shuffle: bool = True
-    """Shuffle the rows anew for each epoch; otherwise keep the order of the file."""
     images_column: str | tuple[str, ...] = ""
     """Column with each row's images, or a list of columns. Empty: `images` or `image`, if there is one. An empty list:
     none, the prompts are text."""
@@ -30,9 +35,26 @@ class DataConfig(Config):
     """Column with the correct answer, or a list of those that count. A dot leads into a struct:
     `reward_model.ground_truth`. Empty: `answer`, `reward_model` or `reward_spec`, else `label`, `ground_truth` or
     `target`."""
+    profile_column: str = ""
+    """Column with a row's reward profile. Empty, or where a row has none: `profile`."""
+    environment_column: str = ""
+    """Column with a row's environment. Empty, or where a row has none: `environment`."""
+    sampling_column: str = ""
+    """Column with a struct of a row's own sampling; `max_new_tokens` may be lower than the run's. Empty: none."""
+    extra_columns: tuple[str, ...] = ("*",)
+    """Columns that travel with the prompt, for environments and reports; `*` is all that are not read otherwise. Bytes
+    are left out."""
     images_first: bool = False
     """Put the images of a row whose text has no `<image>` before its first user message's text. Otherwise such a row is
     refused. The number of these rows is logged."""
+    image_folder: Path | None = None
+    """Folder to which images' paths are relative, and which they may not leave. Unset: the data file's."""
+    image_urls: bool = False
+    """Download images whose cell is an http address: at most 64 MiB in 10 s each, kept in `data.cache_dir`."""
+    min_pixels: int = pydantic.Field(default=0, ge=0)
+    """Enlarge images with fewer pixels. An image's own `min_pixels`, in a struct with it, comes first. 0: no bound."""
+    max_pixels: int = pydantic.Field(default=0, ge=0)
+    """Shrink images with more pixels. An image's own `max_pixels`, in a struct with it, comes first. 0: no bound."""
     prompt_suffix: str = ""
     """Appended to the last user message, for example an instruction on how to give the answer."""
     system_prompt: str = ""
@@ -42,14 +64,60 @@ class DataConfig(Config):
     environment: str = "single_turn"
     """Environment that plays the prompts."""
 
-    def require_file(self) -> None:
-        """Check that the file exists, if one is configured; cheap enough to do before anything else starts.
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths; none for the built-in data set."""
+        return ((self.path,) if self.path else ()) if isinstance(self.path, str) else self.path
 
-        Raises:
-            ConfigError: there is no such file.
-        """
-        if self.path and not Path(self.path).is_file():
-            raise ConfigError(
-                f"data.path = {self.path!r}: there is no such file; give a .parquet file, or leave it out for the "
-                "built-in data set"
-            )
+    @pydantic.model_validator(mode="after")
+    def _bounds_fit(self) -> Self:
+        if 0 < self.max_pixels < self.min_pixels:
+            raise ValueError(f"max_pixels = {self.max_pixels} is below min_pixels = {self.min_pixels}; raise it")
+        return self
+
+
+class MixedSourceConfig(SourceConfig):
+    """One of several sources. What it leaves out is as in `[data]`."""
+
+    weight: float = pydantic.Field(default=1.0, gt=0)
+    """Its prompts among all, in proportion to the other sources' weights, rounded to a thousandth."""
+
+
+class DataConfig(SourceConfig):
+    """Where the prompts come from. With `sources`, what is said here holds for each source that does not say it."""
+
+    shuffle: bool = True
+    """Shuffle the rows anew for each epoch; otherwise keep the order of the file."""
+    max_prompt_tokens: int = pydantic.Field(default=0, ge=0)
+    """Rows with a longer prompt, images included, are passed over. 0: those that leave less than
+    sampling.max_new_tokens of the context; see filters.overlong_prompts."""
+    memory_gib: float = pydantic.Field(default=4.0, gt=0)
+    """Memory for decoded rows, in GiB. Files that are larger are read piece by piece, as rows are played."""
+    cache_dir: Path | None = None
+    """Folder for lengths of prompts and downloaded images. Unset: `penstock` in XDG_CACHE_HOME or ~/.cache."""
+    sources: dict[str, MixedSourceConfig] = pydantic.Field(default_factory=dict)
+    """Several sources to mix, by name, instead of `path`."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _pass_on(cls, values: Any) -> Any:
+        """Give each source what it leaves out."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("sources"), Mapping):
+            return values
+        common = {key: value for key, value in values.items() if key in SourceConfig.model_fields and key != "path"}
+        sources = {
+            name: {**common, **source} if isinstance(source, Mapping) else source
+            for name, source in values["sources"].items()
+        }
+        return {**values, "sources": sources}
+
+    @pydantic.model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.sources and self.path:
+            raise ValueError("path and sources exclude each other; move path into a source, [data.sources.NAME]")
+        return self
+
+    @property
+    def by_name(self) -> dict[str, SourceConfig]:
+        """The sources in the order of their names; the only one is called ""."""
+        return dict(sorted(self.sources.items())) if self.sources else {"": self}

@@ -1,13 +1,16 @@
 """The data set of a run: an endless sequence of examples with random access.
 
-Invariant: the example at a position depends only on the data, the seed and the position. A checkpoint therefore keeps
-one integer, and each epoch plays every row exactly once. Rows whose prompt is too long keep their positions, which the
-feeder passes over: another limit on prompts moves no other row.
+Invariant: the example at a position depends only on the data, the settings, the seed and the position. A checkpoint
+therefore keeps one integer, and each epoch of a source plays every row exactly once. Rows whose prompt is too long keep
+their positions, which the feeder passes over: another limit on prompts moves no other row.
 """
 
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Final, TypeAlias
 
 import numpy as np
 import structlog
@@ -15,42 +18,58 @@ import structlog
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.data.config import DataConfig
 from services.trainer.data.example import Example
-from services.trainer.data.geometry import GeometryDataset
+from services.trainer.data.lengths import UNKNOWN, Lengths
+from services.trainer.data.mixture import Mixture
+from services.trainer.data.opening import cache_folder, open_sources
 from services.trainer.data.prompt_length import PromptLimit
-from services.trainer.data.readers.parquet import ParquetTable
-from services.trainer.data.source import NamedTable, Source
+from services.trainer.data.source import Source
 
 log = structlog.get_logger()
 
-NUM_BUILT_IN_ROWS = 10_000
-"""An epoch of the built-in problems: more rows than there are different pictures of a coordinate, few enough for an
-order of rows to be drawn in a millisecond."""
-BUILT_IN_SEED = 0
-"""The built-in problems are the same in every run, so that runs can be compared; run.seed changes their order."""
-MAX_CHECKED_ROWS = 5000
-"""Data sets up to this size are read completely before the run starts: about a millisecond per image, and another to
-count the tokens of a prompt. Later rows of larger ones are checked when they are played."""
+MAX_CHECKED_ROWS: Final = 5000
+"""So many rows of each source are read before the run starts: about a millisecond per image, and another to count the
+tokens of a prompt. Later rows are checked when they are played, unless `penstock data` has checked them."""
+_PROGRESS_EVERY_S = 10.0
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Told the source, how many of its rows have been checked, and how many will be."""
 
 
 class Dataset:
     """Examples by position, epoch after epoch."""
 
-    def __init__(self, source: Source, config: DataConfig, *, seed: int, limit: PromptLimit | None = None) -> None:
-        """Check the first `MAX_CHECKED_ROWS` rows of files; others are checked when they are read.
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        config: DataConfig,
+        *,
+        seed: int,
+        limit: PromptLimit | None = None,
+        lengths: Mapping[str, Lengths] | None = None,
+    ) -> None:
+        """Mix sources; `check` reads their first rows.
+
+        Args:
+            sources: By name.
+            config: Their weights, and whether rows are shuffled.
+            seed: Seed of the orders.
+            limit: Which prompts are too long to be played; None plays all.
+            lengths: What is known of them.
 
         Raises:
-            DataError: a row is wrong, or no prompt fits.
+            ConfigError: a source's share is too small.
         """
-        self._source = source
+        self.sources = dict(sources)
+        self.lengths = lengths or {name: Lengths(len(source)) for name, source in sources.items()}
+        self._names = list(sources)
+        self._mixture = Mixture({name: _weight(config, name) for name in sources}, seed=seed)
         self._seed = seed if config.shuffle else None
         self._limit = limit
-        if config.path:
-            self._check(min(len(source), MAX_CHECKED_ROWS))
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch."""
-        return len(self._source)
+        """Rows of all sources."""
+        return sum(map(len, self.sources.values()))
 
     def __getitem__(self, position: int) -> Example:
         """Return the example at a position, counted from 0 without end.
@@ -58,7 +77,14 @@ class Dataset:
         Raises:
             DataError: the row is wrong.
         """
-        return self._source[row_at(position, self.num_rows, self._seed)]
+        name, number = self.row_at(position)
+        return self.sources[name][number]
+
+    def row_at(self, position: int) -> tuple[str, int]:
+        """Return the source at a position, and the number of the row in it."""
+        source, place = self._mixture.at(position)
+        name = self._names[source]
+        return name, row_at(place, len(self.sources[name]), self._seed, source=name)
 
     def playable(self, position: int) -> Example | None:
         """Return the example at a position, or None if its prompt leaves no room for an answer.
@@ -66,49 +92,65 @@ class Dataset:
         Raises:
             DataError: the row is wrong.
         """
-        number = row_at(position, self.num_rows, self._seed)
-        example = self._source[number]
-        return example if self._num_tokens_over(number, example) <= 0 else None
+        name, number = self.row_at(position)
+        if self._limit is not None and self.lengths[name].num_tokens[number] > self._limit.max_tokens:
+            return None
+        example = self.sources[name][number]
+        return example if self._limit is None or self._count(name, number, example) <= self._limit.max_tokens else None
 
-    def _check(self, num_checked: int) -> None:
-        over, num_put_first = [], 0
-        for number in range(num_checked):
-            example = self._source[number]
-            over.append(self._num_tokens_over(number, example))
-            num_put_first += example.images_put_first
-        if num_put_first:
-            log.info("data.images_put_first", num_rows=num_put_first, num_rows_checked=num_checked)
-        num_overlong = sum(num_tokens > 0 for num_tokens in over)
-        if not num_overlong or self._limit is None:
+    def check(self, *, max_rows: int = MAX_CHECKED_ROWS, on_progress: Progress | None = None) -> None:
+        """Read the first rows of each source, those that are not known yet, and count the tokens of their prompts.
+
+        Raises:
+            DataError: a row is wrong, or no prompt of a source fits.
+        """
+        for name, source in self.sources.items():
+            if not source.config.paths:
+                continue  # the built-in problems are drawn to fit
+            known, num_checked = self.lengths[name], min(len(source), max_rows)
+            unknown = np.flatnonzero(known.num_tokens[:num_checked] == UNKNOWN)
+            for done, number in enumerate(map(int, unknown)):
+                example = source[number]
+                known.num_tokens[number] = self._count(name, number, example)
+                known.images_put_first[number] = example.images_put_first
+                if on_progress is not None:
+                    on_progress(name, done + 1, len(unknown))
+            if len(unknown):
+                known.save()
+            self._report(source, known, num_checked)
+
+    def _report(self, source: Source, known: Lengths, num_checked: int) -> None:
+        if num_put_first := int(known.images_put_first[:num_checked].sum()):
+            log.info("data.images_put_first", source=source.name, num_rows=num_put_first, num_rows_checked=num_checked)
+        checked = known.num_tokens[:num_checked]
+        if self._limit is None or not (num_overlong := int((checked > self._limit.max_tokens).sum())):
             return
-        longest = max(over) + self._limit.max_tokens
-        if num_overlong == self.num_rows:
+        if num_overlong == len(source):
             raise DataError(
-                f"{self._source.name}: all {num_overlong} prompts are longer than the "
-                f"{self._limit.max_tokens} tokens that leave room for an answer, the shortest of them "
-                f"{min(over) + self._limit.max_tokens}; raise rollout.context_length, lower sampling.max_new_tokens, "
-                "or play them with the room that is left by filters.overlong_prompts = 'keep'"
+                f"{source.name}: all {num_overlong} prompts are longer than the {self._limit.max_tokens} tokens that "
+                f"leave room for an answer, the shortest of them {checked.min()}; raise rollout.context_length, lower "
+                "sampling.max_new_tokens, or play them with the room that is left by "
+                "filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
             )
         log.warning(
             "data.overlong_prompts_dropped",
+            source=source.name,
             num_rows=num_overlong,
             num_rows_checked=num_checked,
             max_prompt_tokens=self._limit.max_tokens,
-            longest_prompt_tokens=longest,
+            longest_prompt_tokens=int(checked.max()),
         )
 
-    def _num_tokens_over(self, number: int, example: Example) -> int:
-        """Return by how many tokens a row's prompt is too long; at most 0 if it fits."""
-        if self._limit is None:
-            return 0
+    def _count(self, name: str, number: int, example: Example) -> int:
+        """Tokens of a row's prompt; 0 if there is no limit, since nobody asks."""
         try:
-            return self._limit.num_tokens(example) - self._limit.max_tokens
+            return 0 if self._limit is None else self._limit.num_tokens(example)
         except InvalidRequestError as error:
-            raise self._source.wrong(number, error) from None
+            raise self.sources[name].wrong(number, error) from None
 
 
 def open_dataset(config: DataConfig, *, seed: int = 0, limit: PromptLimit | None = None) -> Dataset:
-    """Open the file at `path`, or the built-in data set if the path is empty.
+    """Open the sources of a run, or the built-in data set if there is none, and check their first rows.
 
     Args:
         config: Which data, and how to read it.
@@ -116,37 +158,58 @@ def open_dataset(config: DataConfig, *, seed: int = 0, limit: PromptLimit | None
         limit: Which prompts are too long to be played; None plays all.
 
     Raises:
-        DataError: the file, one of its columns or one of its rows is wrong, or no prompt fits.
+        ConfigError: a source's share of the prompts is too small, or there is no such file.
+        DataError: a file, one of its columns or one of its rows is wrong, or no prompt fits.
+        SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
-    return Dataset(
-        _open_file(Path(config.path), config) if config.path else built_in(config), config, seed=seed, limit=limit
+    sources = open_sources(config)
+    dataset = Dataset(
+        sources, config, seed=seed, limit=limit, lengths=open_lengths(sources, cache_folder(config), limit)
     )
+    dataset.check(on_progress=_logged())
+    return dataset
 
 
-def _open_file(file: Path, config: DataConfig) -> Source:
-    name = f"data.path {str(file)!r}"
-    return Source(name, [NamedTable(table=ParquetTable(file), name=name, folder=file.parent)], config)
+def open_lengths(sources: Mapping[str, Source], folder: Path, limit: PromptLimit | None) -> dict[str, Lengths]:
+    """What is known of the sources' prompts."""
+    model = "" if limit is None else limit.model
+    return {
+        name: Lengths.open(source, folder, model) if source.config.paths else Lengths(len(source))
+        for name, source in sources.items()
+    }
 
 
-def built_in(config: DataConfig, *, num_rows: int = NUM_BUILT_IN_ROWS) -> Source:
-    """Return the built-in geometry problems, which are drawn when they are read."""
-    name = "the built-in data set"
-    table = GeometryDataset(num_rows, seed=BUILT_IN_SEED, kinds=config.kinds)
-    return Source(name, [NamedTable(table=table, name=name, folder=Path())], config)
-
-
-def row_at(position: int, num_rows: int, seed: int | None) -> int:
+def row_at(position: int, num_rows: int, seed: int | None, *, source: str = "") -> int:
     """Return the number of the row played at `position`.
 
     Args:
         position: From 0; position // num_rows is the epoch.
         num_rows: Rows of an epoch.
         seed: Seed of the orders, one for each epoch; None keeps the order of the file.
+        source: Name of the source; each has orders of its own.
     """
     epoch, place = divmod(position, num_rows)
-    return place if seed is None else int(_epoch_order(num_rows, seed, epoch)[place])
+    return place if seed is None else int(_epoch_order(num_rows, seed, epoch, source)[place])
 
 
-@lru_cache(maxsize=2)
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> Sequence[int] | np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(num_rows)
+@lru_cache(maxsize=16)
+def _epoch_order(num_rows: int, seed: int, epoch: int, source: str) -> Sequence[int] | np.ndarray:
+    key = (seed, epoch, zlib.crc32(source.encode())) if source else (seed, epoch)
+    return np.random.default_rng(key).permutation(num_rows)
+
+
+def _weight(config: DataConfig, name: str) -> float:
+    return config.sources[name].weight if name else 1.0
+
+
+def _logged() -> Progress:
+    """Progress as a line in the log every few seconds, for a source that takes that long."""
+    last = time.monotonic()
+
+    def log_progress(source: str, num_done: int, num_rows: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            log.info("data.checking", source=source, num_rows_checked=num_done, num_rows=num_rows)
+
+    return log_progress

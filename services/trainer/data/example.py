@@ -3,14 +3,15 @@
 Invariant: the images that an example's messages refer to are exactly the images beside them, in order.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.model.images import decode_image
 from penstock.records import Message
 from services.trainer.data.columns import Columns, cell
-from services.trainer.data.config import DataConfig
+from services.trainer.data.config import SourceConfig
 from services.trainer.data.golds import read_golds
 from services.trainer.data.images import ImageReader
 from services.trainer.data.messages import make_messages, place_images, read_turns
@@ -25,11 +26,19 @@ class Example:
     messages: tuple[Message, ...]
     images: tuple[bytes, ...]
     golds: tuple[str, ...]
+    profile: str
+    """The reward service's profile that judges it."""
+    environment: str
+    """The environment that plays it."""
+    max_new_tokens: int | None = None
+    """Most tokens of a turn; None: as many as the run allows."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The row's further columns, as JSON."""
     images_put_first: bool = False
     """Whether the row's text had no `<image>`, and the images were put before it."""
 
 
-def make_example(row: Mapping[str, Any], columns: Columns, config: DataConfig, reader: ImageReader) -> Example:
+def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader) -> Example:
     """Turn a row into an example.
 
     Args:
@@ -56,6 +65,14 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: DataConfig, r
         messages=make_messages(placed, prompt_suffix=config.prompt_suffix, system_prompt=config.system_prompt),
         images=images,
         golds=golds,
+        profile=_named(row, config.profile_column) or config.profile,
+        environment=_named(row, config.environment_column) or config.environment,
+        max_new_tokens=_max_new_tokens(row, config.sampling_column),
+        extra={
+            name: as_json(value)
+            for name, value in ((name, cell(row, name)) for name in columns.extra)
+            if not isinstance(value, bytes | None)
+        },
         images_put_first=placed != turns,
     )
 
@@ -65,6 +82,43 @@ def _read(read: Callable[[Any], T], row: Mapping[str, Any], column: str) -> T:
         return read(cell(row, column))
     except ValueError as error:
         raise ValueError(f"column {column!r} holds {error}") from None
+
+
+def _named(row: Mapping[str, Any], column: str) -> str:
+    value = cell(row, column) if column else None
+    if isinstance(value, str | None):
+        return value or ""
+    raise ValueError(f"column {column!r} holds {type(value).__name__}; want a name as text")
+
+
+def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
+    given = cell(row, column) if column else None
+    if given is None:
+        return None
+    wanted = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else given
+    match wanted:
+        case {"max_new_tokens": int(number)} if len(wanted) == 1 and number > 0 and not isinstance(number, bool):
+            return number
+        case {}:
+            return None
+    raise ValueError(
+        f"column {column!r} holds {str(wanted)[:80]}; a row may have its own max_new_tokens, and the trainer computes "
+        "log-probabilities for the run's temperature, top_p and top_k"
+    )
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON can hold it: without bytes, numbers that are not finite as None, others as text."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): as_json(each) for key, each in value.items() if not isinstance(each, bytes)}
+        case list() | tuple():
+            return [as_json(each) for each in value if not isinstance(each, bytes)]
+    return str(value)
 
 
 def _images(value: Any) -> list[Any]:

@@ -111,6 +111,8 @@ class GeometryDataset(Sequence[DrawnRow]):
     so a held-out set needs only another seed.
     """
 
+    columns: Final = ("images", "problem", "answer")
+
     def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = KINDS) -> None:
         """Describe a data set of ``size`` rows. Pictures are drawn when a row is read.
 

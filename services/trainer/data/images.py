@@ -1,9 +1,9 @@
 """Images in the forms that data sets have them in, to encoded files.
 
     bytes   {"bytes": ..., "path": ...}   base64   data:image/png;base64,...   a path below the data file's folder
-    {"image": ...}   {"url": ...}   {"type": "image_url", "image_url": {"url": ...}}
+    {"image": ..., "max_pixels": ...}   {"url": ...}   {"type": "image_url", "image_url": {"url": ...}}
 
-Invariant: a row's path reaches no file outside the folder that it belongs to. Pixels are not decoded here.
+Invariant: a row's path reaches no file outside the folder that it belongs to, and its address nothing unless asked.
 """
 
 import base64
@@ -13,10 +13,10 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-MAX_FILE_BYTES: Final = 64 * 2**20
-"""Most bytes of one image file; a request with larger ones would be refused by the engines."""
+from services.trainer.data.downloads import MAX_FILE_BYTES, download
+from services.trainer.data.resizing import fit_pixels
 
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 _KEYS = ("image", "image_url", "url")
@@ -30,13 +30,28 @@ class ImageReader:
 
     folder: Path
     """Paths are relative to it and may not leave it."""
+    downloads: Path | None = None
+    """Folder for images that are downloaded; None refuses them."""
+    min_pixels: int = 0
+    """Images are enlarged to this, where a cell says nothing else; 0: no bound."""
+    max_pixels: int = 0
+    """Images are shrunk to this, where a cell says nothing else; 0: no bound."""
 
     def read(self, cell: Any) -> bytes:
         """Return the encoded file.
 
         Raises:
             ValueError: the cell holds no image, or one that cannot be read.
+            InvalidRequestError: an image that has to be resized cannot be decoded, or is too large.
         """
+        bounds = cell if isinstance(cell, Mapping) else {}
+        return fit_pixels(
+            self._encoded(cell),
+            min_pixels=int(bounds.get("min_pixels") or self.min_pixels),
+            max_pixels=int(bounds.get("max_pixels") or self.max_pixels),
+        )
+
+    def _encoded(self, cell: Any) -> bytes:
         match cell:
             case {"bytes": bytes(data)} | bytes(data):
                 return data
@@ -47,7 +62,7 @@ class ImageReader:
             case Mapping():
                 for key in _KEYS:
                     if cell.get(key) is not None:
-                        return self.read(cell[key])
+                        return self._encoded(cell[key])
         raise ValueError(
             f"an image is {'nothing' if cell is None else type(cell).__name__}; want bytes, a struct of bytes and path,"
             " base64, a data URI, or the path of a file"
@@ -57,7 +72,9 @@ class ImageReader:
         if text.startswith("data:"):
             return _decoded(text.partition(",")[2])
         if text.startswith(("http://", "https://")):
-            raise ValueError(f"an image is the URL {text[:200]!r}; download the images and give their paths")
+            if self.downloads is None:
+                raise ValueError(f"an image is at {text[:200]!r}; allow downloads with --data.image_urls=true")
+            return download(text, self.downloads)
         if len(text) < _MAX_PATH and (Path(text).suffix or self._is_file(text)):
             return self._file(text)
         return _decoded(text)

@@ -2,28 +2,16 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.data.columns import Columns, find_columns
-from services.trainer.data.config import DataConfig
+from services.trainer.data.config import SourceConfig
 from services.trainer.data.example import Example, make_example
 from services.trainer.data.images import ImageReader
-
-
-class Table(Protocol):
-    """Rows by number, from 0. May be read from any thread."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def __getitem__(self, number: int, /) -> Mapping[str, Any]:
-        """Read a row: its values by column."""
-        ...
+from services.trainer.data.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,42 +21,43 @@ class NamedTable:
     table: Table
     name: str
     """Its file, for errors."""
-    folder: Path
-    """Paths of images are relative to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    table: Table
-    name: str
-    columns: Columns
     images: ImageReader
+    """Reads its images."""
+    first_row: int = 0
+    """Where its rows begin in the file."""
+    stamp: str = ""
+    """Changes with the file and the choice of its rows."""
+    _columns: dict[tuple[str, ...], Columns] = field(default_factory=dict)
+
+    def columns(self, row: Mapping[str, Any], config: SourceConfig) -> Columns:
+        """Return which columns of a row to read; in some formats each row may have others.
+
+        Raises:
+            DataError: a column is missing, or several could be meant.
+        """
+        keys = tuple(row)
+        if keys not in self._columns:
+            self._columns[keys] = find_columns({**dict.fromkeys(self.table.columns), **row}, config, name=self.name)
+        return self._columns[keys]
 
 
 class Source:
     """Examples by row number, from 0."""
 
-    def __init__(self, name: str, tables: Sequence[NamedTable], config: DataConfig) -> None:
+    def __init__(self, name: str, tables: Sequence[NamedTable], config: SourceConfig) -> None:
         """Find the columns of each table; no other row than the first is read.
 
         Raises:
             DataError: there are no rows, or a table lacks a column.
         """
-        tables = [each for each in tables if len(each.table)]
-        if not tables:
+        self.tables = [each for each in tables if len(each.table)]
+        if not self.tables:
             raise DataError(f"{name} holds no rows")
         self.name = name
-        self._config = config
-        self._parts = [
-            _Part(
-                table=each.table,
-                name=each.name,
-                columns=find_columns(each.table[0], config, name=each.name),
-                images=ImageReader(folder=each.folder),
-            )
-            for each in tables
-        ]
-        self._ends = list(accumulate(len(part.table) for part in self._parts))
+        self.config = config
+        for each in self.tables:
+            each.columns(each.table[0], config)
+        self._ends = list(accumulate(len(each.table) for each in self.tables))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -79,18 +68,18 @@ class Source:
         Raises:
             DataError: the row is wrong.
         """
-        part, row = self._locate(number)
+        table, place = self._locate(number)
+        row = table.table[place]
         try:
-            return make_example(part.table[row], part.columns, self._config, part.images)
+            return make_example(row, table.columns(row, self.config), self.config, table.images)
         except (ValueError, InvalidRequestError) as error:
             raise self.wrong(number, error) from None
 
     def wrong(self, number: int, error: Exception) -> DataError:
         """Return the error that names the row's file, and its place there."""
-        part, row = self._locate(number)
-        return DataError(f"{part.name}, row {row}: {error}; repair the row or remove it")
+        table, place = self._locate(number)
+        return DataError(f"{table.name}, row {table.first_row + place}: {error}; repair the row or remove it")
 
-    def _locate(self, number: int) -> tuple[_Part, int]:
-        place = bisect_right(self._ends, number)
-        part = self._parts[place]
-        return part, number - self._ends[place] + len(part.table)
+    def _locate(self, number: int) -> tuple[NamedTable, int]:
+        at = bisect_right(self._ends, number)
+        return self.tables[at], number - self._ends[at] + len(self.tables[at].table)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 
 from penstock.bus.connection import Bus
@@ -22,6 +23,7 @@ from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.group_state import Admission, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.data.dataset import Dataset
+from services.trainer.data.example import Example
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
@@ -48,8 +50,6 @@ class Feeder:
     trainer_epoch: str
     """This start of the trainer."""
     samples_per_group: int
-    profile: str
-    environment: str
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,17 +139,28 @@ class Feeder:
                 id=group_id,
                 admitted_version=admission.version,
                 num_samples=self.samples_per_group,
-                sampling=self.sampling,
+                sampling=self._sampling(example),
                 messages=example.messages,
                 images=tuple([await self.images.put(group_id.scope, image) for image in example.images]),
                 golds=example.golds,
-                profile=self.profile,
-                environment=self.environment,
+                profile=example.profile,
+                environment=example.environment,
+                extra=dict(example.extra),
             )
             await self.bus.publish(self.bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:
             raise DataError(f"the row at position {admission.index} of the data cannot be sent: {error}") from None
         log.debug("prompt.admitted", group=group_id.group, attempt=group_id.attempt)
+
+    def _sampling(self, example: Example) -> Sampling:
+        if example.max_new_tokens is None:
+            return self.sampling
+        if example.max_new_tokens > self.sampling.max_new_tokens:
+            raise InvalidRequestError(
+                f"its max_new_tokens = {example.max_new_tokens} is above sampling.max_new_tokens = "
+                f"{self.sampling.max_new_tokens}; raise the setting or lower the row's"
+            )
+        return msgspec.structs.replace(self.sampling, max_new_tokens=example.max_new_tokens)
 
     def _pass_over(self, admission: Admission) -> None:
         """Filter a group whose prompt is too long to be played; the gate then has room for the next."""

@@ -111,8 +111,6 @@ async def open_flow(
         run_id=run_id,
         trainer_epoch=trainer_epoch,
         samples_per_group=4,
-        profile="geo3k",
-        environment="single_turn",
     )
     streak = FailureStreak(max_in_a_row=2)
     consumer = consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True)

@@ -1,56 +1,64 @@
-"""Parquet files."""
+"""Parquet files, read by row group."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import DataError
+from services.trainer.data.readers.arrow import RowDecoder
+from services.trainer.data.readers.blocks import BlockCache
 
 
 class ParquetTable:
-    """The rows of one file. Opening it decodes nothing."""
+    """The rows of one file. Opening it decodes nothing; reading a row decodes its row group."""
 
-    def __init__(self, file: Path) -> None:
-        """Open the file.
+    def __init__(self, file: Path, blocks: BlockCache) -> None:
+        """Open the file; `blocks` holds its row groups.
 
         Raises:
-            DataError: it is not Parquet.
+            DataError: it is not Parquet, or a row group is larger than `blocks` may hold.
         """
         import pyarrow
         import pyarrow.parquet
 
+        self._name = f"data.path {str(file)!r}"
         try:
-            self._table = pyarrow.parquet.read_table(file)
+            self._file = pyarrow.parquet.ParquetFile(file)
+            self._decoder = RowDecoder(self._file.schema_arrow)
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"data.path {str(file)!r} cannot be read as Parquet: {error}") from None
-        self._inexact = {field.name: field.type for field in self._table.schema if _has_short_float(field.type)}
+            raise DataError(f"{self._name} cannot be read as Parquet: {error}") from None
+        self._blocks = blocks
+        groups = [self._file.metadata.row_group(number) for number in range(self._file.num_row_groups)]
+        self._ends = list(accumulate(group.num_rows for group in groups))
+        self._sizes = [group.total_byte_size for group in groups]
+        if self._sizes and max(self._sizes) > blocks.max_bytes:
+            raise DataError(
+                f"{self._name} has a row group of {max(self._sizes)} bytes, more than data.memory_gib = "
+                f"{blocks.max_bytes / 2**30:g} allows; raise it, or write the file in smaller row groups "
+                "(pyarrow.parquet.write_table(..., row_group_size=1000))"
+            )
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns' names."""
+        return self._decoder.columns
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, number: int, /) -> dict[str, Any]:
-        row: dict[str, Any] = self._table.slice(number, 1).to_pylist()[0]
-        return row | {name: _shortest(row[name], kind) for name, kind in self._inexact.items()}
+        import pyarrow
 
-
-def _has_short_float(kind: Any) -> bool:
-    from pyarrow import types
-
-    if types.is_float32(kind) or types.is_float16(kind):
-        return True
-    return any(_has_short_float(kind.field(number).type) for number in range(kind.num_fields))
-
-
-def _shortest(value: Any, kind: Any) -> Any:
-    """The value with every float of less than 64 bits as the shortest decimal that it stands for: 0.1 stays 0.1."""
-    import numpy as np
-    from pyarrow import types
-
-    if value is None or not _has_short_float(kind):
-        return value
-    if types.is_struct(kind):
-        return {field.name: _shortest(value[field.name], field.type) for field in kind}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return [_shortest(each, kind.value_type) for each in value]
-    if types.is_float16(kind):
-        return float(str(np.float16(value)))
-    return float(str(np.float32(value))) if types.is_float32(kind) else value
+        group = bisect_right(self._ends, number)
+        first = self._ends[group - 1] if group else 0
+        try:
+            block = self._blocks.get(
+                (id(self), group), lambda: self._file.read_row_group(group), num_bytes=self._sizes[group]
+            )
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self._name}, rows {first} to {self._ends[group] - 1}: {error}; repair the file"
+            ) from None
+        return self._decoder.row(block, number - first)

@@ -1,0 +1,142 @@
+"""Data sets on the Hugging Face Hub, through huggingface_hub and its cache.
+
+Invariant: files come from one commit, whose hash is returned; where the Hub cannot be reached, from a complete copy in
+the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE are obeyed.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.errors import DataError, SetupError
+from services.trainer.data.readers.formats import SUFFIXES
+from services.trainer.data.splits import choose_files
+
+log = structlog.get_logger()
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Files of one commit."""
+
+    folder: Path
+    files: Sequence[Path]
+    revision: str
+    """Hash of the commit."""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that is not on this machine reads like `owner/name`."""
+    return _ID.fullmatch(path) is not None and not path.lower().endswith(SUFFIXES) and not Path(path).exists()
+
+
+def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
+    """Download the files of a split, or find them in the cache.
+
+    Args:
+        repo: `owner/name`.
+        config: Name of the configuration; empty for the only or the default one.
+        split: Name of the split; empty for `train`.
+        revision: Branch, tag or commit; empty for the main branch.
+
+    Raises:
+        DataError: there is no such data set, revision, configuration or split, or it is not open to this account.
+        SetupError: the Hub cannot be reached, and the cache has no complete copy.
+    """
+    import httpx
+    from huggingface_hub import errors
+
+    name = f"data.path {repo!r} on the Hugging Face Hub"
+    try:
+        return _fetch(repo, config=config, split=split, revision=revision, name=name)
+    except errors.GatedRepoError:
+        raise DataError(
+            f"{name} is gated: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise DataError(
+            f"data.path {repo!r} is neither a file or folder here nor a data set on the Hugging Face Hub that this "
+            "account may read; check the name, and for a private one run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DataError(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        offline = "HF_HUB_OFFLINE is set" if _is_offline() else "it cannot be reached"
+        raise SetupError(
+            f"{name}: {offline}, and the cache has no complete copy; fetch it once with "
+            f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
+        ) from None
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise SetupError(f"{name} could not be fetched: {str(error).splitlines()[0]}; try again") from None
+
+
+def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> Snapshot:
+    import huggingface_hub
+
+    endpoint = os.environ.get("HF_ENDPOINT")
+    commit, names = _listing(repo, revision, endpoint)
+
+    def download(wanted: Sequence[str]) -> Path:
+        path = huggingface_hub.snapshot_download(
+            repo, repo_type="dataset", revision=commit, endpoint=endpoint, allow_patterns=[*map(glob.escape, wanted)]
+        )
+        return Path(path)
+
+    card = read_card(download(["README.md"]) / "README.md") if "README.md" in names else {}
+    wanted = choose_files(names, suffixes=SUFFIXES, config=config, split=split, card=card, name=name)
+    folder = download(wanted)
+    return Snapshot(folder=folder, files=[folder / each for each in wanted], revision=commit)
+
+
+def _listing(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[str]]:
+    """The commit, and the paths of its files; of the cached copy if the Hub cannot be reached."""
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        if _is_offline():
+            raise errors.OfflineModeIsEnabled
+        info = huggingface_hub.HfApi(endpoint=endpoint).dataset_info(
+            repo, revision=revision or None, timeout=_TIMEOUT_S
+        )
+    except (errors.OfflineModeIsEnabled, httpx.TransportError) as error:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                repo_type="dataset",
+                revision=revision or None,
+                local_files_only=True,
+                allow_patterns=["README.md"],
+            )
+        )
+        log.warning("data.hub_unreachable", repo=repo, commit=folder.name, reason=type(error).__name__)
+        return folder.name, [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    assert info.sha is not None, "the Hub names the commit of each revision"
+    return info.sha, [sibling.rfilename for sibling in info.siblings or ()]
+
+
+def read_card(file: Path) -> dict[str, Any]:
+    """The front matter of a data set's README.md; empty if there is none."""
+    from huggingface_hub import metadata_load
+
+    try:
+        return (metadata_load(file) or {}) if file.is_file() else {}
+    except ValueError as error:
+        log.warning("data.card_unreadable", file=str(file), reason=str(error).splitlines()[0])
+        return {}
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.is_offline_mode())

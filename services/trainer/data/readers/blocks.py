@@ -1,0 +1,41 @@
+"""Blocks of decoded rows, kept in memory up to a bound."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+
+class BlockCache:
+    """The blocks that were used last. May be used from any thread; blocks are read one at a time."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Hold at most `max_bytes`, and always the block that was read last."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """What it holds."""
+        self._blocks: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, read: Callable[[], Any], *, num_bytes: int) -> Any:
+        """Return the block under `key`; what was used longest ago makes room for it.
+
+        Args:
+            key: The block.
+            read: Reads it, as an Arrow table.
+            num_bytes: About its size in memory.
+        """
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return self._blocks[key][0]
+            self._make_room(num_bytes)
+            block = read()
+            self._make_room(block.nbytes)
+            self._blocks[key] = block, block.nbytes
+            self.num_bytes += block.nbytes
+            return block
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
+            self.num_bytes -= self._blocks.popitem(last=False)[1][1]

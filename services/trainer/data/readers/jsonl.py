@@ -1,0 +1,117 @@
+"""JSON Lines, and JSON files that hold a list of objects."""
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.errors import DataError
+
+_NUM_SHOWN_ROWS = 100
+"""Rows whose keys count as the file's columns. A later row may have others; they are looked at then."""
+
+
+class LinesTable:
+    """A file with one JSON object a line. Memory holds the places of the lines, and no row."""
+
+    def __init__(self, file: Path) -> None:
+        """Find the lines; empty ones are no rows.
+
+        Raises:
+            DataError: the file cannot be read, or one of its first rows is no object.
+        """
+        self._file = file
+        self._starts = array("q")
+        self._lengths = array("q")
+        try:
+            with file.open("rb") as opened:
+                self._index(opened)
+        except OSError as error:
+            raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
+        self.columns = _keys([self[number] for number in range(min(len(self), _NUM_SHOWN_ROWS))])
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int, /) -> dict[str, Any]:
+        with self._file.open("rb") as opened:
+            opened.seek(self._starts[number])
+            line = opened.read(self._lengths[number])
+        try:
+            return _object(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"data.path {str(self._file)!r}, row {number}: it is not a JSON object: {error}; repair the line"
+            ) from None
+
+    def _index(self, opened: BinaryIO) -> None:
+        place = 0
+        for line in opened:
+            if line.strip():
+                self._starts.append(place)
+                self._lengths.append(len(line))
+            place += len(line)
+
+
+class ListTable:
+    """A file that is one JSON list of objects, which is held in memory."""
+
+    def __init__(self, file: Path, *, max_bytes: int) -> None:
+        """Read the file.
+
+        Raises:
+            DataError: it is too large, or no list of objects.
+        """
+        require_size(file, max_bytes)
+        try:
+            rows = json.loads(file.read_bytes())
+            if not isinstance(rows, list):
+                raise ValueError(f"it holds {type(rows).__name__}")
+            self._rows = [_object(row) for row in rows]
+        except (ValueError, RecursionError, OSError) as error:
+            raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
+        self.columns = _keys(self._rows[:_NUM_SHOWN_ROWS])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int, /) -> dict[str, Any]:
+        return self._rows[number]
+
+
+def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
+    """Open a `.json` file: a list if it begins as one, else lines.
+
+    Raises:
+        DataError: as the two tables do.
+    """
+    try:
+        with file.open("rb") as opened:
+            is_list = opened.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    except OSError as error:
+        raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
+    return ListTable(file, max_bytes=max_bytes) if is_list else LinesTable(file)
+
+
+def require_size(file: Path, max_bytes: int) -> None:
+    """Refuse a file that has to be read as a whole and is larger than that.
+
+    Raises:
+        DataError: it is too large.
+    """
+    if file.stat().st_size > max_bytes:
+        raise DataError(
+            f"data.path {str(file)!r} has {file.stat().st_size} bytes and must be read as a whole; convert it to "
+            ".jsonl or .parquet, which are read row by row, or raise data.memory_gib"
+        )
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is {type(row).__name__}")
+    return row
+
+
+def _keys(rows: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    return tuple(dict.fromkeys(key for row in rows for key in row))
