@@ -15,6 +15,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.runtime import process
 from services.cli import bus, replicas
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
+from services.cli.data_command import data
 from services.cli.replay_command import replay
 from services.cli.score_command import score
 from services.cli.serve import serve
@@ -30,6 +31,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "score": score,
     "replay": replay,
+    "data": data,
     "config": show_config,
 }
 for _name, _command in _COMMANDS.items():

@@ -1,6 +1,7 @@
 """Geometry3K in each form in which it is published: one row, read without any setting."""
 
 import base64
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.model.images import decode_image
 from penstock.records import ImagePart, TextPart
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
+from services.trainer.data.opening import open_sources
 from tests.support.trainer.pictures import jpeg, png
 
 PNG, JPEG = png("blue"), jpeg("blue")
@@ -52,6 +55,12 @@ SKYRL = {
     "reward_spec": {"method": "rule", "ground_truth": "90"},
     "extra_info": {"split": "train", "index": 0, "problem": f"<image>{QUESTION}", "answer": "90"},
 }
+SLIME = {"problem": f"<image>{QUESTION}", "answer": "90", "images": [data_uri(PNG, "png")], "metadata": {"level": 3}}
+SLIME_KEYS = {
+    "input": f"<image>{QUESTION}",
+    "label": "90",
+    "images": [{"image": data_uri(PNG, "png"), "max_pixels": 9999}],
+}
 SINGULAR = {"image": CELL, "problem": f"<image>{QUESTION}", "answer": "90"}
 
 IMAGE, TEXT = ImagePart(index=0), TextPart(text=QUESTION)
@@ -61,6 +70,12 @@ def parquet(row: dict[str, Any], folder: Path) -> Path:
     """A file with one row."""
     pq.write_table(pa.Table.from_pylist([row]), folder / "train.parquet")
     return folder / "train.parquet"
+
+
+def jsonl(row: dict[str, Any], folder: Path) -> Path:
+    """The same as a line of JSON."""
+    (folder / "train.jsonl").write_text(json.dumps(row))
+    return folder / "train.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,8 @@ def parquet(row: dict[str, Any], folder: Path) -> Path:
         pytest.param(parquet, CAIR, (IMAGE, TextPart(text=f"\n{QUESTION}")), PNG, id="CAIR-HKISI"),
         pytest.param(parquet, VERL, (IMAGE, TEXT), PNG, id="verl"),
         pytest.param(parquet, SKYRL, (IMAGE, TextPart(text=TOOL_PROTOCOL + QUESTION)), JPEG, id="SkyRL"),
+        pytest.param(jsonl, SLIME, (IMAGE, TEXT), PNG, id="slime"),
+        pytest.param(jsonl, SLIME_KEYS, (IMAGE, TEXT), PNG, id="slime-with-its-default-keys"),
         pytest.param(parquet, SINGULAR, (IMAGE, TEXT), PNG, id="one-image-column"),
     ],
 )
@@ -89,3 +106,17 @@ def test_a_published_form_needs_no_setting(
     assert (message.role, message.parts) == ("user", parts)
     assert example.images == (picture,)
     assert example.golds == ("90",)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_rows_of_geometry3k(split: str) -> None:
+    """Every twentieth real row: one picture each, and an answer without signs around it."""
+    file = Path(__file__).parents[3] / "shared" / "geo3k" / f"{split}.parquet"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there: rows of hiyouga/geometry3k beside the repository")
+    source = open_sources(DataConfig(path=str(file)))[""]
+    for number in range(0, len(source), 20):
+        example = source[number]
+        assert [len(decode_image(image).size) for image in example.images] == [2]
+        assert len(example.golds) == 1
+        assert not set("$") & set(example.golds[0])

@@ -117,6 +117,10 @@ class DataConfig(SourceConfig):
             raise ValueError("path and sources exclude each other; move path into a source, [data.sources.NAME]")
         return self
 
+    def weight(self, name: str) -> float:
+        """The weight of a source, in proportion to the others'."""
+        return self.sources[name].weight if self.sources else 1.0
+
     @property
     def by_name(self) -> dict[str, SourceConfig]:
         """The sources in the order of their names; the only one is called ""."""

@@ -62,7 +62,7 @@ class Dataset:
         self.sources = dict(sources)
         self.lengths = lengths or {name: Lengths(len(source)) for name, source in sources.items()}
         self._names = list(sources)
-        self._mixture = Mixture({name: _weight(config, name) for name in sources}, seed=seed)
+        self._mixture = Mixture({name: config.weight(name) for name in sources}, seed=seed)
         self._seed = seed if config.shuffle else None
         self._limit = limit
 
@@ -196,10 +196,6 @@ def row_at(position: int, num_rows: int, seed: int | None, *, source: str = "") 
 def _epoch_order(num_rows: int, seed: int, epoch: int, source: str) -> Sequence[int] | np.ndarray:
     key = (seed, epoch, zlib.crc32(source.encode())) if source else (seed, epoch)
     return np.random.default_rng(key).permutation(num_rows)
-
-
-def _weight(config: DataConfig, name: str) -> float:
-    return config.sources[name].weight if name else 1.0
 
 
 def _logged() -> Progress:

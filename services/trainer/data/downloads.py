@@ -4,12 +4,13 @@ Invariant: a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, 
 """
 
 import hashlib
+import http.client
 import os
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from time import monotonic
 from typing import Final
 
 MAX_FILE_BYTES: Final = 64 * 2**20
@@ -37,7 +38,9 @@ def download(url: str, folder: Path) -> bytes:
         pass
     try:
         data = _get(url)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise ValueError(f"the image at {url[:200]!r} cannot be downloaded: {error}") from None
     write_atomically(kept, data)
     return data
@@ -56,25 +59,33 @@ def write_atomically(file: Path, data: bytes) -> None:
 
 
 def _get(url: str) -> bytes:
-    ends = time.monotonic() + DEADLINE_S
+    ends = monotonic() + DEADLINE_S
     request = urllib.request.Request(url, headers={"User-Agent": "penstock"})
+    data = bytearray()
     with _OPENER.open(request, timeout=DEADLINE_S) as response:
-        pieces, num_bytes = [], 0
         while piece := response.read1(_PIECE_BYTES):
-            pieces.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > MAX_FILE_BYTES:
+            data += piece
+            if len(data) > MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            if time.monotonic() > ends:
-                raise ValueError(f"{num_bytes} bytes came in {DEADLINE_S:g} s")
-    return b"".join(pieces)
+            if monotonic() > ends:
+                raise ValueError(f"{len(data)} bytes came in {DEADLINE_S:g} s")
+    return bytes(data)
 
 
-class _HttpOnly(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]  # as its base
-        if not newurl.startswith(("http://", "https://")):
-            raise ValueError(f"it redirects to {newurl[:200]!r}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+def _http_only() -> urllib.request.OpenerDirector:
+    """An opener that knows no other scheme, also where an address redirects to one."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
 
 
-_OPENER = urllib.request.build_opener(_HttpOnly)
+_OPENER = _http_only()

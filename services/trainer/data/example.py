@@ -99,7 +99,7 @@ def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
     match wanted:
         case {"max_new_tokens": int(number)} if len(wanted) == 1 and number > 0 and not isinstance(number, bool):
             return number
-        case {}:
+        case Mapping() if not wanted:
             return None
     raise ValueError(
         f"column {column!r} holds {str(wanted)[:80]}; a row may have its own max_new_tokens, and the trainer computes "

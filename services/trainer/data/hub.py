@@ -21,14 +21,12 @@ from services.trainer.data.splits import choose_files
 log = structlog.get_logger()
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Files of one commit."""
 
-    folder: Path
     files: Sequence[Path]
     revision: str
     """Hash of the commit."""
@@ -82,47 +80,43 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
 def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> Snapshot:
     import huggingface_hub
 
-    endpoint = os.environ.get("HF_ENDPOINT")
-    commit, names = _listing(repo, revision, endpoint)
-
-    def download(wanted: Sequence[str]) -> Path:
+    def download(revision: str | None, wanted: Sequence[str]) -> Path:
         path = huggingface_hub.snapshot_download(
-            repo, repo_type="dataset", revision=commit, endpoint=endpoint, allow_patterns=[*map(glob.escape, wanted)]
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            endpoint=_endpoint(),
+            allow_patterns=[*map(glob.escape, wanted)],
         )
         return Path(path)
 
-    card = read_card(download(["README.md"]) / "README.md") if "README.md" in names else {}
+    folder = download(
+        revision or None, ["README.md"]
+    )  # also keeps which commit the branch is at, for times without Hub
+    commit = folder.name
+    names = _names(repo, folder)
+    card = read_card(folder / "README.md")
     wanted = choose_files(names, suffixes=SUFFIXES, config=config, split=split, card=card, name=name)
-    folder = download(wanted)
-    return Snapshot(folder=folder, files=[folder / each for each in wanted], revision=commit)
+    download(commit, wanted)
+    return Snapshot(files=[folder / each for each in wanted], revision=commit)
 
 
-def _listing(repo: str, revision: str, endpoint: str | None) -> tuple[str, list[str]]:
-    """The commit, and the paths of its files; of the cached copy if the Hub cannot be reached."""
+def _names(repo: str, folder: Path) -> list[str]:
+    """Paths of a commit's files; those of the cached copy if the Hub cannot be reached."""
     import httpx
     import huggingface_hub
     from huggingface_hub import errors
 
+    api = huggingface_hub.HfApi(endpoint=_endpoint())
     try:
-        if _is_offline():
-            raise errors.OfflineModeIsEnabled
-        info = huggingface_hub.HfApi(endpoint=endpoint).dataset_info(
-            repo, revision=revision or None, timeout=_TIMEOUT_S
-        )
+        return api.list_repo_files(repo, repo_type="dataset", revision=folder.name)
     except (errors.OfflineModeIsEnabled, httpx.TransportError) as error:
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                repo,
-                repo_type="dataset",
-                revision=revision or None,
-                local_files_only=True,
-                allow_patterns=["README.md"],
-            )
-        )
         log.warning("data.hub_unreachable", repo=repo, commit=folder.name, reason=type(error).__name__)
-        return folder.name, [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert info.sha is not None, "the Hub names the commit of each revision"
-    return info.sha, [sibling.rfilename for sibling in info.siblings or ()]
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT")
 
 
 def read_card(file: Path) -> dict[str, Any]:

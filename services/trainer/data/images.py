@@ -88,9 +88,8 @@ class ImageReader:
     def _file(self, path: str) -> bytes:
         file = self._inside(path)
         try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
-            with os.fdopen(descriptor, "rb") as opened:
-                status = os.fstat(descriptor)
+            with open(file, "rb", opener=_without_waiting) as opened:
+                status = os.fstat(opened.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
                     raise ValueError(f"image file {path!r} is no file of at most {MAX_FILE_BYTES} bytes")
                 return opened.read()
@@ -118,6 +117,11 @@ def looks_like_image(cell: Any) -> bool:
         case [first, *_]:
             return looks_like_image(first)
     return False
+
+
+def _without_waiting(file: str, flags: int) -> int:
+    """Open a file; a pipe would otherwise wait for its writer."""
+    return os.open(file, flags | os.O_NONBLOCK)
 
 
 def _decoded(text: str) -> bytes:

@@ -25,12 +25,14 @@ class ParquetTable:
 
         self._name = f"data.path {str(file)!r}"
         try:
-            self._file = pyarrow.parquet.ParquetFile(file)
-            self._decoder = RowDecoder(self._file.schema_arrow)
+            with pyarrow.parquet.ParquetFile(file) as opened:
+                self._metadata = opened.metadata
+                self._decoder = RowDecoder(opened.schema_arrow)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self._name} cannot be read as Parquet: {error}") from None
+        self._file = file
         self._blocks = blocks
-        groups = [self._file.metadata.row_group(number) for number in range(self._file.num_row_groups)]
+        groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self._ends = list(accumulate(group.num_rows for group in groups))
         self._sizes = [group.total_byte_size for group in groups]
         if self._sizes and max(self._sizes) > blocks.max_bytes:
@@ -54,11 +56,15 @@ class ParquetTable:
         group = bisect_right(self._ends, number)
         first = self._ends[group - 1] if group else 0
         try:
-            block = self._blocks.get(
-                (id(self), group), lambda: self._file.read_row_group(group), num_bytes=self._sizes[group]
-            )
+            block = self._blocks.get((id(self), group), lambda: self._read(group), num_bytes=self._sizes[group])
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(
                 f"{self._name}, rows {first} to {self._ends[group] - 1}: {error}; repair the file"
             ) from None
         return self._decoder.row(block, number - first)
+
+    def _read(self, group: int) -> Any:
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(self._file, metadata=self._metadata) as opened:
+            return opened.read_row_group(group)

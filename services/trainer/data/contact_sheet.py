@@ -1,0 +1,84 @@
+"""A page of examples for people to look at: pictures, messages and answers, as the policy and the verifier get them."""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.model.images import decode_image
+from penstock.records import Message, TextPart
+from services.trainer.data.example import Example
+
+_MAX_SIDE_PX = 480
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1c2024; }
+h1 { font-size: 1.3rem; } article { border-top: 1px solid #d5d9de; padding: 1rem 0; }
+h2 { font-size: .85rem; font-weight: 600; color: #5b6570; margin: 0 0 .5rem; }
+.role { font-size: .75rem; color: #5b6570; text-transform: uppercase; letter-spacing: .05em; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+img { display: block; max-width: 100%; border: 1px solid #d5d9de; margin: .3rem 0; background: #fff; }
+figure { margin: 0; } figcaption { font-size: .75rem; color: #5b6570; }
+.gold { font-family: ui-monospace, monospace; background: #eef6ee; padding: .1rem .4rem; }
+details { font-size: .8rem; color: #5b6570; margin-top: .5rem; }
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An example, and where it is from."""
+
+    place: str
+    """Source and row."""
+    example: Example
+    num_tokens: int | None
+    """Of its prompt, images expanded; None if nobody measured."""
+
+
+def render_sheet(title: str, entries: Sequence[Entry]) -> str:
+    """Return an HTML page that needs no other file and runs no script; pictures are shrunk to 480 pixels."""
+    body = "\n".join(map(_article, entries))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">\n"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body><h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _article(entry: Entry) -> str:
+    example = entry.example
+    facts = [entry.place, f"profile {example.profile}", f"environment {example.environment}"]
+    if entry.num_tokens is not None:
+        facts.append(f"{entry.num_tokens} tokens")
+    messages = "".join(_message(message, example) for message in example.messages)
+    golds = " or ".join(f'<span class="gold">{html.escape(gold)}</span>' for gold in example.golds)
+    extra = f"<details><summary>extra</summary>{html.escape(str(dict(example.extra)))}</details>"
+    return (
+        f"<article><h2>{html.escape(' · '.join(facts))}</h2>\n{messages}\n"
+        f"<p>Answer: {golds}</p>{extra if example.extra else ''}</article>"
+    )
+
+
+def _message(message: Message, example: Example) -> str:
+    parts = [
+        f'<p class="text">{html.escape(part.text)}</p>'
+        if isinstance(part, TextPart)
+        else _figure(example.images[part.index], part.index)
+        for part in message.parts
+    ]
+    return f'<div class="role">{message.role}</div>{"".join(parts)}'
+
+
+def _figure(data: bytes, number: int) -> str:
+    image = decode_image(data, field=f"image {number}")
+    width, height = image.size
+    image.thumbnail((_MAX_SIDE_PX, _MAX_SIDE_PX))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    encoded = base64.b64encode(out.getvalue()).decode()
+    return (
+        f'<figure><img src="data:image/png;base64,{encoded}" alt="image {number}">'
+        f"<figcaption>image {number}, {width} × {height} pixels</figcaption></figure>"
+    )

@@ -1,0 +1,105 @@
+"""What a source holds, row by row: what would be played, and what would not and why."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.errors import DataError, InvalidRequestError
+from penstock.model.images import read_sizes
+from services.trainer.data.example import Example
+from services.trainer.data.lengths import UNKNOWN, Lengths
+from services.trainer.data.prompt_length import PromptLimit
+from services.trainer.data.source import Source
+
+MAX_SHOWN = 8
+"""Wrong rows whose reason is kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Survey:
+    """What was found in the rows of a source that were read."""
+
+    num_rows: int
+    """Rows of the source."""
+    num_read: int = 0
+    num_wrong: int = 0
+    """Rows that training would refuse."""
+    reasons: list[str] = field(default_factory=list)
+    """Of the first `MAX_SHOWN` of them."""
+    num_overlong: int = 0
+    """Rows whose prompt is longer than the limit, which training passes over."""
+    num_images_put_first: int = 0
+    images_per_row: Counter[int] = field(default_factory=Counter)
+    """Number of rows by number of images."""
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    """Width and height of every image."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Of each sound row's prompt, images expanded; empty without a limit to measure for."""
+    profiles: Counter[str] = field(default_factory=Counter)
+    environments: Counter[str] = field(default_factory=Counter)
+
+    def percentile(self, share: float) -> int:
+        """Tokens that a share of the prompts does not exceed."""
+        return int(np.percentile(self.num_tokens, 100 * share, method="higher"))
+
+
+def survey(
+    source: Source,
+    lengths: Lengths,
+    limit: PromptLimit | None,
+    *,
+    max_rows: int | None = None,
+    on_row: Callable[[], object] = lambda: None,
+) -> Survey:
+    """Read a source's rows, and keep the lengths of their prompts.
+
+    Args:
+        source: The rows.
+        lengths: Takes what is measured.
+        limit: Which prompts are too long; None measures none.
+        max_rows: Read so many from the start; None reads all.
+        on_row: Called after each row.
+    """
+    found = Survey(num_rows=len(source))
+    for number in range(len(source) if max_rows is None else min(max_rows, len(source))):
+        try:
+            example = source[number]
+            num_tokens = _measure(source, number, example, lengths, limit)
+        except DataError as error:
+            found.num_wrong += 1
+            if len(found.reasons) < MAX_SHOWN:
+                found.reasons.append(str(error))
+        else:
+            _count(found, example)
+            if limit is not None:
+                found.num_tokens.append(num_tokens)
+                found.num_overlong += num_tokens > limit.max_tokens
+        found.num_read += 1
+        on_row()
+    lengths.save()
+    return found
+
+
+def choose_rows(source: Source, num_rows: int) -> Sequence[int]:
+    """Return `num_rows` row numbers, evenly spread over a source."""
+    return [int(number) for number in np.linspace(0, len(source) - 1, min(num_rows, len(source))).round()]
+
+
+def _measure(source: Source, number: int, example: Example, lengths: Lengths, limit: PromptLimit | None) -> int:
+    if lengths.num_tokens[number] == UNKNOWN:
+        try:
+            lengths.num_tokens[number] = 0 if limit is None else limit.num_tokens(example)
+        except InvalidRequestError as error:
+            raise source.wrong(number, error) from None
+        lengths.images_put_first[number] = example.images_put_first
+    return int(lengths.num_tokens[number])
+
+
+def _count(found: Survey, example: Example) -> None:
+    found.num_images_put_first += example.images_put_first
+    found.images_per_row[len(example.images)] += 1
+    found.sizes += read_sizes(example.images)
+    found.profiles[example.profile] += 1
+    found.environments[example.environment] += 1

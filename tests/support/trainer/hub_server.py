@@ -1,0 +1,107 @@
+"""A server with the part of the Hugging Face Hub's interface that downloads use."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "a" * 40
+OLDER = "b" * 40
+
+
+@dataclass(slots=True)
+class Repo:
+    """A data set: its files at each commit."""
+
+    commits: dict[str, dict[str, bytes]]
+    branches: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
+    refusal: str = ""
+    """The Hub's error code, for one that is gated."""
+
+
+@dataclass(slots=True)
+class HubServer:
+    """Address, data sets by id, and the paths that were asked for."""
+
+    url: str
+    repos: dict[str, Repo]
+    requests: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def hub_server(repos: Mapping[str, Repo]) -> Iterator[HubServer]:
+    """Serve data sets on a free port of this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    hub = HubServer(url=f"http://127.0.0.1:{server.server_port}", repos=dict(repos))
+    server.hub = hub  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        hub: HubServer = self.server.hub  # type: ignore[attr-defined]
+        path = unquote(urlsplit(self.path).path)
+        hub.requests.append(path)
+        parts = path.strip("/").split("/")
+        is_api = parts[0] == "api"
+        name = "/".join(parts[2:4] if is_api else parts[1:3])
+        repo = hub.repos.get(name)
+        if repo is None:
+            return self._refuse(401, "RepoNotFound")
+        if repo.refusal:
+            return self._refuse(403, repo.refusal)
+        place = parts[4:] if is_api else parts[3:]
+        verb, revision, *rest = place or ("revision", "main")
+        commit = repo.branches.get(revision, revision)
+        files = repo.commits.get(commit)
+        if files is None:
+            return self._refuse(404, "RevisionNotFound")
+        match verb:
+            case "revision":
+                siblings = [{"rfilename": file} for file in files]
+                self._send(json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
+            case "tree":
+                entries = [
+                    {"type": "file", "path": file, "size": len(data), "oid": _etag(data)}
+                    for file, data in files.items()
+                ]
+                self._send(json.dumps(entries).encode())
+            case "resolve" if "/".join(rest) in files:
+                data = files["/".join(rest)]
+                self._send(data, {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": commit})
+            case _:
+                self._refuse(404, "EntryNotFound")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _send(self, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        self.send_response(200)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on stderr."""
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()

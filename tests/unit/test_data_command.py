@@ -1,0 +1,122 @@
+"""`penstock data`: what it prints, what it writes, and when it fails."""
+
+import html.parser
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.telemetry import log
+from services.cli import main
+from tests.support.trainer.pictures import png
+
+SOUND = {"images": [png(size=(64, 48))], "problem": "<image>Find <b>x</b> & y.", "answer": "5", "level": "<script>"}
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command configures the log of its process, which here is that of all tests."""
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)
+
+
+def recipe(tmp_path: Path, rows: list[dict[str, Any]], *, more: str = "") -> str:
+    """A recipe whose data are these rows."""
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    text = f'[run]\nname = "try"\n[data]\npath = "{tmp_path}/a.parquet"\ncache_dir = "{tmp_path}/cache"\n{more}'
+    (tmp_path / "r.toml").write_text(text)
+    return str(tmp_path / "r.toml")
+
+
+def test_a_report_of_sound_rows(tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns, images, lengths as the engine counts them, and what training passes over."""
+    rows = [SOUND, {**SOUND, "images": [png(size=(128, 96))]}, {**SOUND, "problem": f"<image>{'long ' * 200}"}]
+    more = f'[model]\npath = "{tiny_model_path}"\n[sampling]\nmax_new_tokens = 8\n[rollout]\ncontext_length = 500\n'
+    assert main(["data", recipe(tmp_path, rows, more=more)]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        f"data.path '{tmp_path}/a.parquet'",
+        "rows       3, in 1 file",
+        "columns    text problem, answer answer, images images; extra level",
+        "images     1 in 3 rows; 64 x 48 to 128 x 96 pixels, median 64 x 48",
+        "profile    geo3k 3",
+        "dropped    1 prompts that are too long",
+    ):
+        assert line in out
+    assert re.search(r"tokens     median \d+, 90% \d{3}, 99% \d{3}, longest \d{3}; at most 492", out)
+    assert main(["data", str(tmp_path / "r.toml"), "--rows=1"]) == 0
+    assert "rows       3, 1 of them read" in capsys.readouterr().out
+
+
+def test_wrong_rows_are_listed_and_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them at once, where training would stop at the first."""
+    rows = [SOUND, {**SOUND, "answer": ""}, SOUND, {**SOUND, "images": [b"no picture"]}]
+    assert main(["data", recipe(tmp_path, rows)]) == 1
+    out = capsys.readouterr().out
+    assert "wrong      2 rows, for which training would not start:" in out
+    assert "a.parquet', row 1: column 'answer' holds empty text" in out
+    assert "a.parquet', row 3: image 0 (10 bytes) cannot be decoded" in out
+
+
+def test_shares_of_mixed_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In percent of the prompts."""
+    pq.write_table(pa.Table.from_pylist([SOUND]), tmp_path / "a.parquet")
+    (tmp_path / "r.toml").write_text(
+        f'[data.sources.hard]\npath = "{tmp_path}/a.parquet"\nweight = 3\n'
+        f'[data.sources.easy]\npath = "{tmp_path}/a.parquet"\n'
+    )
+    assert main(["data", str(tmp_path / "r.toml")]) == 0
+    out = capsys.readouterr().out
+    found = re.findall(r"sources\.(\w+)\.path|prompts (\S+)", out)
+    assert found == [("easy", ""), ("", "25.0%"), ("hard", ""), ("", "75.0%")]
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would make of a page: its text and its tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.tags, self.pictures = "", set[str](), 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.pictures += tag == "img" and (dict(attrs)["src"] or "").startswith("data:image/png;base64,")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_of_examples_shows_rows_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text stands as it is in the row; tags in it are text too."""
+    sheet = tmp_path / "sheet.html"
+    rows = [{**SOUND, "answer": str(number)} for number in range(9)]
+    assert main(["data", recipe(tmp_path, rows), "--sheet", str(sheet), "--examples=3"]) == 0
+    assert f"examples in {sheet}" in capsys.readouterr().out
+    page = Page(sheet.read_text())
+    assert page.pictures == 3
+    for words in ("Find <b>x</b> & y.", "row 0 · profile geo3k", "row 4 ·", "row 8 ·", "64 × 48 pixels", "<script>"):
+        assert words in page.text
+    assert not {"b", "script"} & page.tags
+    assert "default-src 'none'" in sheet.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.path=/no/such.parquet"], "there is no such file"),
+        (["--data.answer_column=solution"], "has no column 'solution'"),
+        (["--sheet=/no/folder/x.html"], "--sheet /no/folder/x.html cannot be written"),
+        (["--model.path=/no/model"], "this folder has no config.json"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(
+    tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, like every command."""
+    assert main(["data", recipe(tmp_path, [SOUND]), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.strip().count("error: ") == 1

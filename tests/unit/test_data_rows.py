@@ -1,0 +1,82 @@
+"""What a row says for itself: profile, environment, length of answers, and the columns that travel with it."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.errors import DataError
+from services.trainer.data.config import DataConfig
+from services.trainer.data.dataset import open_dataset
+from services.trainer.data.example import Example
+from tests.support.trainer.pictures import png
+
+
+def examples(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> list[Example]:
+    """The rows of a file, in order."""
+    pq.write_table(
+        pa.Table.from_pylist([{"problem": "?", "answer": "1", **row} for row in rows]), tmp_path / "a.parquet"
+    )
+    dataset = open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), shuffle=False, **settings))
+    return [dataset[position] for position in range(len(rows))]
+
+
+def test_a_row_has_its_own_profile_environment_and_length(tmp_path: Path) -> None:
+    """Where it has none, the settings of its source hold."""
+    rows = [
+        {"data": {"profile": "mcq", "env": None}, "sampling": {"max_new_tokens": 64, "temperature": None}},
+        {"data": {"profile": None, "env": "tools"}, "sampling": None},
+    ]
+    named = {"profile_column": "data.profile", "environment_column": "data.env", "sampling_column": "sampling"}
+    found = examples(tmp_path, rows, profile="math", **named)
+    assert [(each.profile, each.environment, each.max_new_tokens) for each in found] == [
+        ("mcq", "single_turn", 64),
+        ("math", "tools", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "words"),
+    [
+        (
+            {"s": {"temperature": 0.5}},
+            {"sampling_column": "s"},
+            "column 's' holds .*temperature.* a row may have its own",
+        ),
+        ({"s": {"max_new_tokens": 0}}, {"sampling_column": "s"}, "row 0: column 's' holds"),
+        ({"p": 3}, {"profile_column": "p"}, "row 0: column 'p' holds int; want a name as text"),
+        ({}, {"environment_column": "env_class"}, "no column 'env_class'; .* --data.environment_column="),
+        ({}, {"extra_columns": ("tools",)}, "no column 'tools'; .* --data.extra_columns="),
+    ],
+)
+def test_what_a_row_may_not_say(tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    """Log-probabilities are computed for one temperature, so a row cannot choose another in silence."""
+    with pytest.raises(DataError, match=words):
+        examples(tmp_path, [row], **settings)
+
+
+def test_further_columns_travel_with_the_prompt(tmp_path: Path) -> None:
+    """As JSON: without bytes, NaN as null. A list of columns takes these alone, an empty one none."""
+    row = {
+        "problem": "<image>?",
+        "images": [png()],
+        "data_source": "geo3k",
+        "extra_info": {"index": 3, "tools_kwargs": {"calc": {"gold": "1"}}, "raw": b"x"},
+        "score": float("nan"),
+        "made": datetime.date(2026, 1, 2),
+        "thumbnail": b"bytes",
+        "nothing": None,
+    }
+    everything = {
+        "data_source": "geo3k",
+        "extra_info": {"index": 3, "tools_kwargs": {"calc": {"gold": "1"}}},
+        "score": None,
+        "made": "2026-01-02",
+    }
+    assert examples(tmp_path, [row])[0].extra == everything
+    some = examples(tmp_path, [row], extra_columns=("data_source", "extra_info.index"))
+    assert some[0].extra == {"data_source": "geo3k", "extra_info.index": 3}
+    assert examples(tmp_path, [row], extra_columns=())[0].extra == {}
