@@ -69,7 +69,7 @@ def test_shares_of_mixed_sources(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     assert main(["data", str(tmp_path / "r.toml")]) == 0
     out = capsys.readouterr().out
-    found = re.findall(r"sources\.(\w+)\.path|prompts (\S+)", out)
+    found = re.findall(r"sources\.(\w+)\.path|of prompts (\S+)", out)
     assert found == [("easy", ""), ("", "25.0%"), ("hard", ""), ("", "75.0%")]
 
 

@@ -124,13 +124,17 @@ def test_offline_reads_the_cache_and_asks_nobody(hub: HubServer, monkeypatch: py
     hub.requests.clear()
     assert answers("owner/plain") == ["1", "2", "3"]
     assert pin(DataConfig(path="owner/plain")).revision == COMMIT
-    for missing in ({"path": "owner/other"}, {"path": "owner/plain", "revision": "v1"}):
+    for missing in (
+        {"path": "owner/other"},
+        {"path": "owner/plain", "revision": "v1"},
+        {"path": "owner/plain", "split": "test"},
+    ):
         with pytest.raises(
             SetupError, match=r"HF_HUB_OFFLINE is set, and the cache has no complete copy; .*`hf download"
         ):
             answers(**missing)
-    with pytest.raises(DataError, match="has no split 'test'; it has train"):
-        answers("owner/plain", split="test")
+    with pytest.raises(DataError, match="has no split 'val'; it has test, train"):
+        answers("owner/plain", split="val")
     assert hub.requests == []
 
 

@@ -102,16 +102,14 @@ def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> S
 
 
 def _names(repo: str, folder: Path) -> list[str]:
-    """Paths of a commit's files; those of the cached copy if the Hub cannot be reached."""
-    import httpx
+    """Paths of a commit's files, from the listing that the download before has kept."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    api = huggingface_hub.HfApi(endpoint=_endpoint())
     try:
-        return api.list_repo_files(repo, repo_type="dataset", revision=folder.name)
-    except (errors.OfflineModeIsEnabled, httpx.TransportError) as error:
-        log.warning("data.hub_unreachable", repo=repo, commit=folder.name, reason=type(error).__name__)
+        tree = huggingface_hub.get_cached_repo_tree(repo, repo_type="dataset", revision=folder.name)
+        return [file.path for file in tree]
+    except errors.CachedRepoTreeNotFoundError:  # an earlier version of huggingface_hub fetched it, and the Hub is away
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
