@@ -62,6 +62,8 @@ def test_every_form_gives_the_same_file(tmp_path: Path, cell: Any) -> None:
         ("file:///etc/passwd", "cannot be read|outside|not base64"),
         (7, "an image is int; want bytes"),
         ({}, "an image is dict; want bytes"),
+        ({"bytes": PNG, "max_pixels": [1]}, r"an image's max_pixels is \[1\]; want a number"),
+        ({"bytes": PNG, "min_pixels": -5}, "an image's min_pixels is -5; want a number"),
         ("", "an image is str"),
     ],
 )

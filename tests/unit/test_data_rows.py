@@ -58,6 +58,19 @@ def test_what_a_row_may_not_say(tmp_path: Path, row: dict[str, Any], settings: d
         examples(tmp_path, [row], **settings)
 
 
+def test_what_the_bus_cannot_hold_is_refused_or_made_to_fit(tmp_path: Path) -> None:
+    """JSON can write half of a character, integers of any size and lists of any depth."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(r'{"problem": "?", "answer": "1", "note": "a\ud800b", "id": 18446744073709551616}')
+    assert open_dataset(DataConfig(path=str(file)))[0].extra == {"note": "a?b", "id": "18446744073709551616"}
+    file.write_text(r'{"problem": "a\ud800b", "answer": "1"}')
+    with pytest.raises(DataError, match=r"row 0: a text has half of a character at 1 \('.ud800'\)"):
+        open_dataset(DataConfig(path=str(file)))
+    file.write_text(f'{{"problem": "?", "answer": "1", "deep": {"[" * 900}{"]" * 900}}}')
+    with pytest.raises(DataError, match=r"row 0: .*recursion"):
+        open_dataset(DataConfig(path=str(file)))
+
+
 def test_further_columns_travel_with_the_prompt(tmp_path: Path) -> None:
     """As JSON: without bytes, NaN as null. A list of columns takes these alone, an empty one none."""
     row = {

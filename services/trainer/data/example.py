@@ -53,6 +53,7 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
     """
     turns = _read(read_turns, row, columns.text)
     golds = _read(read_golds, row, columns.gold)
+    _require_unicode(*golds, *(piece for turn in turns for piece in turn.pieces if isinstance(piece, str)))
     placed, cells = place_images(
         turns,
         [image for column in columns.images for image in _images(cell(row, column))],
@@ -75,6 +76,14 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         },
         images_put_first=placed != turns,
     )
+
+
+def _require_unicode(*texts: str) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text has half of a character at {error.start} ({text[error.start]!r})") from None
 
 
 def _read(read: Callable[[Any], T], row: Mapping[str, Any], column: str) -> T:
@@ -110,8 +119,12 @@ def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
 def as_json(value: Any) -> Any:
     """Return a value as JSON can hold it: without bytes, numbers that are not finite as None, others as text."""
     match value:
-        case None | bool() | int() | str():
+        case None | bool():
             return value
+        case int():
+            return value if -(2**63) <= value < 2**64 else str(value)  # as the bus can hold it
+        case str():
+            return value.encode(errors="replace").decode()
         case float():
             return value if math.isfinite(value) else None
         case Mapping():

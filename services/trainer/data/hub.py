@@ -60,7 +60,7 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
         raise DataError(
             f"{name} is gated: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
         ) from None
-    except errors.RepositoryNotFoundError:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise DataError(
             f"data.path {repo!r} is neither a file or folder here nor a data set on the Hugging Face Hub that this "
             "account may read; check the name, and for a private one run `hf auth login` or set HF_TOKEN"

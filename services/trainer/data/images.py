@@ -8,6 +8,7 @@ Invariant: a row's path reaches no file outside the folder that it belongs to, a
 
 import base64
 import binascii
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -44,11 +45,10 @@ class ImageReader:
             ValueError: the cell holds no image, or one that cannot be read.
             InvalidRequestError: an image that has to be resized cannot be decoded, or is too large.
         """
-        bounds = cell if isinstance(cell, Mapping) else {}
         return fit_pixels(
             self._encoded(cell),
-            min_pixels=int(bounds.get("min_pixels") or self.min_pixels),
-            max_pixels=int(bounds.get("max_pixels") or self.max_pixels),
+            min_pixels=_bound(cell, "min_pixels") or self.min_pixels,
+            max_pixels=_bound(cell, "max_pixels") or self.max_pixels,
         )
 
     def _encoded(self, cell: Any) -> bytes:
@@ -117,6 +117,16 @@ def looks_like_image(cell: Any) -> bool:
         case [first, *_]:
             return looks_like_image(first)
     return False
+
+
+def _bound(cell: Any, key: str) -> int:
+    """What a cell says of its pixels; 0 if it says nothing."""
+    value = cell.get(key) if isinstance(cell, Mapping) else None
+    if value is None:
+        return 0
+    if not isinstance(value, int | float) or not 1 <= value < math.inf:
+        raise ValueError(f"an image's {key} is {str(value)[:80]}; want a number of pixels")
+    return int(value)
 
 
 def _without_waiting(file: str, flags: int) -> int:

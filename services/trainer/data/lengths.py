@@ -57,7 +57,12 @@ class Lengths:
         """
         if len(source) < MIN_KEPT_ROWS:
             return cls(len(source))
-        identity = [_FORMAT, source.config.model_dump(mode="json"), [table.stamp for table in source.tables], model]
+        identity = [
+            _FORMAT,
+            source.config.model_dump(mode="json", exclude={"weight"}),
+            [table.stamp for table in source.tables],
+            model,
+        ]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         lengths = cls(len(source), folder / "lengths" / f"{digest}.npz")
         lengths._read()

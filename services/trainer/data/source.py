@@ -72,7 +72,7 @@ class Source:
         row = table.table[place]
         try:
             return make_example(row, table.columns(row, self.config), self.config, table.images)
-        except (ValueError, InvalidRequestError) as error:
+        except (ValueError, InvalidRequestError, RecursionError) as error:
             raise self.wrong(number, error) from None
 
     def wrong(self, number: int, error: Exception) -> DataError:
