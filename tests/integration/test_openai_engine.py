@@ -11,16 +11,15 @@ from penstock.bus.connection import connect
 from penstock.bus.image_store import hash_of
 from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
-from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
+from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, RecordedCall, Verdict
 from penstock.testing.engine_process import EngineProcess
 from services.trainer.backend.load_model import load_policy
 from services.trainer.backend.model import PolicyModel
-from services.trainer.batching.images import ImagePatcher
-from services.trainer.batching.sequences import GroupReader, ModelTokens
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.router.openai_stage import data_url
 from tests.support.router.process import router_process
+from tests.support.trainer.read_groups import reader_of
 from tests.support.trainer.rows import row_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
@@ -32,16 +31,12 @@ NO_VERDICT = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
 @torch.no_grad()
 def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) -> torch.Tensor:
     """What the trainer makes of a recorded call: read as a group, packed as a batch, scored by its model."""
-    tokens = ModelTokens(
-        vocab_size=vocab_size(model_path),
-        image_id=image_token_id(model_path),
-        forbidden_ids=frozenset(forbidden_token_ids(model_path)),
-    )
     images = {hash_of(data): data for data in call.images}
     sample = call.to_sample(NO_VERDICT, tuple(map(hash_of, call.images)))
     group_id = GroupId(run_id="r", index=0, attempt=0, trainer_epoch="a")
     group = Group(id=group_id, num_samples=1, samples=(sample,), worker_id="w")
-    [sequence] = GroupReader(tokens, ImagePatcher(model_path)).read(group, images).sequences
+    reader = reader_of(model_path, forbidden_ids=forbidden_token_ids(model_path))
+    [sequence] = reader.read(group, images).sequences
     return policy(row_of(sequence)).logprobs_N
 
 

@@ -6,6 +6,8 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
@@ -13,9 +15,11 @@ import structlog
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
+from services.launch import launcher
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopStage
 from services.launch.launcher import run_processes
+from services.launch.metrics import MetricsFollower
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
@@ -78,6 +82,25 @@ async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None
         assert not running.done()
         stop.set()
         await promptly(running)
+
+
+async def test_a_trained_step_clears_the_deaths_before_it(tmp_path: Path) -> None:
+    """The launcher sees steps in the metrics that the trainer writes."""
+    nobody: list[Child] = []
+    num_steps_noted = 0
+
+    def note() -> None:
+        nonlocal num_steps_noted
+        num_steps_noted += 1
+
+    supervisor: Any = SimpleNamespace(children=nobody, note_progress=note)
+    display: Any = SimpleNamespace(show=lambda *_: None, write=lambda _: None)
+    file = tmp_path / "metrics.jsonl"
+    metrics = MetricsFollower(file)
+    async with launcher._watched(supervisor, metrics, display, BoundedLog(tmp_path / "launcher.log")):
+        assert num_steps_noted == 0
+        file.write_text('{"step": 1, "num_steps": 9}\n')
+        await until(lambda: num_steps_noted == 1)
 
 
 async def test_a_grpc_server_is_ready_when_its_health_says_so(tmp_path: Path) -> None:
