@@ -36,10 +36,11 @@ class RouterConfig(Config):
     openai: OpenAIConfig = OpenAIConfig()
     """The OpenAI-compatible HTTP frontend."""
     balancing: Balancing = Balancing.AFFINITY
-    """How a replica is chosen. affinity: a session stays on its replica, new sessions go to the least loaded. prefix:
-    to the replica that recently had the longest beginning of the prompt, unless it is overloaded. round_robin: in turn.
-    consistent_hash: by a hash of the session id, so that several routers agree without talking to each other. For PD
-    pairs this chooses the prefill replica; its least loaded partner decodes."""
+    """How a replica is chosen. affinity: a session stays on its replica, and a group's sessions begin on the same one,
+    which they may fill beyond its limit; new groups go to the least loaded. prefix: to the replica that recently had
+    the longest beginning of the prompt, unless it is overloaded. round_robin: in turn. consistent_hash: by a hash of
+    the session id, so that several routers agree without talking to each other. For PD pairs this chooses the prefill
+    replica; its least loaded partner decodes."""
     max_waiting: int = pydantic.Field(default=4096, ge=0)
     """Most calls in the wait queue, with 512 MiB of requests at most. More fail with RESOURCE_EXHAUSTED, except calls
     that have lost a replica."""

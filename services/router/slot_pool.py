@@ -2,12 +2,13 @@
 
 A call holds a slot from the moment its replica is chosen until its attempt ends. On a PD pair it gets both slots at
 once or none, so that no call holds one while it waits for the other. While there is no slot, calls wait in queues
-bounded in calls and in bytes. Invariant: a slot that becomes free goes to the call that has waited longest among those
-that can use it, and wakes no other.
+bounded in calls and in bytes. Invariant: a slot that becomes free goes to one call that can use it, and wakes no other:
+to the one that has waited longest among those that wait for this replica, or else among all.
 """
 
 import asyncio
 import bisect
+import heapq
 import itertools
 import math
 import secrets
@@ -21,8 +22,10 @@ from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.balancing import (
     MISMATCHES,
+    PD_ROLES,
     TRANSIENT,
     Balancer,
+    Need,
     NoReplica,
     PoolView,
     Query,
@@ -87,7 +90,7 @@ class SlotPool:
         """The slots of each replica; read only."""
         self._closing: set[asyncio.Task[None]] = set()
         self._orders = itertools.count(1)
-        self._queues: dict[tuple[int, frozenset[str], int], WaitQueue[Slot]] = {}
+        self._queues: dict[Need, WaitQueue[Slot]] = {}
         """By need: no call waits behind one with other needs. None is empty."""
         self._sizes: list[int] = []
         """The pool's sizes, by which needs are told apart."""
@@ -184,7 +187,8 @@ class SlotPool:
     def _on_release(self, replica: ReplicaSlots) -> None:
         self._close_if_unused(replica)
         if self._queues:
-            self._serve_queues()
+            is_paired = replica.lease.role in PD_ROLES  # its partners have a free slot, too
+            self._serve_queues("" if is_paired else replica.replica_id)
 
     def _require_size(self, query: Query) -> None:
         """A call that has been with a replica may wait for another as large; a new one would wait in vain."""
@@ -216,10 +220,13 @@ class SlotPool:
 
     def _measure(self, query: Query) -> None:
         query.num_small = bisect.bisect_left(self._sizes, query.num_tokens)
+        query.home = self.balancer.find_home(query, self.view, self._clock())
 
     def _choose(self, query: Query) -> Slot | None:
         query.min_version = max(query.min_version, self._pool.min_version)
         now = self._clock()
+        if query.home and self.balancer.find_home(query, self.view, now):
+            return None
         chosen = self.balancer.choose(query, self.view, now)
         if chosen is None:
             return None
@@ -233,20 +240,35 @@ class SlotPool:
         decode = self.replicas[partner.replica_id]
         return Slot(decode, self._on_release, self._clock, prefill=prefill, bootstrap=_bootstrap(replica.lease))
 
-    def _serve_queues(self) -> None:
-        """Give free slots to waiting calls, the oldest first; of each queue only the head is looked at."""
-        queues, now = dict(self._queues), self._clock()
-        while queues:
-            need = min(queues, key=lambda each: queues[each].head().ticket.order)
-            queue, query = queues[need], queues[need].head().ticket.query
+    def _serve_queues(self, freed: str = "") -> None:
+        """Give free slots to waiting calls; of each queue only the head is looked at.
+
+        Calls whose session or group has begun come first: they wait for one replica, and a new group would only take
+        what theirs needs. Among the others the oldest is first.
+
+        Args:
+            freed: Only this replica has a new free slot; empty: any may.
+        """
+        now = self._clock()
+        heads = [self._place(need) for need in self._queues if not freed or need[-1] in ("", freed)]
+        heapq.heapify(heads)
+        while heads:
+            *_, need = heapq.heappop(heads)
+            queue = self._queues[need]
+            query = queue.head().ticket.query
             slot = self._choose(query)
             queue.check(now, is_starved=slot is None and self._is_starved(query, now))
             if slot is None:
-                del queues[need]
                 continue
             queue.serve(slot)
-            if not queue:
-                del self._queues[need], queues[need]
+            if queue:
+                heapq.heappush(heads, self._place(need))
+            else:
+                del self._queues[need]
+
+    def _place(self, need: Need) -> tuple[bool, int, Need]:
+        """The place of a queue among the others: it sorts before those that are served after it."""
+        return not need[-1], self._queues[need].head().ticket.order, need
 
     def _is_starved(self, query: Query, now: float) -> bool:
         """Whether no replica is merely busy, with calls or a push that will end."""

@@ -107,8 +107,12 @@ def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
         why = fleet.view.explain(query, 0.5)
         assert sum(why.reasons.values()) == len(fleet)
         assert str(why)
+    elif picked.replica_id not in fit:
+        assert (name, picked.replica_id) == (Balancing.AFFINITY, own)  # where the session has begun, beyond the limit
+        assert picked.max_in_flight <= picked.num_in_flight < 1.5 * picked.max_running
+        raised = dataclasses.replace(picked, max_in_flight=picked.num_in_flight + 1)
+        assert fleet.view.is_fit(raised, query, 0.5)
     else:
-        assert picked.replica_id in fit
         if picked.role == PREFILL:
             partner = fleet.view.find_partner(picked, query, 0.5)
             assert partner is not None
@@ -208,10 +212,12 @@ def test_new_sessions_of_a_group_go_where_its_prompt_was_computed() -> None:
     assert chosen(balancer, pool, Query(session_id="g/1", group_id="g")) == "a"
     assert chosen(balancer, pool, Query(session_id="h/1", group_id="h")) == "b"
     assert chosen(balancer, pool, Query(session_id="i/0", group_id="i")) == "b"
-    pool.set_in_flight("a", 8)
-    assert chosen(balancer, pool, Query(session_id="g/2", group_id="g")) == "b"
-    pool.set_in_flight("a", 0)
+    pool.set_in_flight("a", 11)  # beyond its limit of 8
+    assert chosen(balancer, pool, Query(session_id="g/2", group_id="g")) == "a"
+    pool.set_in_flight("a", 12)
     assert chosen(balancer, pool, Query(session_id="g/3", group_id="g")) == "b"
+    pool.set_in_flight("a", 0)
+    assert chosen(balancer, pool, Query(session_id="g/4", group_id="g")) == "b"
     assert chosen(balancer, pool, Query(session_id="g/0", group_id="g")) == "a"
 
 
@@ -227,7 +233,7 @@ def test_a_session_whose_replica_is_full_moves() -> None:
     """It does not wait for its prefix cache while others stand idle, and stays where it went."""
     balancer = AffinityBalancer(max_sessions=10)
     balancer.record(Query(session_id="s"), "a")
-    pool = Fleet(described("a", in_flight=8), described("b"))
+    pool = Fleet(described("a", in_flight=12), described("b"))
     assert chosen(balancer, pool, Query(session_id="s")) == "b"
     pool.set_in_flight("a", 0)
     assert chosen(balancer, pool, Query(session_id="s")) == "b"

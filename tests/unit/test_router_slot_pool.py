@@ -11,6 +11,7 @@ from penstock.errors import OverloadedError, UnavailableError
 from penstock.v1 import common_pb2
 from services.router.balancing import Query
 from services.router.pool import Pool
+from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
 from services.router.tuning import LimitTuning, Tuning
 from services.router.wait_queue import Ticket
@@ -179,3 +180,73 @@ async def test_a_push_does_not_shrink_a_limit() -> None:
             pool.on_lease_interval()
             limits.append(some.view.replicas["a"].max_in_flight)
     assert limits == [8, 8, 8, 8, 5]
+
+
+def sample(group: str, number: int) -> Ticket:
+    """A call of one sample of a group."""
+    return Ticket(query=Query(session_id=f"{group}/{number}", group_id=group), deadline=time.monotonic() + 60.0)
+
+
+async def waiting_for(some: SlotPool, mine: Ticket) -> "asyncio.Future[Slot]":
+    """A call that waits for a slot."""
+    taking = asyncio.ensure_future(some.take(mine))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    return taking
+
+
+async def test_a_group_exceeds_its_replicas_limit_and_then_waits_for_it_before_new_groups() -> None:
+    """Its prompt is cached there only; the other replica's free slots go to others, and its own to nobody else."""
+    async with slots(num_replicas=2, max_running=4) as (some, _), asyncio.timeout(HANG_S):
+        held = [await some.take(sample(f"g{number}", 0)) for number in range(8)]
+        home = held[0].replica_id
+        beyond = [await some.take(sample("g0", number)) for number in (1, 2)]
+        assert {slot.replica_id for slot in beyond} == {home}
+        new = await waiting_for(some, sample("new", 0))
+        follower = await waiting_for(some, sample("g0", 3))
+        elsewhere = [slot for slot in held if slot.replica_id != home]
+        elsewhere[0].release()
+        assert (await new).replica_id != home
+        newer = await waiting_for(some, sample("newer", 0))
+        beyond[0].release()
+        assert (await follower).replica_id == home
+        beyond[1].release()
+        assert not newer.done()
+        elsewhere[1].release()
+        await newer
+        assert some.num_waiting == 0
+
+
+async def test_a_group_does_not_wait_for_a_replica_that_is_gone_or_far_slower() -> None:
+    """A call that waits for it goes elsewhere as soon as its lease ends, or when others are at less than half of it."""
+    async with slot_pool(replica("r0", max_running=4), replica("r1", max_running=4)) as (some, pool, leases):
+        async with asyncio.timeout(HANG_S):
+            held = [await some.take(sample(f"g{number}", 0)) for number in range(8)]
+            home = held[0].replica_id
+            elsewhere = [slot for slot in held if slot.replica_id != home]
+            for number in (1, 2):
+                await some.take(sample("g0", number))
+            slower = await waiting_for(some, sample("g0", 3))
+            elsewhere[0].release()
+            pool.on_change()
+            assert not slower.done()  # 3 calls there and 6 here are no more than chance
+            elsewhere[1].release()
+            pool.on_change()
+            other = (await slower).replica_id
+            assert other != home
+            lost = await waiting_for(some, sample("g0", 0))
+            leases.values = {other: leases.values[other]}
+            pool.refresh()
+            pool.on_change()
+            assert (await lost).replica_id == other
+
+
+async def test_a_call_that_waits_for_one_replica_holds_up_no_other_queue() -> None:
+    """Samples that arrive before their group has a replica wait as new calls do, wherever the first of them goes."""
+    async with slots(num_replicas=2) as (some, _), asyncio.timeout(HANG_S):
+        held = [await some.take(ticket()) for _ in range(2)]
+        first, second = [await waiting_for(some, sample("g", number)) for number in range(2)]
+        held[0].release()
+        await first
+        held[1].release()
+        assert (await second).replica_id == held[1].replica_id

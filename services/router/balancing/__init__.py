@@ -8,7 +8,7 @@ from services.router.balancing.affinity import AffinityBalancer
 from services.router.balancing.balancer import Balancer
 from services.router.balancing.consistent_hash import ConsistentHashBalancer
 from services.router.balancing.pairing import MISMATCHES, Partners, pair_up
-from services.router.balancing.pool_view import NoReplica, PoolView, Query
+from services.router.balancing.pool_view import Need, NoReplica, PoolView, Query
 from services.router.balancing.prefix import PrefixBalancer, hash_blocks
 from services.router.balancing.replica_status import PD_ROLES, TRANSIENT, UNBOUNDED, ReplicaStatus, UnroutableReason
 from services.router.balancing.round_robin import RoundRobinBalancer
@@ -21,6 +21,7 @@ __all__ = [
     "TRANSIENT",
     "UNBOUNDED",
     "Balancer",
+    "Need",
     "NoReplica",
     "Partners",
     "PoolView",

@@ -1,14 +1,24 @@
 """Session affinity; new sessions go to their group's replica, new groups to the least loaded one.
 
 Invariant: a session stays on its replica while that is fit, because its prefix cache holds the earlier turns; the
-sessions of a group begin where the first of them began, because the prefix cache holds their prompt.
+sessions of a group begin where the first of them began, because the prefix cache holds their prompt. They may
+exceed its limit a little, and then wait for it, unless another is nearly idle.
 """
 
 import collections
+import dataclasses
 
 from services.router.balancing.fair_share import FairShare
 from services.router.balancing.pool_view import PoolView, Query
-from services.router.balancing.replica_status import ReplicaStatus
+from services.router.balancing.replica_status import ReplicaStatus, UnroutableReason
+
+_BEGUN_FACTOR = 1.5
+"""A session or group that has begun may exceed its replica's limit, up to max_running times this: its calls then wait a
+moment in the engine's own queue, which costs less than to compute their prompt again. The limit bounds what is new."""
+_FULL = (UnroutableReason.FULL, UnroutableReason.PARTNERS_FULL)
+_MAX_LOAD_RATIO = 2.0
+"""A call leaves its full replica for one that has this many times fewer calls per slot. Under even load replicas differ
+by less, so a larger difference means that the full one is slow, or that the other has just joined."""
 
 
 class Sessions:
@@ -68,9 +78,8 @@ class AffinityBalancer:
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
         """Return the replica that gets the call; None exactly if none is fit."""
-        own_id = self.sessions.get(query.session_id) or self._groups.get(query.group_id)
-        own = pool.replicas.get(own_id or "")
-        if own is not None and pool.is_fit(own, query, now):
+        own = self._find_own(query, pool)
+        if own is not None and _can_go_on(own, query, pool, now):
             return own
         self._fair_share.update(pool, now)
 
@@ -81,8 +90,32 @@ class AffinityBalancer:
 
         return min(pool.find_fit(query, now), key=rank, default=None)
 
+    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+        """Return the session's or the group's own replica if that is merely full, and no other is nearly idle.
+
+        Elsewhere the whole prompt would be computed again.
+        """
+        own = self._find_own(query, pool)
+        if own is None or _can_go_on(own, query, pool, now) or pool.find_reason(own, query, now) not in _FULL:
+            return ""
+        least = min((pool.load(each) for each in pool.find_fit(query, now)), default=pool.load(own))
+        return "" if pool.load(own) > _MAX_LOAD_RATIO * least else own.replica_id
+
     def record(self, query: Query, replica_id: str) -> None:
         """Assign the session to this replica; if the session is new, its group's next sessions follow it."""
         if self.sessions.get(query.session_id) is None:
             self._groups.bind(query.group_id, replica_id)
         self.sessions.bind(query.session_id, replica_id)
+
+    def _find_own(self, query: Query, pool: PoolView) -> ReplicaStatus | None:
+        """The replica that holds the beginning of the call's prompt."""
+        own_id = self.sessions.get(query.session_id) or self._groups.get(query.group_id)
+        return pool.replicas.get(own_id or "")
+
+
+def _can_go_on(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> bool:
+    """Whether the replica takes a call of a session or group that has begun there."""
+    if pool.is_fit(own, query, now):
+        return True
+    most = max(own.max_in_flight, int(_BEGUN_FACTOR * own.max_running))
+    return pool.is_fit(dataclasses.replace(own, max_in_flight=most), query, now)

@@ -16,6 +16,11 @@ class Balancer(Protocol):
         """Return the replica that gets the call; None exactly if none is fit."""
         ...
 
+    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+        """Return the full replica for which the call should wait, whether or not others could take it; empty if there
+        is none."""
+        ...
+
     def record(self, query: Query, replica_id: str) -> None:
         """Remember that this replica got the call."""
         ...

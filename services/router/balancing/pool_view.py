@@ -7,8 +7,11 @@ version; a prefill replica has a partner of which the same is true.
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from services.router.balancing.replica_status import UNBOUNDED, ReplicaStatus, UnroutableReason
+
+Need: TypeAlias = tuple[int, frozenset[str], int, str]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -32,10 +35,13 @@ class Query:
     num_small: int = 0
     """How many of the pool's sizes (`PoolView.sizes`) are too small for `num_tokens`."""
 
+    home: str = ""
+    """Id of the full replica for which it waits, because the beginning of its prompt is there; empty: any will do."""
+
     @property
-    def need(self) -> tuple[int, frozenset[str], int]:
+    def need(self) -> "Need":
         """Calls of equal needs can be taken by the same replicas."""
-        return self.min_version, self.excluded, self.num_small
+        return self.min_version, self.excluded, self.num_small, self.home
 
 
 class PoolView:

@@ -43,6 +43,10 @@ class PrefixBalancer:
                 return least if is_overloaded else owner
         return least
 
+    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+        """Have no call wait while a replica can take it."""
+        return ""
+
     def record(self, query: Query, replica_id: str) -> None:
         """Remember that the replica holds the prompt's blocks."""
         for block in query.blocks:

