@@ -35,7 +35,7 @@ BARS = {"padded": 2.0, "trl": 3.0}
 """How much faster group rows must be."""
 SAME_GRADIENT = 1e-4
 """Relative difference of gradient norms that rounding explains."""
-_SAME_LIBRARIES = ("torch", "torchvision", "transformers", "accelerate", "pillow", "datasets")
+_SAME_LIBRARIES = ("torch", "torchvision", "transformers", "accelerate", "pillow", "datasets", "msgspec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,13 @@ def trl_python() -> Path:
     """
     folder = ROOT / ".venv-trl"
     python = folder / "bin" / "python"
-    if not (folder / ".installed").exists():
+    same = [f"{package}=={version(package)}" for package in _SAME_LIBRARIES]
+    installed = folder / ".installed"
+    if not installed.exists() or installed.read_text() != "\n".join(same):
         uv = os.environ.get("UV", str(ROOT / ".uv" / "bin" / "uv"))
-        same = [f"{package}=={version(package)}" for package in _SAME_LIBRARIES]
         subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, "trl", *same], check=True)
-        (folder / ".installed").touch()
+        installed.write_text("\n".join(same))
     return python
 
 

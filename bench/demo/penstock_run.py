@@ -1,0 +1,48 @@
+"""One `penstock train` of the demo recipe, started and followed step by step."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.launch.metrics import MetricsFollower, StepRow
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
+
+_POLL_S = 0.02
+_END_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def training(folder: Path, overrides: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the demo with `folder` as its run folder; its processes are gone when the context ends."""
+    command = [sys.executable, "-m", "services.cli", "train", str(RECIPE), f"--run.folder={folder}", *overrides]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=_END_TIMEOUT_S)
+
+
+def follow(
+    process: subprocess.Popen[bytes], folder: Path, on_step: Callable[[StepRow], None] = lambda _: None
+) -> list[StepRow]:
+    """Call `on_step` with each step's metrics as they are written; return them all when the run has ended.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    metrics = MetricsFollower(folder / "metrics.jsonl")
+    is_running = True
+    while is_running:
+        is_running = process.poll() is None
+        for row in metrics.poll():
+            on_step(row)
+        time.sleep(_POLL_S)
+    if process.returncode:
+        raise SystemExit(f"penstock train ended with {process.returncode}; {folder / 'logs'} says why")
+    return metrics.rows

@@ -1,0 +1,52 @@
+"""Processor time of a running demo, by what its processes and threads are for.
+
+Invariant: time is the kernel's own count, user and system, so it does not depend on what else runs on the machine,
+apart from what colder caches cost. Threads that have ended are in their process's `other threads`.
+"""
+
+import collections
+from pathlib import Path
+
+import psutil
+
+_KIND_OF_SERVICE = {"rollout": "engine: gRPC server and tokenizer manager"}
+_KIND_OF_CHILDREN = {"rollout": "engine: SGLang's scheduler and detokenizer"}
+_MAIN, _OTHER = "{} (event loop)", "{} (other threads)"
+_THREADED = ("trainer",)
+"""Services of which the event loop's thread is told apart from the rest, which compute."""
+
+
+def core_seconds(launcher: psutil.Process) -> collections.Counter[str]:
+    """Seconds of processor time that each kind of process under `launcher` has used so far."""
+    seconds: collections.Counter[str] = collections.Counter()
+    seconds["launcher"] += _of_process(launcher)
+    for child in launcher.children():
+        try:
+            service = _service(child.cmdline())
+            if service in _THREADED:
+                whole, main = _of_process(child), _of_main_thread(child)
+                seconds[_MAIN.format(service)] += main
+                seconds[_OTHER.format(service)] += whole - main
+            else:
+                seconds[_KIND_OF_SERVICE.get(service, service)] += _of_process(child)
+            for descendant in child.children(recursive=True):
+                seconds[_KIND_OF_CHILDREN.get(service, service)] += _of_process(descendant)
+        except psutil.NoSuchProcess:
+            continue
+    return seconds
+
+
+def _service(command: list[str]) -> str:
+    """What `penstock serve` was told to serve; anything else is the launcher's."""
+    if "serve" in command:
+        return command[command.index("serve") + 1]
+    return "nats-server" if command and Path(command[0]).name == "nats-server" else "launcher"
+
+
+def _of_process(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _of_main_thread(process: psutil.Process) -> float:
+    return next(each.user_time + each.system_time for each in process.threads() if each.id == process.pid)
