@@ -27,7 +27,7 @@ class NamedTable:
     """Where its rows begin in the file."""
     stamp: str = ""
     """Changes with the file and the choice of its rows."""
-    _columns: dict[tuple[str, ...], Columns] = field(default_factory=dict)
+    _columns: dict[tuple[str, ...], Columns] = field(default_factory=dict, init=False, repr=False)
 
     def columns(self, row: Mapping[str, Any], config: SourceConfig) -> Columns:
         """Return which columns of a row to read; in some formats each row may have others.
