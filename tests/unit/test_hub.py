@@ -15,11 +15,16 @@ import tqdm
 
 from penstock import config as configuration
 from penstock.errors import DataError, SetupError
+from penstock.telemetry import log
+from services.cli import main
+from services.launch import launcher
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig, MixedSourceConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.files import pin
 from tests.support.trainer.hub_server import COMMIT, OLDER, HubServer, Repo, hub_server
+
+ROOT = Path(__file__).parents[2]
 
 
 def parquet(*answers: str) -> bytes:
@@ -172,3 +177,29 @@ def test_what_cannot_be_fetched_is_said_in_a_line(
     with pytest.raises(DataError, match=words) as caught:
         answers(path, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_train_keeps_the_commit_and_starts_nothing_without_data(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run folder is made once the data are there; resuming asks the Hub nothing."""
+
+    async def launch(settings: Recipe, *_: object) -> None:
+        """Nothing: the run is over at once."""
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)
+    recipe = [
+        str(ROOT / "recipes/tiny-cpu.toml"),
+        f"--model.path={ROOT}/models/tiny-qwen3-vl",
+        f"--run.dir={tmp_path}/runs",
+    ]
+    assert main(["train", *recipe, "--data.path=owner/nothing"]) == 2
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", *recipe, "--data.path=owner/plain"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert tomllib.loads((folder / "config.toml").read_text())["data"]["revision"] == COMMIT
+    hub.requests.clear()
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert hub.requests == []
+    assert "check the name, and for a private one" in capsys.readouterr().err
