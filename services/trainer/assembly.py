@@ -19,6 +19,8 @@ from penstock.weights import nccl
 from services.trainer.admission.config import doubts
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.statistics import whole_batch_setting
 from services.trainer.backend.base import TrainBackend
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
@@ -177,7 +179,13 @@ async def assemble(
         collector=collector,
         crashes=crashes,
         batches=BatchSource(
-            ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+            ledger=ledger,
+            feeder=feeder,
+            collector=collector,
+            changes=changes,
+            position=position,
+            streak=streak,
+            streams=_streams(config, settings.algorithm),
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,
@@ -237,6 +245,13 @@ async def _open_trackers(settings: TrainerSettings, start: StartingPoint, stack:
     trackers = await asyncio.to_thread(Trackers.open, config, run)
     stack.push_async_callback(asyncio.to_thread, trackers.close)
     return trackers
+
+
+def _streams(config: TrainerConfig, algorithm: AlgorithmConfig) -> bool:
+    if config.streaming and (setting := whole_batch_setting(algorithm)):
+        log.info("batches.not_streamed", reason=f"with {setting} each group's gradient depends on the whole batch")
+        return False
+    return config.streaming
 
 
 def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, run_id: str) -> StepRecorder:

@@ -1,12 +1,15 @@
-"""The training loop: collect a batch, take an optimizer step, publish the weights; all else happens beside it.
+"""The training loop: compute groups as they come, update the weights, publish them; all else happens beside it.
 
-    loop        collect | train v | copy v+1 | collect | train v+1 | copy v+2 | ...
-    push                          | push and announce v+1 |        | push and announce v+2 ...
+    loop        groups of v | update | copy v+1 | groups of v+1 | update | copy v+2 | groups of v+2 ...
+    push                                        | push and announce v+1 |           | push and announce v+2 ...
     feeder      admits whenever a version is announced or a group makes room
-    checkpoint                    | write | acknowledge            (every n steps)
+    checkpoint                       | write | acknowledge       (every n steps)
+
+While the backend computes a chunk of groups, others arrive and make the next chunk. If all are there at the start, the
+batch is one chunk.
 
 Invariants: one optimizer step per published version; at most one push and one checkpoint are under way; a checkpoint's
-weights, ledger and step are of one moment, so the next step begins only when its files are written.
+weights, ledger and step are of one moment, so an update waits until the files of the one before are written.
 """
 
 import asyncio
@@ -21,7 +24,7 @@ from penstock.bus.consumer import Delivery
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.backend.base import TrainBackend, take_step
+from services.trainer.backend.base import TrainBackend
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver, Moment
 from services.trainer.config import TrainerConfig
@@ -99,13 +102,12 @@ class TrainingLoop:
         pushes, writes, settlements, samples = (Lane(tasks) for _ in range(4))
         while self.position.num_steps_left and not stop.is_set():
             clock = StepClock()
-            batch = await unless_stopped(self._collect(), stop)
+            batch = await self._compute_batch(stop, clock)
             if batch is None:
                 break
-            clock.lap("wait_s")
             await writes.free()
             clock.lap("checkpoint_wait_s")
-            metrics = await self._train(batch)
+            metrics = await self._update(batch)
             clock.lap("train_s")
             await pushes.free()
             weights = await self._copy_weights()
@@ -117,6 +119,7 @@ class TrainingLoop:
                 samples.start(asyncio.to_thread(self._write_samples, batch[0], self.position.step))
             if self.position.step % self.config.checkpoint_every == 0:
                 await settlements.free()
+                clock.lap("checkpoint_wait_s")
                 moment = self.checkpoints.moment(self.position, row | clock.seconds())
                 writes.start(self._write_checkpoint(moment, settlements))
             clock.stop()
@@ -127,31 +130,57 @@ class TrainingLoop:
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
             await settlements.free()
 
-    async def _collect(self) -> list[Finished]:
-        self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
-        return await self.batches.next()
+    async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
+        """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""
+        await asyncio.to_thread(self._begin)
+        batch: list[Finished] = []
+        while len(batch) < self.ledger.gate.groups_per_step:
+            self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
+            chunk = await unless_stopped(self.batches.next_chunk(clock), stop)
+            if chunk is None:
+                await asyncio.to_thread(self._abort)
+                self.ledger.abort_training()
+                return None
+            self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
+            if self.recorder is not None:
+                await self.publication.lock.confirm()
+            await asyncio.to_thread(self._accumulate, chunk)
+            clock.lap("train_s")
+            batch += chunk
+        return batch
 
-    async def _train(self, batch: Sequence[Finished]) -> dict[str, Any]:
-        self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
+    def _begin(self) -> None:
+        self.backend.begin_step(self.position.version)
+        if self.recorder is not None:
+            self.recorder.begin(self.position.step + 1, self.position.version)
+
+    def _accumulate(self, chunk: Sequence[Finished]) -> None:
+        if self.recorder is not None:
+            images = {sha256: data for finished in chunk for sha256, data in finished.images.items()}
+            self.recorder.add([finished.played for finished in chunk], images)
+        with self.crashes.training([finished.ready.index for finished in chunk]):
+            self.backend.accumulate([finished.ready for finished in chunk])
+
+    def _abort(self) -> None:
+        self.backend.abort_step()
+        if self.recorder is not None:
+            self.recorder.abort()
+
+    async def _update(self, batch: Sequence[Finished]) -> dict[str, Any]:
+        metrics: dict[str, Any] = await asyncio.to_thread(self._finish, batch)
         step, version = self.position.step + 1, self.position.version
-        if self.recorder is not None:
-            await self.publication.lock.confirm()
-            played = [finished.played for finished in batch]
-            images = {sha256: data for finished in batch for sha256, data in finished.images.items()}
-            await asyncio.to_thread(self.recorder.record, step, version, played, images)
-        metrics: dict[str, Any] = await asyncio.to_thread(self._step, batch)
         metrics |= self.gradients.observe(metrics)
-        if self.recorder is not None:
-            metrics["weights_digest"] = (await asyncio.to_thread(self.backend.digests)).weights
         self.ledger.finish_training()
         self.position.advance()
         self.progress.step = step
         return {"step": step, "num_steps": self.position.num_steps, "policy_version": version, **metrics}
 
-    def _step(self, batch: Sequence[Finished]) -> dict[str, float]:
-        groups = [finished.ready for finished in batch]
-        with self.crashes.training([group.index for group in groups]):
-            return take_step(self.backend, [groups], self.position.version)
+    def _finish(self, batch: Sequence[Finished]) -> dict[str, Any]:
+        with self.crashes.updating([finished.ready.index for finished in batch]):
+            metrics: dict[str, Any] = dict(self.backend.finish_step())
+        if self.recorder is not None:
+            metrics["weights_digest"] = self.backend.digests().weights
+        return metrics
 
     def _describe(self, batch: Sequence[Finished]) -> dict[str, Any]:
         played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]

@@ -47,6 +47,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         "run.dir": tmp_path / "runs",
         "data.path": data,
         "trainer.max_staleness": 0,
+        "trainer.streaming": "false",
         "trainer.num_steps": NUM_STEPS,
         "trainer.groups_per_step": GROUPS_PER_STEP,
         "trainer.samples_per_group": 4,

@@ -60,6 +60,23 @@ async def test_a_group_that_kills_the_trainer_is_given_up(
     )
 
 
+async def test_a_half_filled_batch_is_trained_after_a_restart(
+    bus: Bus, bus_config: BusConfig, run_name: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """A trainer is killed when it has computed one of two groups and waits for the other: both are trained, once.
+
+    The group that was computed is no suspect: it was not in hand.
+    """
+    for index, start in enumerate(("killed", "resumed")):
+        group = make_group(tiny_model_path, index=index, version=1)
+        await bus.publish(bus.groups, encode(group), message_id=group.id.message)
+        *lines, codes = await start_trainer(bus_config.url, run_name, tmp_path, "waiting", 1)
+        assert json.loads(codes) == [-signal.SIGKILL if start == "killed" else 0]
+        assert not json.loads((tmp_path / "in_hand.json").read_text())["training"]["in_hand"]
+    assert json.loads(lines[0]) == {"batch": [0, 1], "num_failed": 0}
+    assert open_record(tmp_path / "in_hand.json").why_given_up(0) is None
+
+
 def open_record(file: Path, *, run_id: str = "run", is_resumed: bool = True) -> CrashRecord:
     """The record of a run that goes on, unless told otherwise."""
     return CrashRecord(file, run_id=run_id, is_resumed=is_resumed)
@@ -91,7 +108,9 @@ def test_a_group_that_was_read_or_trained_is_suspect_no_longer(tmp_path: Path) -
     for index in (1, 2, 3):
         with crashes.reading(index):
             pass
-    with crashes.training([1]):
+    with crashes.training([1, 2]):
+        pass
+    with crashes.updating([1]):
         pass
     open_record(file).training([1, 2]).__enter__()
     open_record(file).reading(3).__enter__()
@@ -107,6 +126,21 @@ def test_a_crash_that_raises_counts_as_a_death(tmp_path: Path) -> None:
     assert open_record(file).why_given_up(1)
 
 
+def test_an_update_that_kills_is_found_although_its_groups_were_computed(tmp_path: Path) -> None:
+    """Each start computes the gradient of the same groups, and dies when it updates the weights."""
+    file = tmp_path / "in_hand.json"
+    for _ in range(MAX_DEATHS):
+        crashes = open_record(file)
+        with crashes.training([1, 2]):
+            pass
+        with pytest.raises(MemoryError), crashes.updating([1, 2]):
+            raise MemoryError
+    crashes = open_record(file)
+    assert [index for index in (1, 2) if crashes.why_given_up(index)] == [1, 2]
+    with pytest.raises(DataError, match="died 3 times in a row"):
+        crashes.require_progress(2)
+
+
 def test_deaths_without_a_step_end_the_run(tmp_path: Path) -> None:
     """Too many in a row are a fault of the set-up, not of a group; who has mended it may start again."""
     file = tmp_path / "in_hand.json"
@@ -119,6 +153,8 @@ def test_deaths_without_a_step_end_the_run(tmp_path: Path) -> None:
     crashes = open_record(file)
     crashes.require_progress(2)
     with crashes.training([4]):
+        pass
+    with crashes.updating([4]):
         pass
     crashes.training([5]).__enter__()
     open_record(file).require_progress(1)

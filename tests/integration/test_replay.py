@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,16 @@ from bench.trainer.padded import PaddedPolicy
 from penstock.errors import ConfigError, SetupError
 from penstock.model.tokens import forbidden_token_ids
 from services.cli.replay import replay
+from services.trainer.admission.filters import screen
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.presets import PRESETS
-from services.trainer.backend.environment import current_environment
+from services.trainer.backend.environment import computing_threads, current_environment
+from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.comparison import Line, compare, verdict
+from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.recording import read_recording, recorded_steps, write_recording
 from services.trainer.replay.replay import ReplayedStep, replay_step, start_of
 from services.trainer.replay.run import RecordedRun, opened_run
@@ -286,6 +290,51 @@ def test_a_step_that_is_trained_again_replaces_its_recording(run: RecordedRun) -
     assert read_recording(run.groups, 2).inputs == inputs
     assert recorded_steps(run.groups) == [1, 2, 3]
     assert not list(run.groups.glob(".*"))
+
+
+def test_a_step_in_chunks_is_reproduced(run: RecordedRun, tmp_path: Path) -> None:
+    """To the bit, with the order and the cut in which its groups came; the cut alone changes the last bits."""
+    start, recording = start_of(run, 2, model_path=MODEL, scratch=tmp_path), run.recording(2)
+    settings, version = recording.settings, recording.inputs.policy_version
+    backend = InProcessBackend(start.model_path, settings.trainer, settings.algorithm, seed=0, temperature=1.0)
+    backend.load(start.path)
+    recorder = StepRecorder(run.path, settings, backend, run_id="run")
+    reader, groups = open_reader(MODEL), recording.groups[::-1]
+    with computing_threads(recording.inputs.environment.num_threads):
+        backend.begin_step(version)
+        recorder.begin(2, version)
+        for chunk in (groups[:3], groups[3:4], groups[4:]):
+            recorder.add(chunk, {sha256: recording.images[sha256] for group in chunk for sha256 in group.images})
+            assert read_recording(run.groups, 2).groups[-1].id == chunk[-1].id, "it can be replayed as far as it is"
+            backend.accumulate([reader.read(group, recording.images) for group in chunk])
+        metrics = backend.finish_step()
+    recorded = run.recording(2)
+    assert recorded.inputs.groups == recording.inputs.groups[::-1]
+    assert recorded.inputs.chunks == (3, 1, 4)
+    again = replay_step(start, recorded, settings)
+    assert again.weights_before == recorded.inputs.weights
+    assert again.weights_after == backend.digests().weights
+    assert {name: again.metrics[name] for name in ("loss", "grad_norm", "num_chunks")} == {
+        name: metrics[name] for name in ("loss", "grad_norm", "num_chunks")
+    }
+    uncut = msgspec.structs.replace(recorded.inputs, chunks=())
+    whole = replay_step(start, replace(recorded, inputs=uncut), settings)
+    assert whole.metrics["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    assert whole.weights_after != again.weights_after
+
+
+def test_a_chunk_that_other_settings_leave_empty_is_left_out(run: RecordedRun, tmp_path: Path) -> None:
+    """A filter takes all groups of the first chunk."""
+    start, recording = start_of(run, 2, model_path=MODEL, scratch=tmp_path), run.recording(2)
+    filtered = run.recording(2, ["--filters.zero_variance=true"]).settings
+    flat = [group for group in recording.groups if screen(group, filtered.filters).reason]
+    others = [group for group in recording.groups if not screen(group, filtered.filters).reason]
+    assert flat
+    assert others
+    inputs = msgspec.structs.replace(recording.inputs, chunks=(len(flat), len(others)))
+    cut = replace(recording, inputs=inputs, groups=(*flat, *others))
+    metrics = replay_step(start, cut, filtered).metrics
+    assert (metrics["num_groups"], metrics["num_chunks"]) == (len(others), 1)
 
 
 def test_the_command_names_what_differs_between_the_environments(

@@ -48,7 +48,7 @@ def test_a_group_passes_from_admission_to_a_checkpoint() -> None:
     ledger.keep_receipt(0, "message 11")
     seen.append(ledger.status(0))
     assert ledger.checkpoint().receipts == frozenset(), "it is in no checkpoint while it is only held"
-    assert ledger.start_training(ledger.select(1).indices) == ["0/0"]
+    assert ledger.commit(ledger.select(1).indices) == ["0/0"]
     seen.append(ledger.status(0))
     ledger.finish_training()
     seen.append(ledger.status(0))
@@ -125,7 +125,7 @@ def test_refilled_batches_are_of_the_published_version() -> None:
     ledger = ledger_of(groups_per_step=3)
     for version in (1, 2, 3):
         played = []
-        while not (indices := ledger.select(version).indices):
+        while not (selection := ledger.select(version)).is_complete:
             while ledger.num_admissible(NUM_STEPS_LEFT):
                 played.append(ledger.admit(version))
             index = ledger.unplayed()[0].index
@@ -134,9 +134,10 @@ def test_refilled_batches_are_of_the_published_version() -> None:
             else:
                 ledger.hold(arrival(index, version=version))
         assert [admission.version for admission in played] == [version] * len(played)
-        assert len(indices) == 3
-        assert set(indices) < {admission.index for admission in played}, "no admission is left over from before"
-        assert len(ledger.start_training(indices)) == 3
+        assert set(selection.indices) < {admission.index for admission in played}, (
+            "no admission is left over from before"
+        )
+        assert len(ledger.commit(selection.indices)) == 3
         ledger.finish_training()
     assert (ledger.counts.trained, ledger.num_untrained) == (9, 0)
 
@@ -158,7 +159,7 @@ def test_duplicates_and_attempts_given_up_are_not_wanted() -> None:
     assert ledger.wants(0, 1), "a trainer that died had admitted a later attempt"
     ledger.hold(arrival(0)), ledger.hold(arrival(1))
     assert not ledger.hold(arrival(0))
-    ledger.start_training([0, 1])
+    ledger.commit([0, 1])
     assert not ledger.hold(arrival(0, attempt=3))
     ledger.finish_training()
     assert not ledger.hold(arrival(0))
@@ -251,16 +252,31 @@ def test_a_smaller_bound_after_a_restart_admits_nothing_until_enough_is_trained(
 
 
 def test_misuse_is_an_error() -> None:
-    """A batch is trained alone, of groups in hand, and not while a checkpoint is taken."""
+    """A batch has its size, is of groups in hand, and is not trained while a checkpoint is taken."""
     ledger = ledger_of(max_staleness=1)
     ledger.admit(1), ledger.admit(1)
     ledger.hold(arrival(0)), ledger.hold(arrival(1))
     with pytest.raises(ValueError, match=r"\[7\] are not held"):
-        ledger.start_training([0, 7])
-    ledger.start_training([0])
-    for call in (lambda: ledger.start_training([1]), ledger.checkpoint):
-        with pytest.raises(ValueError, match=r"\(0,\) are being trained"):
-            call()
+        ledger.commit([7])
+    ledger.commit([0])
+    with pytest.raises(ValueError, match="a batch of 2 groups, of at most 1"):
+        ledger.commit([1])
+    with pytest.raises(ValueError, match=r"\[0\] are being trained"):
+        ledger.checkpoint()
+
+
+def test_a_batch_that_is_not_trained_goes_back() -> None:
+    """Its groups are held again, a copy of them is still refused, and no checkpoint accounts for their messages."""
+    ledger = ledger_of(groups_per_step=2)
+    ledger.admit(1), ledger.admit(1)
+    ledger.hold(arrival(0))
+    ledger.keep_receipt(0, "message 11")
+    ledger.commit([0])
+    assert not ledger.wants(0, 0)
+    ledger.abort_training()
+    assert (ledger.status(0), ledger.wants(0, 0), ledger.counts.trained) == (GroupStatus.HELD, False, 0)
+    assert ledger.checkpoint().receipts == frozenset()
+    assert ledger.commit(ledger.select(1).indices) == ["0/0"]
 
 
 def test_after_a_restart_the_first_batch_does_not_wait_for_all() -> None:

@@ -119,25 +119,31 @@ class Histories(RuleBasedStateMachine):
             self.dropped.add(message.index)
         self.ledger.keep_receipt(message.index, number)
 
-    @precondition(lambda self: not self.batch)
+    @precondition(lambda self: len(self.batch) < 2)
     @rule()
-    def start_step(self) -> None:
-        """Reject what is stale, and train if a batch is there."""
+    def commit(self) -> None:
+        """Reject what is stale, and train what is there."""
         for stale in self.ledger.reject_stale(self.version):
             assert self.version - stale.oldest_version > 1 or stale.newest_version > self.version
             assert stale.index not in self.readmissions_due
             self.readmissions_due[stale.index] = stale.attempt + 1
-        indices = self.ledger.select(self.version).indices
-        if indices:
-            self.batch = self.ledger.start_training(indices)
-            assert len(self.batch) == 2
-            for message in self.batch:
-                assert 0 <= self.version - message.version <= 1, "stale"
-                assert message.is_sound
-                assert message.has_images
-                assert not message.is_filtered
+        selection = self.ledger.select(self.version)
+        self.batch += self.ledger.commit(selection.indices)
+        assert selection.is_complete == (len(self.batch) == 2)
+        for message in self.batch:
+            assert 0 <= self.version - message.version <= 1, "stale"
+            assert message.is_sound
+            assert message.has_images
+            assert not message.is_filtered
 
     @precondition(lambda self: self.batch)
+    @rule()
+    def abort_step(self) -> None:
+        """The run is stopped before the batch is there."""
+        self.ledger.abort_training()
+        self.batch = []
+
+    @precondition(lambda self: len(self.batch) == 2)
     @rule()
     def end_step(self) -> None:
         """The step is taken and the next version published."""

@@ -11,7 +11,13 @@ from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.filter_tally import Interval
-from services.trainer.telemetry.step_metrics import describe_batch, describe_filters, describe_groups, describe_push
+from services.trainer.telemetry.step_metrics import (
+    StepClock,
+    describe_batch,
+    describe_filters,
+    describe_groups,
+    describe_push,
+)
 from services.trainer.weight_sync.publisher import PushReport
 from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.read_groups import reader_of
@@ -50,6 +56,7 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
     row |= describe_filters([group], [ready], Interval(num_groups=1, num_filtered=0, rewards=(1.0,)))
     report = PushReport(version=1, num_replicas=1, num_failed=0, num_bytes=1, push_s=1.0, pause_s=1.0)
     row |= describe_push(report, num_live_replicas=1)
+    row |= StepClock().seconds()
     row |= describe_groups(GroupCounts(), num_duplicate=0, num_unreadable=0)
     patterns = explained()
     assert [name for name in row if not any(pattern.fullmatch(name) for pattern in patterns)] == []

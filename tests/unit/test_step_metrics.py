@@ -29,12 +29,13 @@ def test_unjudged_samples_are_those_of_the_records(tiny_model_path: Path) -> Non
 
 
 def test_the_parts_of_a_step_add_up() -> None:
-    """Each part ends where the next begins; the whole includes what comes after the last."""
-    times = iter((10.0, 12.0, 15.0, 19.0))
+    """Each part ends where the next begins, and may come again; the whole includes what comes after the last."""
+    times = iter((10.0, 12.0, 15.0, 19.0, 23.0, 28.0))
     clock = StepClock(now=lambda: next(times))
-    clock.lap("wait_s")
-    clock.lap("train_s")
-    assert clock.seconds() == {"wait_s": 2.0, "train_s": 3.0, "step_s": 9.0}
+    for part in ("wait_s", "train_s", "wait_s", "train_s"):
+        clock.lap(part)
+    others = {"data_wait_s": 0.0, "push_wait_s": 0.0, "checkpoint_wait_s": 0.0}
+    assert clock.seconds() == {"wait_s": 6.0, "train_s": 7.0, "step_s": 18.0} | others
 
 
 def test_a_stopped_clock_stands() -> None:
@@ -43,7 +44,8 @@ def test_a_stopped_clock_stands() -> None:
     clock = StepClock(now=lambda: next(times))
     clock.lap("wait_s")
     clock.stop()
-    assert clock.seconds() == clock.seconds() == {"wait_s": 2.0, "step_s": 5.0}
+    assert clock.seconds() == clock.seconds()
+    assert (clock.seconds()["wait_s"], clock.seconds()["step_s"]) == (2.0, 5.0)
 
 
 def test_the_prefill_ratio_counts_what_was_computed_twice(tiny_model_path: Path) -> None:

@@ -1,53 +1,77 @@
-"""Which finished groups make the next batch, so that no group ever goes stale by waiting.
+"""Which finished groups a step may take now, so that no group ever goes stale by waiting.
 
 A group whose oldest token has version o may be trained at published version c only if c - o <= max_staleness. Its
 *deadline* is therefore o + max_staleness; while it is still being played, o is at least its version at admission.
 
-Invariant, for groups_per_step = B and n_k = untrained groups with a deadline of at most c + k:
+Invariant, for groups_per_step = B, n_k = untrained groups with a deadline of at most c + k (*prefix* k), and k >= 0:
 
-    n_k <= (k + 1) B   for every k >= 0                                                             (feasible)
+    n_k <= (k + 1) B                                                                                (feasible)
 
 This is Hall's condition for giving every group one of the B places of each coming step. It holds at the start, because
 at most (max_staleness + 1) B groups are admitted and a new one has the deadline c + max_staleness. A batch keeps it if
-it has at least n_k - k B groups of each prefix k: at most k B groups of the prefix then remain, the condition at
-version c + 1, where the same deadlines are one step nearer. In particular at most B groups are ever due (k = 0).
-While a group is being played its deadline only moves later. Taking finished groups by earliest deadline maximises every
-prefix at once: if that choice breaks a prefix, every choice does, and the trainer must wait for an unfinished group of
-that prefix.
+it has at least need_k = max(0, n_k - k B) groups of each prefix k: at most k B groups of the prefix then remain, the
+condition at version c + 1, where the same deadlines are one step nearer. In particular at most B groups are ever due
+(k = 0). While a group is being played its deadline only moves later.
+
+Groups are *committed* to the batch as they finish, those of earliest deadline first, and stay in it. A set C of groups
+may be committed if it leaves enough places:
+
+    |C outside prefix k| <= B - need_k   for every k                                                (open)
+
+- It is what is needed. If it fails for a k, fewer than need_k places are left for prefix k, whatever comes. If it
+  holds, filling the batch by earliest deadline completes it: of prefix k it then has min(n_k, B - |C outside prefix k|)
+  groups, at least need_k.
+- It remains true until the step ends. Versions of finished groups are fixed, unfinished groups move to later prefixes
+  only, and a group that fails or is filtered leaves them. Only an admission makes an n_k larger. A group admitted at
+  the announced version a has the deadline a + max_staleness, so it is in prefixes k >= max_staleness - (c - a) alone.
+  The gate keeps the places of c - a steps free, so at most (max_staleness + 1 - (c - a)) B groups are outstanding. For
+  these k therefore n_k <= (k + 1) B - |C outside prefix k|, and (open) holds.
+- There is always something to wait for. Let k be the first prefix without a place to spare, and the batch incomplete:
+  all places left are for prefix k, and it has that many groups that are not committed. None of these is finished, or it
+  could be committed, because no earlier prefix stands in its way.
+- Committing at once delays nothing. The sets that are open are the independent sets of a laminar matroid, because the
+  prefixes are nested. So those committed early can be extended to a full batch from any set of finished groups that
+  holds one: the batch is complete at the same moment as if the choice were made at the end.
 
 Looking one step ahead only (due groups first, then whatever finished first) is not enough: with max_staleness = 2 and
 B = 1, training a fresh group 3 before groups 1 and 2, admitted earlier, leaves two groups due for one place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The next batch, or the groups to wait for. Both are empty if fewer groups than a batch are admitted."""
+    """What a step can do next."""
 
     indices: tuple[int, ...] = ()
-    """The batch, in order of index; empty: wait."""
+    """Groups to commit, in order of index."""
+    is_complete: bool = False
+    """Whether the batch is full with them."""
     waiting_for: tuple[int, ...] = ()
-    """Unfinished groups one of which must finish first, the most urgent first."""
+    """Unfinished groups one of which must finish before the batch can be full, the most urgent first; empty if fewer
+    groups than a batch are admitted and all of them are finished."""
 
 
-def select_batch(
+def select_groups(
     finished: Mapping[int, int],
     outstanding: Mapping[int, int],
+    committed: Collection[int] = (),
     *,
     version: int,
     max_staleness: int,
     groups_per_step: int,
 ) -> Selection:
-    """Choose the batch that trains the published `version`, or say which groups it waits for.
+    """Choose the groups that can be committed to the batch that trains the published `version`.
 
-    With `max_staleness` 0 the batch is exactly the groups admitted at `version`.
+    With `max_staleness` 0 these are all that are finished.
 
     Args:
-        finished: Version of the oldest token of each admitted group in hand. Stale groups must have been rejected.
+        finished: Version of the oldest token of each admitted group in hand, committed ones included. Stale groups must
+            have been rejected.
         outstanding: Version at admission of every group that is admitted and not yet trained, finished ones included.
+        committed: Groups that are in the batch already.
         version: The published policy version.
         max_staleness: Most versions that a group may lag when it is trained.
         groups_per_step: Size of a batch.
@@ -64,13 +88,29 @@ def select_batch(
         index: max(0, finished.get(index, admitted) + max_staleness - version)
         for index, admitted in outstanding.items()
     }
-    chosen = sorted(finished, key=lambda index: (slack[index], index))[:groups_per_step]
-    unfinished = sorted(outstanding.keys() - finished.keys(), key=lambda index: (slack[index], index))
-    for k in sorted(set(slack.values())):
+    spare = _spare_places(slack, committed, groups_per_step)
+    chosen: list[int] = []
+    for index in sorted(finished.keys() - set(committed), key=lambda index: (slack[index], index)):
+        earlier = [k for k in spare if k < slack[index]]
+        if len(committed) + len(chosen) == groups_per_step or any(spare[k] <= 0 for k in earlier):
+            break
+        chosen.append(index)
+        spare.update((k, spare[k] - 1) for k in earlier)
+    if len(committed) + len(chosen) == groups_per_step:
+        return Selection(indices=tuple(sorted(chosen)), is_complete=True)
+    last = next((k for k in sorted(spare) if spare[k] <= 0), max(spare, default=0))
+    unfinished = [index for index in outstanding.keys() - finished.keys() if slack[index] <= last]
+    return Selection(
+        indices=tuple(sorted(chosen)),
+        waiting_for=tuple(sorted(unfinished, key=lambda index: (slack[index], index))),
+    )
+
+
+def _spare_places(slack: Mapping[int, int], committed: Collection[int], groups_per_step: int) -> dict[int, int]:
+    """Return for each prefix how many more groups from outside it the batch can take."""
+    places = {}
+    for k in set(slack.values()):
         num_in_prefix = sum(steps <= k for steps in slack.values())
-        num_needed = min(groups_per_step, num_in_prefix - k * groups_per_step)
-        if sum(slack[index] <= k for index in chosen) < num_needed:
-            return Selection(waiting_for=tuple(index for index in unfinished if slack[index] <= k))
-    if len(chosen) < groups_per_step:
-        return Selection(waiting_for=tuple(unfinished))
-    return Selection(indices=tuple(sorted(chosen)))
+        num_needed = min(groups_per_step, max(0, num_in_prefix - k * groups_per_step))
+        places[k] = groups_per_step - num_needed - sum(slack[index] > k for index in committed)
+    return places

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Generic, Self, TypeVar
 
-from services.trainer.admission.batch_selection import Selection, select_batch
+from services.trainer.admission.batch_selection import Selection, select_groups
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.group_state import (
     Admission,
@@ -48,7 +48,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         self.counts = GroupCounts()
         self._next_index = 0
         self._admissions: dict[int, Admission] = {}  # admitted, held or training
-        self._training: tuple[int, ...] = ()
+        self._training: dict[int, Arrival[GroupT]] = {}  # in the batch of the current step
         self._rejected: dict[int, int] = {}  # index -> next attempt
         self._ended: dict[int, GroupStatus] = {}  # not yet in a checkpoint
         # Arrivals of groups that are not admitted (yet) come from a trainer that died after its last checkpoint.
@@ -247,31 +247,33 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return stale
 
     def select(self, version: int) -> Selection:
-        """Choose the batch that trains the weights of `version`, or say which groups it waits for.
+        """Choose what to commit to the batch that trains the weights of `version`, and say what it waits for.
 
         Raises:
             ValueError: a group in hand is stale; call `reject_stale` first.
         """
-        return select_batch(
-            {index: arrival.oldest_version for index, arrival in self._arrivals.items() if index in self._admissions},
+        in_hand = {**self._arrivals, **self._training}
+        return select_groups(
+            {index: arrival.oldest_version for index, arrival in in_hand.items() if index in self._admissions},
             {index: admission.version for index, admission in self._admissions.items()},
+            self._training.keys(),
             version=version,
             max_staleness=self.gate.max_staleness,
             groups_per_step=self.gate.groups_per_step,
         )
 
-    def start_training(self, indices: Sequence[int]) -> list[GroupT]:
-        """Hand out the groups of a batch, in the order given.
+    def commit(self, indices: Sequence[int]) -> list[GroupT]:
+        """Hand out groups of the current step's batch, in the order given.
 
         Raises:
-            ValueError: a batch is being trained, or one of the groups is not held.
+            ValueError: the batch would be too large, or one of the groups is not held.
         """
-        if self._training:
-            raise ValueError(f"groups {self._training} are being trained")
+        if (num_groups := len(self._training) + len(indices)) > self.gate.groups_per_step:
+            raise ValueError(f"a batch of {num_groups} groups, of at most {self.gate.groups_per_step}")
         if wrong := [index for index in indices if self.status(index) is not GroupStatus.HELD]:
             raise ValueError(f"groups {wrong} are not held")
-        self._training = tuple(indices)
-        return [self._arrivals.pop(index).group for index in indices]
+        self._training.update((index, self._arrivals.pop(index)) for index in indices)
+        return [self._training[index].group for index in indices]
 
     def finish_training(self) -> None:
         """Record that the batch was trained; each of its groups frees its place in the gate."""
@@ -279,7 +281,12 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             del self._admissions[index]
             self._ended[index] = GroupStatus.TRAINED
         self.counts.trained += len(self._training)
-        self._training = ()
+        self._training = {}
+
+    def abort_training(self) -> None:
+        """Record that the batch is not trained: its groups are held again."""
+        self._arrivals.update(self._training)
+        self._training = {}
 
     # Checkpoints
 
@@ -292,7 +299,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             ValueError: a batch is being trained.
         """
         if self._training:
-            raise ValueError(f"groups {self._training} are being trained")
+            raise ValueError(f"groups {sorted(self._training)} are being trained")
         only_here = self._arrivals.keys() | self._dropped_early.keys() | self._lost_early.keys()
         return LedgerCheckpoint(
             state={

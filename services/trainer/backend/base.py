@@ -4,7 +4,8 @@ The controller owns the bus, the ledger, the weight sync and the checkpoint fold
 optimizer and every tensor. The controller commands it through this protocol alone, whether the backend is one process
 or many ranks.
 
-All methods block for as long as they compute: call them from a thread.
+All methods block for as long as they compute: call them from a thread, one after the other; `save` alone may run beside
+others.
 """
 
 from __future__ import annotations
@@ -83,11 +84,15 @@ class TrainBackend(Protocol):
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
 
-        The tensors may be the backend's own: copy them before the next step.
+        The tensors may be the backend's own: copy them before the next `finish_step`.
         """
 
     def save(self, folder: Path) -> None:
-        """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit."""
+        """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit.
+
+        What is written is of the moment after the last step that was finished. The next one may have begun: this may
+        run beside `accumulate` and `abort_step`, but must return before `finish_step`.
+        """
 
     def digests(self) -> StateDigests:
         """Return digests of the present state; reads every weight once."""

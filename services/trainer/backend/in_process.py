@@ -135,6 +135,7 @@ class InProcessBackend:
                 self._entropy.load_state_dict(state["entropy"])
             if self._reference is not None:
                 self._reference.load(checkpoint)
+        self._random_state = capture_random_state()  # of the moment that `save` writes; a step may draw
 
     def _choose_trained(self) -> dict[str, float]:
         """Freeze what has a learning rate of 0; return the rates by name."""
@@ -171,6 +172,7 @@ class InProcessBackend:
         """Update the weights; see `TrainBackend.finish_step`."""
         metrics = self._open_step().finish() | memory_peaks(self._device)
         self._step = None
+        self._random_state = capture_random_state()
         return metrics
 
     def abort_step(self) -> None:
@@ -204,7 +206,7 @@ class InProcessBackend:
         state = {
             "optimizer": self._optimizer.state_dict(),
             "entropy": self._entropy.state_dict(),
-            "random": capture_random_state(),
+            "random": self._random_state,
             "settings": self._settings(),
         }
         torch.save(state, folder / _STATE_FILE)

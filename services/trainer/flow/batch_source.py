@@ -1,7 +1,7 @@
-"""The next batch: reject what is stale, and wait until the ledger's selection is in hand.
+"""The groups of a step, as they come: reject what is stale, and take what the ledger's selection allows.
 
-Invariants: the checks for staleness and the choice of the batch happen without an await between them, so that no group
-can arrive in between and be trained unchecked; a group that is waited for exists.
+Invariants: the checks for staleness and the choice of groups happen without an await between them, so that no group can
+arrive in between and be trained unchecked; a group that is waited for exists.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
+from services.trainer.telemetry.step_metrics import StepClock
 
 log = structlog.get_logger()
 
@@ -25,7 +26,7 @@ exists. Asking is cheap, and the answer is certain, so this only bounds what a l
 
 @dataclass(slots=True, kw_only=True)
 class BatchSource:
-    """Gives the batches of a run, one after the other."""
+    """Gives the groups of a run's batches, one batch after the other."""
 
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
@@ -33,12 +34,18 @@ class BatchSource:
     changes: Changes
     position: Position
     streak: FailureStreak
+    streams: bool
+    """Give the groups of a batch as they come, or all together when the batch is complete."""
     silence_s: float = _SILENCE_S
 
-    async def next(self) -> list[Finished]:
-        """Wait for the batch that trains the weights of `position.version`, and take it, in order of index.
+    async def next_chunk(self, clock: StepClock) -> list[Finished]:
+        """Wait for groups of the batch that trains the weights of `position.version`, and take them, in order of index.
 
-        Report `finish_training` to the ledger before the next call.
+        With `streams` these are all that are there; else they are the whole batch. Report `finish_training` or
+        `abort_training` to the ledger before the next batch.
+
+        Args:
+            clock: Measures the wait, and what it was for.
 
         Raises:
             DataError: a group that is waited for was lost too often.
@@ -48,9 +55,12 @@ class BatchSource:
             self._reject_stale(version)
             self.feeder.wake()
             selection = self.ledger.select(version)
-            if selection.indices:
-                return self.ledger.start_training(selection.indices)
-            if await self.changes.wait(self.silence_s):
+            if selection.is_complete or (self.streams and selection.indices):
+                return self.ledger.commit(selection.indices)
+            missing = self._missing()
+            has_changed = await self.changes.wait(self.silence_s)
+            clock.lap(missing)
+            if has_changed:
                 waited_s = 0.0
                 continue
             waited_s += self.silence_s
@@ -59,6 +69,12 @@ class BatchSource:
                 if not await self._exists():
                     self.streak.lose(selection.waiting_for, "the bus holds neither its prompt nor the finished group")
                     await self.feeder.replace_lost()
+
+    def _missing(self) -> str:
+        """Return the metric for what keeps the batch from being full: groups in play, a push, or prompts."""
+        if self.ledger.num_untrained >= self.ledger.gate.groups_per_step:
+            return "wait_s"
+        return "push_wait_s" if self.position.num_steps_ahead else "data_wait_s"
 
     async def _exists(self) -> bool:
         """Return whether a group that is not in hand is anywhere; True if the bus does not answer.

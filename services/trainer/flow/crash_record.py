@@ -100,28 +100,35 @@ class CrashRecord:
 
     @contextmanager
     def training(self, indices: Sequence[int]) -> Iterator[None]:
-        """Have a batch in hand that is being trained."""
+        """Have groups in hand whose gradient is computed. They stay suspect until their step ends."""
+        with self._holding(self._training, indices, clears=False):
+            yield
+
+    @contextmanager
+    def updating(self, indices: Sequence[int]) -> Iterator[None]:
+        """Have a whole batch in hand that weights are updated with; its step ends here."""
         with self._holding(self._training, indices):
             yield
             self._num_deaths_in_a_row = 0
 
     @contextmanager
-    def _holding(self, suspects: "_Suspects", indices: Sequence[int]) -> Iterator[None]:
+    def _holding(self, suspects: "_Suspects", indices: Sequence[int], *, clears: bool = True) -> Iterator[None]:
         with self._lock:
             suspects.in_hand += indices
             self._write()
         try:
             yield
         except PenstockError:
-            self._put_down(suspects, indices)
+            self._put_down(suspects, indices, clears=True)
             raise
-        self._put_down(suspects, indices)
+        self._put_down(suspects, indices, clears=clears)
 
-    def _put_down(self, suspects: "_Suspects", indices: Sequence[int]) -> None:
+    def _put_down(self, suspects: "_Suspects", indices: Sequence[int], *, clears: bool) -> None:
         with self._lock:
             for index in indices:
                 suspects.in_hand.remove(index)
-                suspects.deaths.pop(index, None)
+                if clears:
+                    suspects.deaths.pop(index, None)
             self._write()
 
     def _write(self) -> None:

@@ -2,13 +2,15 @@
 
     groups/
       step-000012/
-        step.json                 order of the groups, policy version, digests of weights and random state, environment
+        step.json                 order of the groups, the chunks in which they came, policy version, digests of
+                                  weights and random state, environment
         settings.toml             the settings of the step
         group-000352.msgpack      each group as a worker published it
         image-<sha256>            each image of the groups
 
-Invariant: a folder named step-N is complete; it is written under another name and renamed. It is written before the
-step is computed, so a step that fails can be replayed too. A step that is trained again replaces its recording.
+Invariant: a folder named step-N can be replayed: it is written under another name and renamed, and later groups are
+there before its step.json names them. Each chunk is in it before it is computed, so a step that fails can be replayed
+too, as far as it came. A step that is trained again replaces its recording.
 """
 
 import re
@@ -39,6 +41,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The published version, which the weights have before the step."""
     groups: tuple[int, ...]
     """Indices of the groups in the order of the batch."""
+    chunks: tuple[int, ...] = ()
+    """Groups in each chunk of the batch, in order; empty: it is one chunk."""
     weights: str
     """Digest of the weights before the step."""
     random_state: str
@@ -71,15 +75,21 @@ def write_recording(
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    (partial / "step.json").write_bytes(msgspec.json.format(msgspec.json.encode(inputs), indent=1))
     (partial / "settings.toml").write_text(configuration.dump(settings))
-    for group in groups:
-        _group_file(partial, group.id.index).write_bytes(encode(group))
-    for sha256, data in images.items():
-        _image_file(partial, sha256).write_bytes(data)
-    if final.exists():
-        shutil.rmtree(final)
+    _write_groups(partial, inputs, groups, images)
+    remove_recording(folder, inputs.step)
     partial.rename(final)
+
+
+def extend_recording(folder: Path, inputs: StepInputs, groups: Sequence[Group], images: Mapping[str, bytes]) -> None:
+    """Add groups to a step's recording below `folder`; `inputs` are those of all its groups."""
+    _write_groups(step_folder(folder, inputs.step), inputs, groups, images)
+
+
+def remove_recording(folder: Path, step: int) -> None:
+    """Remove a step's recording below `folder`, if there is one."""
+    if (path := step_folder(folder, step)).exists():
+        shutil.rmtree(path)
 
 
 def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Recording:
@@ -119,6 +129,17 @@ def describe_steps(steps: Sequence[int]) -> str:
     if not steps:
         return "no step is recorded; train with --trainer.record_groups=true"
     return f"recorded: {', '.join(map(str, steps)) if len(steps) <= 12 else f'{len(steps)} of {steps[0]}-{steps[-1]}'}"
+
+
+def _write_groups(folder: Path, inputs: StepInputs, groups: Sequence[Group], images: Mapping[str, bytes]) -> None:
+    """Write the files of groups, and then the inputs that name them."""
+    for group in groups:
+        _group_file(folder, group.id.index).write_bytes(encode(group))
+    for sha256, data in images.items():
+        _image_file(folder, sha256).write_bytes(data)
+    temporary = folder / ".step.json"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(inputs), indent=1))
+    temporary.rename(folder / "step.json")
 
 
 def _image_file(folder: Path, sha256: str) -> Path:

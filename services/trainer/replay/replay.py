@@ -1,14 +1,16 @@
 """Computes a recorded step again.
 
 Invariant: in the environment of the recording, the same settings give the same bits: loss, gradient norm and weights.
-A step reads only the weights, the optimizer's state, torch's random state, the groups in their order, the published
-version and its settings. Its packed rows follow from these.
+A step reads only the weights, the optimizer's state, torch's random state, the groups in their order and chunks,
+the published version and its settings. Its packed rows follow from these.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 import torch
@@ -25,6 +27,8 @@ from services.trainer.replay.run import RecordedRun
 from services.trainer.replay.settings import StepSettings
 
 log = structlog.get_logger()
+
+ItemT = TypeVar("ItemT")
 
 _MAX_SKIPPED_STEPS = 1_000_000
 """A run ends after too many skipped steps; a replay shows their numbers instead."""
@@ -124,22 +128,26 @@ class _Trainer:
         filtered = Counter(each.reason for each in screenings if each.reason is not None)
         try:
             groups = [
-                self._reader.read(group, recording.images).screened(screening)
+                None if screening.reason else self._reader.read(group, recording.images).screened(screening)
                 for group, screening in zip(recording.groups, screenings, strict=True)
-                if screening.reason is None
             ]
         except InvalidRequestError as error:
             raise SetupError(f"step {inputs.step} does not fit the model in {self._base_path}: {error}") from None
-        if not groups:
+        if not any(groups):
             found = ", ".join(f"{reason} {count}" for reason, count in filtered.items())
             raise SetupError(f"the filters leave none of the {len(recording.groups)} groups of the step ({found})")
         bound = self.settings.trainer.max_staleness
-        fresh = [group for group in groups if inputs.policy_version - group.oldest_version <= bound]
+        chunks = [
+            [group for group in chunk if group and inputs.policy_version - group.oldest_version <= bound]
+            for chunk in _cut(groups, inputs.chunks)
+        ]
+        fresh = [group for chunk in chunks for group in chunk]
         if not fresh:
-            raise SetupError(f"trainer.max_staleness = {bound} leaves none of the {len(groups)} groups of the step")
+            num_groups = sum(group is not None for group in groups)
+            raise SetupError(f"trainer.max_staleness = {bound} leaves none of the {num_groups} groups of the step")
         with computing_threads(inputs.environment.num_threads):
             before = self.backend.digests()
-            metrics = take_step(self.backend, [fresh], inputs.policy_version)
+            metrics = take_step(self.backend, filter(None, chunks), inputs.policy_version)
             environment = self.backend.environment()
         return ReplayedStep(
             metrics=metrics | _filter_metrics(recording, fresh, filtered),
@@ -151,6 +159,12 @@ class _Trainer:
 
     def save(self, store: CheckpointStore, step: int) -> Checkpoint:
         return store.save(step, {}, self.backend.save)
+
+
+def _cut(groups: Sequence[ItemT], sizes: Sequence[int]) -> list[Sequence[ItemT]]:
+    """Cut into chunks of these sizes; none: into one."""
+    bounds = [0, *accumulate(sizes or [len(groups)])]
+    return [groups[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _filter_metrics(

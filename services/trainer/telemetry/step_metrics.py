@@ -12,21 +12,24 @@ from services.trainer.batching.sequences import TrainGroup
 from services.trainer.flow.filter_tally import Interval
 from services.trainer.weight_sync.publisher import PushReport
 
+_PARTS = ("wait_s", "data_wait_s", "push_wait_s", "checkpoint_wait_s", "train_s")
+"""Of a step, as docs/metrics.md explains them; each may come several times."""
+
 
 class StepClock:
-    """Measures the parts of a step, one after the other."""
+    """Measures the parts of a step, which take turns."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start the first part."""
         self._now = now
         self._started = self._lap_started = now()
-        self._laps: dict[str, float] = {}
+        self._laps = dict.fromkeys(_PARTS, 0.0)
         self._stopped: float | None = None
 
     def lap(self, name: str) -> None:
-        """End a part of the step, and start the next."""
+        """End a part of the step, and start the next; parts of the same name add up."""
         now = self._now()
-        self._laps[name] = now - self._lap_started
+        self._laps[name] += now - self._lap_started
         self._lap_started = now
 
     def stop(self) -> None:

@@ -1,10 +1,10 @@
 """A trainer's collector, batches and step, in processes that one group kills.
 
-    python -m tests.support.trainer.dying_trainer URL RUN FOLDER reading|training NUM_STARTS
+    python -m tests.support.trainer.dying_trainer URL RUN FOLDER reading|training|waiting NUM_STARTS
 
 Starts that many, one after the other, and prints the exit code of each. A process dies by SIGKILL when it reads group
-0, or trains a batch with it. Otherwise it trains one batch of two groups and prints {"batch": its groups, "num_failed":
-groups that were given up}.
+0, or trains a batch with it, or, once, when it has computed a group of a batch and waits for the other. Otherwise it
+trains one batch of two groups and prints {"batch": its groups, "num_failed": groups that were given up}.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.step_metrics import StepClock
 
 DEADLY = 0
 NUM_GROUPS = 4
@@ -64,16 +65,19 @@ class DeadlyReader(GroupReader):
 class DeadlyBackend:
     """Training group 0 kills, when all groups of the bus have been read."""
 
-    def __init__(self, ledger: "GroupLedger[Finished, Delivery]") -> None:
+    def __init__(self, ledger: "GroupLedger[Finished, Delivery]", *, is_deadly: bool) -> None:
         """Look at `ledger`."""
         self._ledger = ledger
+        self._is_deadly = is_deadly
+        self.num_groups = 0
 
     def begin_step(self, policy_version: int) -> None:
         """Take any."""
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
         """Train any other group."""
-        if any(group.index == DEADLY for group in groups):
+        self.num_groups += len(groups)
+        if self._is_deadly and any(group.index == DEADLY for group in groups):
             while self._ledger.num_receipts < NUM_GROUPS:
                 time.sleep(0.01)
             die()
@@ -97,7 +101,13 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
         position = Position(num_steps=10, step=1, version=1, announced_version=1)
         changes = Changes()
 
+        backend = DeadlyBackend(ledger, is_deadly=mode == "training")
+        death = folder / "death"
+
         def admit() -> None:
+            if mode == "waiting" and backend.num_groups == 1 and not death.exists():
+                death.touch()
+                die()
             while ledger.num_admissible(position.num_steps_left):
                 ledger.admit(position.version)
                 changes.notify()
@@ -122,7 +132,7 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 folder=folder,
                 progress=Progress(run_id="run", num_steps=10),
                 position=position,
-                backend=DeadlyBackend(ledger),  # type: ignore[arg-type]
+                backend=backend,  # type: ignore[arg-type]
                 publisher=NOBODY,
                 publication=NOBODY,
                 ledger=ledger,
@@ -130,7 +140,13 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 collector=collector,
                 crashes=crashes,
                 batches=BatchSource(
-                    ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+                    ledger=ledger,
+                    feeder=feeder,
+                    collector=collector,
+                    changes=changes,
+                    position=position,
+                    streak=streak,
+                    streams=mode == "waiting",
                 ),
                 checkpoints=NOBODY,
                 metrics=NOBODY,
@@ -139,10 +155,11 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
             )
             async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
                 collecting = tasks.create_task(collector.run())
-                batch = await loop._collect()
-                await loop._train(batch)
+                batch = await loop._compute_batch(asyncio.Event(), StepClock())
+                assert batch is not None
+                await loop._update(batch)
                 await end_task(collecting)
-            trained = [finished.ready.index for finished in batch]
+            trained = sorted(finished.ready.index for finished in batch)
             sys.stdout.write(json.dumps({"batch": trained, "num_failed": ledger.counts.failed}) + "\n")
 
 

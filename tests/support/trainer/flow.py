@@ -31,6 +31,7 @@ from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
+from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.trainer.groups import IMAGES
 from tests.support.waiting import HANG_S
 
@@ -59,7 +60,7 @@ class Flow:
         """The batch that trains `version`, which is announced, within the time of a test."""
         self.announce(version)
         async with asyncio.timeout(HANG_S):
-            return await self.batches.next()
+            return await self.batches.next_chunk(StepClock())
 
     async def settle(self) -> int:
         """What a checkpoint does; returns the number of messages that it acknowledged."""
@@ -131,7 +132,13 @@ async def open_flow(
                 on_received=feeder.wake,
             )
             batches = BatchSource(
-                ledger=ledger, feeder=feeder, collector=collector, changes=changes, position=position, streak=streak
+                ledger=ledger,
+                feeder=feeder,
+                collector=collector,
+                changes=changes,
+                position=position,
+                streak=streak,
+                streams=False,
             )
             yield Flow(bus, ledger, collector, feeder, batches, position)
 

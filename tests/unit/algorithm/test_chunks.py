@@ -45,12 +45,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(path: Path, **algorithm: Any) -> InProcessBackend:
-    """One that has loaded the model; an update is nearly proportional to the gradient."""
+def loaded(path: Path, checkpoint: Path | None = None, **algorithm: Any) -> InProcessBackend:
+    """One that has loaded the model, or a checkpoint; an update is nearly proportional to the gradient."""
     config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=0.1, grad_clip=1e9))
     axes = AlgorithmConfig.model_validate(algorithm)
     backend = InProcessBackend(path, config, axes, seed=0, temperature=1.0, adam_eps=1.0)
-    backend.load(None)
+    backend.load(checkpoint)
     return backend
 
 
@@ -144,6 +144,30 @@ def test_an_aborted_step_leaves_nothing(tiny_model_path: Path, groups: list[Trai
     fresh = loaded(tiny_model_path)
     take_step(fresh, [groups], VERSION)
     assert backend.digests() == fresh.digests()
+
+
+def test_a_checkpoint_written_beside_a_step_is_of_the_moment_before(
+    tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path
+) -> None:
+    """Weights, averages, reference, entropy coefficient and random state: whatever the step has computed or drawn."""
+    settings: dict[str, Any] = {"kl": {"kind": "k3"}, "entropy": {"kind": "target", "coef": 0.01}}
+    backend = loaded(tiny_model_path, **settings)
+    take_step(backend, [groups], VERSION)
+    (tmp_path / "between").mkdir()
+    backend.save(tmp_path / "between")
+    backend.begin_step(VERSION)
+    backend.accumulate(groups[:2])
+    torch.rand(3)
+    drawn = backend.digests().random_state
+    (tmp_path / "beside").mkdir()
+    backend.save(tmp_path / "beside")
+    after = []
+    for folder in ("between", "beside"):
+        resumed = loaded(tiny_model_path, tmp_path / folder, **settings)
+        start = resumed.digests()
+        after.append((start, take_step(resumed, [groups], VERSION)["loss"], resumed.digests()))
+    assert after[0] == after[1]
+    assert after[0][0].random_state != drawn, "the draw would have been seen"
 
 
 def test_a_step_that_fails_is_aborted(tiny_model_path: Path, groups: list[TrainGroup]) -> None:

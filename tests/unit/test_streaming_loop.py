@@ -1,0 +1,265 @@
+"""The training loop computes groups as they come, and lets nothing but the update wait for a checkpoint's files."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.runtime.process import end_task
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.group_state import Arrival, GroupStatus
+from services.trainer.admission.ledger import GroupLedger
+from services.trainer.background import Lane
+from services.trainer.config import TrainerConfig
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.loop import TrainingLoop
+from services.trainer.position import Position
+from services.trainer.telemetry.progress import Progress
+from tests.support.waiting import HANG_S, promptly
+
+GROUPS_PER_STEP = 4
+UNUSED: Any = None
+
+
+class GatedBackend:
+    """Notes what it is told, and goes on with each chunk and update when the test says so."""
+
+    def __init__(self) -> None:
+        """Wait at the first chunk."""
+        self._loop = asyncio.get_running_loop()
+        self._calls: asyncio.Queue[Any] = asyncio.Queue()
+        self._may_go_on = threading.Semaphore(0)
+
+    async def next_call(self) -> Any:
+        """What it is doing next: the indices of a chunk, or the name of a method."""
+        return await promptly(self._calls.get())
+
+    def go_on(self, num_calls: int = 1) -> None:
+        """Let it end what it is doing, and the calls after it."""
+        self._may_go_on.release(num_calls)
+
+    def begin_step(self, policy_version: int) -> None:
+        """Begin at once."""
+
+    def accumulate(self, groups: Sequence[Any]) -> None:
+        """Compute a chunk until the test says that it is enough."""
+        self._do([group.index for group in groups])
+
+    def finish_step(self) -> dict[str, float]:
+        """Update likewise."""
+        self._do("finish_step")
+        return {"grad_norm": 1.0, "num_groups": 4.0, "num_groups_without_gradient": 0.0}
+
+    def abort_step(self) -> None:
+        """Only note it."""
+        self._loop.call_soon_threadsafe(self._calls.put_nowait, "abort_step")
+
+    def _do(self, what: Any) -> None:
+        self._loop.call_soon_threadsafe(self._calls.put_nowait, what)
+        assert self._may_go_on.acquire(timeout=HANG_S)
+
+
+@dataclass
+class GatedCheckpoints:
+    """Writes each checkpoint until the test says that it is on disk."""
+
+    saved_version: int | None = None
+    moments: list[Any] = field(default_factory=list)
+    on_disk: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def moment(self, position: Position, metrics: Any = UNUSED) -> int:
+        """The version."""
+        return position.version
+
+    async def write(self, moment: int) -> None:
+        """Wait for the test."""
+        self.moments.append(moment)
+        await promptly(self.on_disk.wait())
+
+    async def settle(self, moment: int) -> None:
+        """It is the newest."""
+        self.saved_version = moment
+
+
+class Loop(TrainingLoop):
+    """Without replicas and metrics."""
+
+    async def _copy_weights(self) -> Any:
+        return UNUSED
+
+    async def _push(self, weights: Any, metrics: dict[str, Any], clock: Any) -> None:
+        self.position.announced_version = self.position.version
+
+    def _describe(self, batch: Sequence[Any]) -> dict[str, Any]:
+        return {}
+
+    def _write_samples(self, finished: Any, step: int) -> None:
+        pass
+
+
+@dataclass
+class Run:
+    """A loop at work, and what the test moves."""
+
+    ledger: GroupLedger[Any, Any]
+    changes: Changes
+    position: Position
+    backend: GatedBackend
+    checkpoints: GatedCheckpoints
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    def finish(self, *indices: int) -> None:
+        """Groups arrive, played with the present version."""
+        for index in indices:
+            group = SimpleNamespace(ready=SimpleNamespace(index=index), images={}, played=UNUSED)
+            version = self.position.version
+            arrival = Arrival(
+                index=index, attempt=0, oldest_version=version, newest_version=version, num_tokens=1, group=group
+            )
+            assert self.ledger.hold(arrival)
+        self.changes.notify()
+
+
+@asynccontextmanager
+async def running(folder: Path, *, streams: bool = True, **settings: Any) -> AsyncIterator[Run]:
+    """A loop of three steps, with max_staleness 1."""
+    ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=GROUPS_PER_STEP))
+    position = Position(num_steps=3, step=0, version=1, announced_version=1)
+    changes, backend, checkpoints, stop = Changes(), GatedBackend(), GatedCheckpoints(), asyncio.Event()
+
+    def admit() -> None:
+        while ledger.num_admissible(position.num_steps_left, num_steps_ahead=position.num_steps_ahead):
+            ledger.admit(position.announced_version or 0)
+
+    batches = BatchSource(
+        ledger=ledger,
+        feeder=SimpleNamespace(wake=admit),  # type: ignore[arg-type]
+        collector=UNUSED,
+        changes=changes,
+        position=position,
+        streak=UNUSED,
+        streams=streams,
+    )
+    loop = Loop(
+        config=TrainerConfig(**settings),
+        folder=folder,
+        progress=Progress(run_id="run", num_steps=3),
+        position=position,
+        backend=backend,  # type: ignore[arg-type]
+        publisher=UNUSED,
+        publication=UNUSED,
+        ledger=ledger,
+        feeder=UNUSED,
+        collector=UNUSED,
+        crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
+        batches=batches,
+        checkpoints=checkpoints,  # type: ignore[arg-type]
+        metrics=UNUSED,
+        trackers=UNUSED,
+        recorder=None,
+    )
+
+    async def train() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await loop._train_until(stop, tasks)
+
+    admit()
+    task = asyncio.create_task(train())
+    yield Run(ledger, changes, position, backend, checkpoints, stop, task)
+    backend.go_on(100)
+    await end_task(task)
+
+
+async def test_groups_that_arrive_while_others_are_computed_make_the_next_chunk(tmp_path: Path) -> None:
+    """One alone, then what came meanwhile in order of index, then the last; a batch that is there is one chunk."""
+    async with running(tmp_path) as run:
+        run.finish(2)
+        assert await run.backend.next_call() == [2]
+        assert run.ledger.status(2) is GroupStatus.TRAINING
+        run.finish(7, 1)
+        run.backend.go_on()
+        assert await run.backend.next_call() == [1, 7]
+        run.backend.go_on()
+        run.finish(0)
+        assert await run.backend.next_call() == [0]
+        run.finish(3, 4, 5, 6)
+        run.backend.go_on()
+        assert await run.backend.next_call() == "finish_step"
+        run.backend.go_on()
+        assert await run.backend.next_call() == [3, 4, 5, 6]
+
+
+async def test_without_streaming_nothing_is_computed_before_the_batch_is_there(tmp_path: Path) -> None:
+    """Then it is one chunk, in order of index, of the earliest deadlines."""
+    async with running(tmp_path, streams=False) as run:
+        run.finish(7)
+        run.finish(2, 1)
+        run.finish(0)
+        assert await run.backend.next_call() == [0, 1, 2, 7]
+
+
+async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its files are written the next groups are computed; it is of the moment before them."""
+    async with running(tmp_path, checkpoint_every=1) as run:
+        free = Lane.free
+
+        async def free_at_last(lane: Lane) -> None:
+            """The files are on disk when the loop waits for them, not before."""
+            if run.checkpoints.moments:
+                run.checkpoints.on_disk.set()
+            await free(lane)
+
+        monkeypatch.setattr(Lane, "free", free_at_last)
+        run.finish(0, 1, 2, 3)
+        for what in ([0, 1, 2, 3], "finish_step"):
+            assert await run.backend.next_call() == what
+            run.backend.go_on()
+        run.finish(4, 5, 6, 7)
+        assert await run.backend.next_call() == [4, 5, 6, 7]
+        assert run.checkpoints.moments == [2]
+        assert not run.checkpoints.on_disk.is_set()
+        run.backend.go_on()
+        assert await run.backend.next_call() == "finish_step"
+        assert run.checkpoints.saved_version == 2
+        run.backend.go_on()
+
+
+async def test_a_run_that_is_stopped_in_a_batch_keeps_its_groups(tmp_path: Path) -> None:
+    """The step is aborted; the last checkpoint is of the weights before it and has the groups still to be trained."""
+    async with running(tmp_path) as run:
+        run.finish(0, 3)
+        assert await run.backend.next_call() == [0, 3]
+        run.stop.set()
+        run.backend.go_on()
+        assert await run.backend.next_call() == "abort_step"
+        run.checkpoints.on_disk.set()
+        await promptly(run.task)
+        assert run.checkpoints.moments == [1]
+        assert run.position.step == 0
+        assert [run.ledger.status(index) for index in (0, 3)] == [GroupStatus.HELD] * 2
+        assert run.ledger.checkpoint().state["counts"]["trained"] == 0
+
+
+async def test_a_stop_does_not_throw_away_a_batch_that_is_there(tmp_path: Path) -> None:
+    """All that is missing arrives while the rest is computed: the step is taken, and is the last."""
+    async with running(tmp_path) as run:
+        run.finish(0)
+        assert await run.backend.next_call() == [0]
+        run.stop.set()
+        run.finish(1, 2, 3)
+        run.backend.go_on()
+        for what in ([1, 2, 3], "finish_step"):
+            assert await run.backend.next_call() == what
+            run.backend.go_on()
+        run.checkpoints.on_disk.set()
+        await promptly(run.task)
+        assert (run.position.step, run.checkpoints.moments) == (1, [2])
