@@ -23,9 +23,9 @@ from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.waiting import HANG_S, promptly
 
-GROUPS_PER_STEP = 4
 UNUSED: Any = None
 
 
@@ -112,6 +112,7 @@ class Run:
     ledger: GroupLedger[Any, Any]
     changes: Changes
     position: Position
+    batches: BatchSource
     backend: GatedBackend
     checkpoints: GatedCheckpoints
     stop: asyncio.Event
@@ -130,9 +131,11 @@ class Run:
 
 
 @asynccontextmanager
-async def running(folder: Path, *, streams: bool = True, **settings: Any) -> AsyncIterator[Run]:
+async def running(
+    folder: Path, *, streams: bool = True, groups_per_step: int = 4, **settings: Any
+) -> AsyncIterator[Run]:
     """A loop of three steps, with max_staleness 1."""
-    ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=GROUPS_PER_STEP))
+    ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
     position = Position(num_steps=3, step=0, version=1, announced_version=1)
     changes, backend, checkpoints, stop = Changes(), GatedBackend(), GatedCheckpoints(), asyncio.Event()
 
@@ -174,7 +177,7 @@ async def running(folder: Path, *, streams: bool = True, **settings: Any) -> Asy
 
     admit()
     task = asyncio.create_task(train())
-    yield Run(ledger, changes, position, backend, checkpoints, stop, task)
+    yield Run(ledger, changes, position, batches, backend, checkpoints, stop, task)
     backend.go_on(100)
     await end_task(task)
 
@@ -196,6 +199,34 @@ async def test_groups_that_arrive_while_others_are_computed_make_the_next_chunk(
         assert await run.backend.next_call() == "finish_step"
         run.backend.go_on()
         assert await run.backend.next_call() == [3, 4, 5, 6]
+
+
+async def test_a_chunk_is_an_eighth_of_the_batch_or_what_completes_it(tmp_path: Path) -> None:
+    """Of 20 groups at least three; two that complete the batch are taken, too."""
+    async with running(tmp_path, groups_per_step=20) as run:
+        run.finish(*range(6))
+        assert await run.backend.next_call() == list(range(6))
+        run.stop.set()  # the test takes over
+        waiting = asyncio.create_task(run.batches.next_chunk(StepClock()))
+        run.finish(6, 7)
+        await settled()
+        assert not waiting.done()
+        run.finish(8)
+        assert len(await promptly(waiting)) == 3
+        run.finish(*range(9, 18))
+        await run.batches.next_chunk(StepClock())
+        waiting = asyncio.create_task(run.batches.next_chunk(StepClock()))
+        run.finish(18)
+        await settled()
+        assert not waiting.done()
+        run.finish(19)
+        assert len(await promptly(waiting)) == 2
+
+
+async def settled() -> None:
+    """Every task has gone as far as it can by itself."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def test_without_streaming_nothing_is_computed_before_the_batch_is_there(tmp_path: Path) -> None:
