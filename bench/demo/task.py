@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from penstock.model.tokens import forbidden_token_ids
+from penstock.records import TextPart
 from services.recipe import Recipe
 from services.trainer.data.dataset import open_dataset
-from services.trainer.data.example import IMAGE_MARK
 
 
 def write_task(folder: Path, recipe: Recipe, *, target: float, window: int) -> Path:
@@ -27,8 +27,8 @@ def write_task(folder: Path, recipe: Recipe, *, target: float, window: int) -> P
         name = f"{position}.png"
         (folder / name).write_bytes(image)
         (message,) = example.messages
-        text = "".join(part.text for part in message.parts if hasattr(part, "text"))
-        rows.append({"text": text.replace(IMAGE_MARK, ""), "image": name, "gold": gold})
+        text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
+        rows.append({"text": text, "image": name, "gold": gold})
     task = {
         "model": str(recipe.model.path.absolute()),
         "num_steps": trainer.num_steps,

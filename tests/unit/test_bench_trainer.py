@@ -1,14 +1,20 @@
 """What `make bench-trainer` compares is the same step; the GPU's script is right where it can run."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from bench.demo.penstock_run import RECIPE
+from bench.demo.task import write_task
 from bench.gpu.bench_train_step import attention_table
 from bench.trainer.step_process import SUBJECTS
 from bench.trainer.workload import Workload, read_groups
+from penstock import config as configuration
+from services.recipe import Recipe
+from services.trainer.data.dataset import open_dataset
 from tests.support.trainer.groups import picture
 
 
@@ -30,3 +36,18 @@ def test_the_attention_that_a_gpu_is_measured_against_is_right() -> None:
     rows = [line.split("|") for line in attention_table(torch.device("cpu")).splitlines()[2:]]
     assert len(rows) == 8
     assert all(float(row[3]) < 1e-4 for row in rows)
+
+
+def test_trl_gets_the_demos_own_problems(tmp_path: Path) -> None:
+    """In the run's order: text without a mark for the picture, the picture, the answer, and batch and sampling."""
+    recipe = configuration.load(Recipe, [RECIPE], ["--trainer.num_steps=2", "--run.seed=3"])
+    task = json.loads(write_task(tmp_path, recipe, target=0.8, window=5).read_text())
+    dataset = open_dataset(recipe.data, seed=3)
+    assert len(task["rows"]) == 2 * task["groups_per_step"] == 64
+    for position, row in enumerate(task["rows"]):
+        example = dataset[position]
+        assert (tmp_path / row["image"]).read_bytes() == example.images[0]
+        assert row["gold"] == example.golds[0]
+        assert row["text"].startswith("Find the ")
+    assert task["max_new_tokens"] == recipe.sampling.max_new_tokens == 12
+    assert task["samples_per_group"] == recipe.trainer.samples_per_group
