@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launch.child import Child, State
-from services.launch.metrics import StepRow, describe_step, reward_of, sparkline
+from services.launch.metrics import StepRow, describe_step, describe_waits, reward_of, sparkline
 
 _COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}
 _SPARKLINE_WIDTH = 60
@@ -117,7 +117,7 @@ def _table(rows: Sequence[StepRow]) -> Table:
             "step time",
             "step_s",
             "{:.1f} s",
-            f"{last.get('wait_s', 0):.1f} s waiting, {last.get('train_s', 0):.1f} s training",
+            describe_waits(last),
         ),
     ):
         if key in last:

@@ -14,6 +14,11 @@ StepRow = dict[str, Any]
 _GROUP_COUNTS = ("trained", "stale", "failed", "filtered", "duplicate")
 """What became of groups: the trainer counts each kind as num_<kind>_groups."""
 
+_WAITS = (("wait_s", "groups"), ("data_wait_s", "prompts"), ("push_wait_s", "pushes"), ("checkpoint_wait_s", "files"))
+"""What the trainer waits for in a step, by metric."""
+_SHORTEST_WAIT_S = 0.05
+"""Shorter ones would be shown as 0.0 s."""
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -80,6 +85,13 @@ def describe_step(row: StepRow) -> str:
     parts += [f"|dlogp| {row['dlogp_mean']:.1e} (max {row.get('dlogp_max', 0):.1e})"] if "dlogp_mean" in row else []
     parts += [f"{row['step_s']:.1f} s"] if "step_s" in row else []
     return "  ".join(parts)
+
+
+def describe_waits(row: StepRow) -> str:
+    """How long the trainer computed in a step, and for what it waited instead."""
+    training = f"{row.get('train_s', 0):.1f} s training"
+    waits = [f"{row[key]:.1f} s for {what}" for key, what in _WAITS if row.get(key, 0) >= _SHORTEST_WAIT_S]
+    return f"{training}, waiting {', '.join(waits)}" if waits else training
 
 
 def describe_run(rows: Sequence[StepRow]) -> list[str]:

@@ -18,7 +18,7 @@ from services.launch.bounded_log import BoundedLog
 from services.launch.child import StopStage
 from services.launch.display import LiveDisplay
 from services.launch.launcher import addressed, child_environment, process_specs
-from services.launch.metrics import MetricsFollower, describe_run, describe_step, sparkline
+from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
 from services.launch.reaper_process import groups_left
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import make_plan
@@ -306,6 +306,13 @@ def test_step_is_one_line() -> None:
         "|dlogp| 1.2e-06 (max 9.0e-06)"
     )
     assert describe_step({"step": 3, "num_steps": 4}) == "step 3/4"
+
+
+def test_the_display_says_what_the_trainer_waited_for() -> None:
+    """Only what took time; rows of another version may lack some of it."""
+    row = {"train_s": 1.24, "wait_s": 0.31, "push_wait_s": 0.06, "data_wait_s": 0.0, "checkpoint_wait_s": 0.001}
+    assert describe_waits(row) == "1.2 s training, waiting 0.3 s for groups, 0.1 s for pushes"
+    assert describe_waits({"train_s": 1.0}) == "1.0 s training"
 
 
 def test_filtered_groups_are_shown_with_the_reward_of_all_that_were_played() -> None:
