@@ -2,9 +2,9 @@
 
 Legend: N = own tokens of a row.
 
-Its weights wait in the host's memory. For one pass over the batch they are on the device beside the policy's, and the
-policy's own module computes with them; no second model exists. It makes its pass before the policy's gradient, so its
-copy is gone when activations need the room.
+Its weights wait in the host's memory. For one pass over a chunk they are on the device beside the policy's, and the
+policy's own module computes with them; no second model exists. It makes its pass over a chunk before the policy does,
+so its copy is gone when activations need the room.
 """
 
 from collections.abc import Callable, Iterable
