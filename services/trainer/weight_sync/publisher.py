@@ -17,7 +17,7 @@ import grpc.aio
 import structlog
 import torch
 
-from penstock.bus.replica_lease import read_replica
+from penstock.bus.replica_lease import ReplicaLeases
 from penstock.bus.watch import Watch
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
@@ -43,6 +43,8 @@ _PUSHABLE = (
 )
 _READY = common_pb2.REPLICA_STATE_READY
 _CATCH_UP_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.1
+"""Leases of a large pool are renewed hundreds of times a second, and each look reads all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class WeightPublisher:
     """The version that each replica reported last; 0 if its weights are not sound."""
     _retry: _Retry | None = None
     """The running retry of a failed replica. It takes the lock itself, and may be cancelled at any time."""
+    _leases: ReplicaLeases = field(default_factory=ReplicaLeases)
     _deadlines: PushDeadlines = field(init=False)
     _selector: TransportSelector = field(init=False)
     _pool: SharedMemoryPool = field(default_factory=SharedMemoryPool)
@@ -155,6 +158,7 @@ class WeightPublisher:
                 await all_done([retry])
                 if not retry.cancelled():
                     retry.result()
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     @property
     def num_live_replicas(self) -> int:
@@ -202,8 +206,8 @@ class WeightPublisher:
         return replica.policy_version == version and replica.state == common_pb2.REPLICA_STATE_READY
 
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
-        replicas = [read_replica(key, value) for key, value in self.replicas.values.items()]
-        chosen = [Member(one.replica_id, one.address) for one in replicas if one is not None and wanted(one)]
+        replicas = self._leases.read(self.replicas.values).values()
+        chosen = [Member(one.replica_id, one.address) for one in replicas if wanted(one)]
         return sorted(chosen, key=lambda member: member.replica_id)
 
     async def _push(
