@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer churn chaos up down logs test-mooncake test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer churn chaos up down logs test-mooncake test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -96,6 +96,9 @@ bench-trainer: setup ## Measure an optimizer step beside padded samples and TRL;
 
 bench-demo-trl: setup ## Run the demo beside TRL on the same task; ARGS="--steps 20" only measures steps.
 	@$(BIN)/python -W ignore bench/bench_demo_trl.py $(ARGS)
+
+bench-async: setup ## Measure steps/s under each bound on staleness beside the best it allows; ARGS="--replicas 8" picks.
+	@$(BIN)/python -W ignore bench/bench_async.py $(ARGS)
 
 bench-images: setup ## Count the bytes of a group's images, by value and by hash; ARGS="--turns 8" picks.
 	@$(BIN)/python bench/bench_images.py $(ARGS)

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import uuid
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
 
@@ -55,6 +57,24 @@ _GROUP_ACK_WAIT_S = 60.0
 """A group lost on its way from the bus is delivered again after this time. Heartbeats keep those in hand."""
 _MAX_GROUPS_IN_HAND = 100_000
 
+OpenBackend: TypeAlias = Callable[[TrainerSettings], TrainBackend]
+"""Makes what computes; `load` is still to be called."""
+
+
+def in_process(settings: TrainerSettings) -> TrainBackend:
+    """Return the backend that computes in the trainer's own process.
+
+    Raises:
+        ConfigError: the device or a function of the algorithm is not there, or the process is one of several ranks.
+    """
+    return InProcessBackend(
+        settings.model.path,
+        settings.trainer,
+        settings.algorithm,
+        seed=settings.run.seed,
+        temperature=settings.sampling.temperature,
+    )
+
 
 async def assemble(
     settings: TrainerSettings,
@@ -64,8 +84,10 @@ async def assemble(
     progress: Progress,
     security: Security | None,
     stack: AsyncExitStack,
+    *,
+    open_backend: OpenBackend,
 ) -> TrainingLoop:
-    """Build the training loop; what must be closed is pushed on `stack`.
+    """Build the training loop around the backend that `open_backend` makes; what must be closed is pushed on `stack`.
 
     Raises:
         UserError: the model, the data or NATS are not as the run needs them, or the trainer died too often in a row.
@@ -78,13 +100,7 @@ async def assemble(
     for doubt in doubts(settings.filters, settings.algorithm):
         log.warning("settings.doubtful", reason=doubt)
     dataset = await asyncio.to_thread(_open_dataset, settings)
-    backend = InProcessBackend(
-        settings.model.path,
-        config,
-        settings.algorithm,
-        seed=settings.run.seed,
-        temperature=settings.sampling.temperature,
-    )
+    backend = open_backend(settings)
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
     progress.step = progress.checkpoint_step = start.step

@@ -11,7 +11,7 @@ from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
-from services.trainer.assembly import assemble
+from services.trainer.assembly import OpenBackend, assemble, in_process
 from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
 from services.trainer.starting_point import find_starting_point
@@ -21,8 +21,14 @@ from services.trainer.telemetry.progress import Progress, TrainerServicer
 log = structlog.get_logger()
 
 
-async def serve(settings: TrainerSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
-    """Train until the recipe's last step or until `stop`, then draw the curves.
+async def serve(
+    settings: TrainerSettings,
+    stop: asyncio.Event,
+    *,
+    security: Security | None = None,
+    open_backend: OpenBackend = in_process,
+) -> None:
+    """Train with the backend of `open_backend` until the recipe's last step or until `stop`, then draw the curves.
 
     Raises:
         UserError: the model, the data, NATS or the checkpoints are not as the run needs them.
@@ -34,7 +40,8 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event, *, security: Sec
         start = await find_starting_point(settings, bus)
         progress = Progress(run_id=start.run_id, num_steps=settings.trainer.num_steps)
         await _serve_progress(settings, progress, security, stack)
-        loop = await unless_stopped(assemble(settings, start, bus, lock, progress, security, stack), stop)
+        assembling = assemble(settings, start, bus, lock, progress, security, stack, open_backend=open_backend)
+        loop = await unless_stopped(assembling, stop)
         if loop is None:
             return
         await _run_beside_its_tasks(loop, stop)

@@ -1,0 +1,85 @@
+"""A trainer's backend without a model: an optimizer step is a sleep, and the weights are one number."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from bench.async_loop.workload import Workload
+from services.trainer.backend.base import StateDigests
+from services.trainer.backend.environment import Environment, current_environment
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.config import BackendConfig
+
+
+class SimulatedBackend:
+    """A `TrainBackend` whose steps take as long as the workload says; it writes when each began and ended."""
+
+    def __init__(self, config: BackendConfig, workload: Workload, steps_file: Path) -> None:
+        """Append one line of JSON for each step to `steps_file`."""
+        own = {name: getattr(config, name) for name in BackendConfig.model_fields}
+        self._config = BackendConfig(**{**own, "device": "cpu", "dtype": "float32"})
+        self._workload = workload
+        self._steps_file = steps_file
+        self._num_steps = 0
+        self._groups: list[TrainGroup] = []
+
+    @property
+    def config(self) -> BackendConfig:
+        """The settings in use."""
+        return self._config
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Do nothing: there is no model."""
+
+    def begin_step(self, policy_version: int) -> None:
+        """Begin with no groups."""
+        self._groups, self._policy_version, self._began = [], policy_version, time.monotonic()
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Sleep as long as forward and backward pass of these groups take."""
+        time.sleep(sum(self._workload.train_s(group.index) for group in groups))
+        self._groups += groups
+
+    def finish_step(self) -> dict[str, float]:
+        """Sleep as long as an update takes, and return the metrics that every backend has."""
+        time.sleep(self._workload.train_fixed_s)
+        self._num_steps += 1
+        with self._steps_file.open("a") as file:
+            file.write(json.dumps({"step": self._num_steps, "began": self._began, "ended": time.monotonic()}) + "\n")
+        staleness = [self._policy_version - group.oldest_version for group in self._groups]
+        rewards = [reward for group in self._groups for reward in group.rewards]
+        tokens = [sequence.num_own_tokens for group in self._groups for sequence in group.sequences]
+        return {
+            "num_tokens": float(sum(tokens)),
+            "reward_mean": sum(rewards) / len(rewards),
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": float(max(staleness)),
+            "num_groups": float(len(self._groups)),
+            "num_groups_without_gradient": 0.0,
+            "grad_norm": 1.0,
+            "dlogp_mean": 0.0,
+            "dlogp_max": 0.0,
+        }
+
+    def abort_step(self) -> None:
+        """Forget the groups."""
+        self._groups = []
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the number of steps, so that every version has other weights."""
+        yield "num_steps", torch.tensor([self._num_steps], dtype=torch.float32)
+
+    def save(self, folder: Path) -> None:
+        """Write the number of steps."""
+        (folder / "num_steps.txt").write_text(str(self._num_steps))
+
+    def digests(self) -> StateDigests:
+        """Return the number of steps."""
+        return StateDigests(weights=str(self._num_steps), random_state="")
+
+    def environment(self) -> Environment:
+        """Return this process's."""
+        return current_environment(torch.device("cpu"))

@@ -1,0 +1,203 @@
+"""A simulated engine that keeps time: so many slots, answers as long as it is told, tokens at a given rate, pushes.
+
+It costs so little that hundreds of them fit into one process. Delivery is the real engine's (first token at once, then
+`chunk_tokens` or what 0.25 s bring), and so is the push: it reads the trainer's shared memory, answers with true
+digests, and changes its version at commit. Invariant: while it is paused no answer makes progress.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.bus.connection import Bus
+from penstock.errors import NotReadyError
+from penstock.testing.simulated_engine import SimulatedEngine
+from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
+
+_CHUNK_INTERVAL_S = 0.25
+_TOKEN = 65
+"""Every token that it makes: a letter in any vocabulary of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How one call is answered."""
+
+    num_tokens: int
+    token_s: float
+    """Seconds for each token, the first included."""
+
+
+class Weights(Protocol):
+    """What reads pushes: `services.rollout.testing.weight_reader.WeightReader`."""
+
+    def read(self, push: rollout_pb2.PrepareWeightsRequest) -> Mapping[str, int]:
+        """Return the digest of each parameter as it stands in the trainer's memory."""
+        ...
+
+
+class PacedEngine(SimulatedEngine):
+    """One engine."""
+
+    def __init__(
+        self, bus: Bus, *, pace: Callable[[generate_pb2.GenerateRequest], Pace], weights: Weights, **settings: Any
+    ) -> None:
+        """Prepare an engine.
+
+        Args:
+            bus: Where its lease is kept.
+            pace: How each call is answered.
+            weights: Reads pushes; engines of one process share it.
+            settings: Of `SimulatedEngine`; `max_running` is the number of slots.
+        """
+        super().__init__(bus, tells_load=True, **settings)
+        self._pace = pace
+        self._weights = weights
+        self._slots = asyncio.Semaphore(self.replica.max_running)
+        self._clock = PausableClock()
+        self._push: rollout_pb2.PrepareWeightsRequest | None = None
+
+    async def GenerateStream(  # noqa: N802 - gRPC's name
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Wait for a slot, then answer at the pace of the call."""
+        self.num_streams += 1
+        with self._counted(request, context):
+            await self._delay(request)
+            async with self._slots:
+                pace, started = self._pace(request), self._clock.time()
+                for sent, end in itertools.pairwise(_chunk_ends(pace, request.chunk_tokens)):
+                    await self._clock.wait_until(started + end * pace.token_s)
+                    yield self._chunk(request, sent, end, is_last=end == pace.num_tokens)
+            self.num_answered += 1
+
+    def _chunk(
+        self, request: generate_pb2.GenerateRequest, sent: int, end: int, *, is_last: bool
+    ) -> generate_pb2.GenerateChunk:
+        """Tokens `sent` up to `end`. A chunk has one version, that of its last token."""
+        num_tokens = end - sent
+        chunk = generate_pb2.GenerateChunk(
+            output_ids=[_TOKEN] * num_tokens,
+            logprobs=[-1.0] * num_tokens,
+            version_spans=[common_pb2.VersionSpan(num_tokens=num_tokens, policy_version=self.replica.policy_version)],
+            replica_id=self.replica_id,
+        )
+        if is_last:
+            chunk.finish_reason = generate_pb2.FINISH_REASON_STOP
+        if is_last or not sent:
+            chunk.usage.num_prompt_tokens = len(request.input_ids)
+            chunk.usage.num_output_tokens = end
+        return chunk
+
+    async def PrepareWeights(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.PrepareWeightsRequest, context: Any
+    ) -> rollout_pb2.PrepareWeightsResponse:
+        """Announce a push; only shared memory is taken."""
+        if request.WhichOneof("source") != "shared_memory":
+            raise NotReadyError("a simulated engine reads shared memory only; let it share a machine with the trainer")
+        self._push = request
+        return rollout_pb2.PrepareWeightsResponse()
+
+    async def PauseGeneration(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.PauseGenerationRequest, context: Any
+    ) -> rollout_pb2.PauseGenerationResponse:
+        """Let all answers stand still."""
+        self._require(request.push_id)
+        self._clock.pause()
+        await self.update(state=common_pb2.REPLICA_STATE_UPDATING)
+        return rollout_pb2.PauseGenerationResponse()
+
+    async def ReceiveWeights(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """Read the weights."""
+        push = self._require(request.push_id)
+        self._weights.read(push)
+        return rollout_pb2.ReceiveWeightsResponse(
+            num_tensors=sum(len(bucket.tensors) for bucket in push.manifest.buckets),
+            num_bytes=push.shared_memory.size_bytes,
+        )
+
+    async def VerifyWeights(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.VerifyWeightsRequest, context: Any
+    ) -> rollout_pb2.VerifyWeightsResponse:
+        """Tell the digests of what was read."""
+        return rollout_pb2.VerifyWeightsResponse(digests=self._weights.read(self._require(request.push_id)))
+
+    async def CommitWeights(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.CommitWeightsRequest, context: Any
+    ) -> rollout_pb2.CommitWeightsResponse:
+        """Serve the push's version from now on."""
+        self.replica.policy_version = self._require(request.push_id).policy_version
+        return rollout_pb2.CommitWeightsResponse()
+
+    async def ResumeGeneration(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.ResumeGenerationRequest, context: Any
+    ) -> rollout_pb2.ResumeGenerationResponse:
+        """Let answers go on."""
+        self._require(request.push_id)
+        await self._end_push()
+        return rollout_pb2.ResumeGenerationResponse()
+
+    async def AbortWeights(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.AbortWeightsRequest, context: Any
+    ) -> rollout_pb2.AbortWeightsResponse:
+        """Go on with the version before; what was read changes nothing in an engine without a model."""
+        if self._push is not None and self._push.push_id == request.push_id:
+            await self._end_push()
+        return rollout_pb2.AbortWeightsResponse(state=self.replica.state)
+
+    def _require(self, push_id: str) -> rollout_pb2.PrepareWeightsRequest:
+        if self._push is None or self._push.push_id != push_id:
+            raise NotReadyError(f"push {push_id} was not prepared here")
+        return self._push
+
+    async def _end_push(self) -> None:
+        self._push = None
+        self._clock.resume()
+        await self.update(state=common_pb2.REPLICA_STATE_READY)
+
+
+def _chunk_ends(pace: Pace, chunk_tokens: int) -> list[int]:
+    """0, and how many tokens are out after each chunk: one, then `chunk_tokens` or what the interval brings."""
+    size = min(max(1, chunk_tokens), int(_CHUNK_INTERVAL_S / pace.token_s) + 1)
+    return [0, *range(1, pace.num_tokens, size), pace.num_tokens]
+
+
+class PausableClock:
+    """Seconds, without those in which it was paused."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Run, by `now`."""
+        self._now = now
+        self._paused_s = 0.0
+        self._paused_at: float | None = None
+        self._runs = asyncio.Event()
+        self._runs.set()
+
+    def time(self) -> float:
+        """The time."""
+        now = self._now() if self._paused_at is None else self._paused_at
+        return now - self._paused_s
+
+    def pause(self) -> None:
+        """Stop; no effect if it is stopped."""
+        if self._paused_at is None:
+            self._paused_at = self._now()
+            self._runs.clear()
+
+    def resume(self) -> None:
+        """Go on; no effect if it runs."""
+        if self._paused_at is not None:
+            self._paused_s += self._now() - self._paused_at
+            self._paused_at = None
+            self._runs.set()
+
+    async def wait_until(self, at: float) -> None:
+        """Wait until it runs and shows `at` or later."""
+        while (left := at - self.time()) > 0 or not self._runs.is_set():
+            await self._runs.wait()
+            await asyncio.sleep(max(0.0, left))

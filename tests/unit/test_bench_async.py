@@ -1,0 +1,88 @@
+"""What `make bench-async` compares Penstock with, on cases small enough to be computed by hand."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from bench.async_loop.peer_loops import one_step_off, synchronous
+from bench.async_loop.perfect_loop import step_ends
+from bench.async_loop.workload import Scenario, Workload, scenario
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Workload):
+    """Groups of one sample, whose lengths are given; a token takes a second, an optimizer step too."""
+
+    lengths: tuple[int, ...]
+    seed: int = 0
+    samples_per_group: int = 1
+    median_tokens: float = 0.0
+    sigma: float = 0.0
+    max_tokens: int = 0
+    token_s: float = 1.0
+    train_token_s: float = 0.0
+    train_fixed_s: float = 1.0
+
+    def num_tokens(self, index: int) -> tuple[int, ...]:
+        """The same lengths again and again."""
+        return (self.lengths[index % len(self.lengths)],)
+
+
+def _given(*lengths: int, slots: int, groups_per_step: int = 1) -> Scenario:
+    return Scenario(
+        replicas=1, slots_per_replica=slots, groups_per_step=groups_per_step, workload=Given(lengths=lengths)
+    )
+
+
+def test_without_staleness_generating_and_training_take_turns() -> None:
+    """Two seconds of rollout and one of training for each step."""
+    assert step_ends(_given(2, slots=1), max_staleness=0, num_steps=3) == [3.0, 6.0, 9.0]
+    assert synchronous(_given(2, slots=1), num_steps=3) == [3.0, 6.0, 9.0]
+
+
+def test_one_version_of_staleness_hides_training_behind_rollout() -> None:
+    """The slot never idles, so every step but the first takes what its group takes."""
+    assert step_ends(_given(2, slots=1), max_staleness=1, num_steps=4) == [3.0, 5.0, 7.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "ends"),
+    [
+        pytest.param(1, [2.0, 5.0, 6.0], id="the second step waits for the long group, which is due"),
+        pytest.param(2, [2.0, 3.0, 5.0], id="another group goes first, and the third step waits"),
+        pytest.param(3, [2.0, 3.0, 4.0], id="nobody waits"),
+    ],
+)
+def test_the_bound_decides_who_waits_for_a_long_sample(max_staleness: int, ends: list[float]) -> None:
+    """Two slots, of which a group of four seconds holds one."""
+    long_second = _given(1, 4, 1, 1, 1, 1, slots=2)
+    assert step_ends(long_second, max_staleness=max_staleness, num_steps=3) == ends
+
+
+def test_streaming_computes_what_is_there_while_it_waits_for_the_rest() -> None:
+    """Groups of one and three seconds, which take as long to train, and a second for the update."""
+    pool = Scenario(
+        replicas=1, slots_per_replica=2, groups_per_step=2, workload=Given(lengths=(1, 3), train_token_s=1.0)
+    )
+    assert step_ends(pool, max_staleness=0, num_steps=1) == [7.0]
+    assert step_ends(pool, max_staleness=0, num_steps=1, streams=False) == [8.0]
+
+
+def test_peers_wait_for_the_longest_sample_of_a_batch() -> None:
+    """Batches of 3 and 2 seconds; one step off, the next is generated while one is trained."""
+    pool = _given(1, 3, 2, 2, slots=2, groups_per_step=2)
+    assert synchronous(pool, num_steps=2) == [4.0, 7.0]
+    assert one_step_off(pool, num_steps=3) == [4.0, 6.0, 9.0]
+
+
+def test_no_bound_lets_a_run_be_faster_than_its_slots_and_its_trainer() -> None:
+    """Ideal is a bound from above for drawn durations, and more staleness never costs."""
+    pool = scenario(4, slots=4, samples_per_s=8.0, train_share=0.8)
+    ends = {bound: step_ends(pool, max_staleness=bound, num_steps=60)[-1] for bound in (0, 1, 2, 4, 16)}
+    batches = range(60 * pool.groups_per_step)
+    assert list(ends.values()) == sorted(ends.values(), reverse=True)
+    whole = {bound: step_ends(pool, max_staleness=bound, num_steps=60, streams=False)[-1] for bound in (0, 1, 4)}
+    assert whole[0] == pytest.approx(synchronous(pool, num_steps=60)[-1])
+    assert all(ends[bound] < whole[bound] for bound in (0, 1, 4))
+    assert ends[16] >= pool.train_s(batches)
+    assert ends[16] >= 0.9 * pool.rollout_s(batches)  # which groups are trained by then differs a little
