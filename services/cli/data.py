@@ -41,7 +41,8 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     if sheet is not None:
         _write(sheet, render_sheet(f"Data of run {recipe.run.name}", list(_entries(sources, lengths, num_examples))))
         sys.stdout.write(f"examples in {sheet}\n")
-    return 1 if any(each.num_wrong for each in found.values()) else 0
+    refuses = recipe.data.wrong_rows == "refuse"
+    return 1 if refuses and any(each.num_wrong for each in found.values()) else 0
 
 
 def _limit(recipe: Recipe) -> PromptLimit | None:
@@ -100,7 +101,7 @@ def _lines(source: Source, found: Survey, limit: PromptLimit | None) -> Iterator
         yield f"{word:<10} {', '.join(f'{name} {rows}' for name, rows in counts.most_common())}"
     yield f"dropped    {found.num_overlong} prompts that are too long"
     if found.num_wrong:
-        yield f"wrong      {_counted(found.num_wrong, 'row')}, for which training would not start:"
+        yield f"wrong      {_counted(found.num_wrong, 'row')}, refused or dropped as data.wrong_rows says:"
         yield from (f"           {reason}" for reason in found.reasons)
 
 

@@ -55,9 +55,10 @@ def test_wrong_rows_are_listed_and_fail(tmp_path: Path, capsys: pytest.CaptureFi
     rows = [SOUND, {**SOUND, "answer": ""}, SOUND, {**SOUND, "images": [b"no picture"]}]
     assert main(["data", recipe(tmp_path, rows)]) == 1
     out = capsys.readouterr().out
-    assert "wrong      2 rows, for which training would not start:" in out
+    assert "wrong      2 rows, refused or dropped as data.wrong_rows says:" in out
     assert "a.parquet', row 1: column 'answer' holds empty text" in out
     assert "a.parquet', row 3: image 0 (10 bytes) cannot be decoded" in out
+    assert main(["data", str(tmp_path / "r.toml"), "--data.wrong_rows=drop"]) == 0
 
 
 def test_shares_of_mixed_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

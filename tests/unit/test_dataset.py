@@ -13,8 +13,10 @@ from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, TextPart
 from penstock.v1 import generate_pb2
 from services.rollout.engine.prompt import PromptChecker
+from services.trainer.admission.filters import FilterReason
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset, row_at
+from services.trainer.data.example import Example
 from services.trainer.data.opening import built_in
 from services.trainer.data.prompt_length import PromptLimit
 from tests.support.trainer.pictures import png
@@ -144,6 +146,26 @@ def test_a_bad_row_in_the_middle_is_found_when_the_file_is_opened(tmp_path: Path
         open_dataset(DataConfig(path=path))
 
 
+def test_wrong_rows_are_dropped_if_a_person_says_so(tmp_path: Path) -> None:
+    """They are named at the start, keep their positions and are passed over; a set of nothing else is refused."""
+    columns: dict[str, list[object]] = {"problem": ["a", "<image>", "c", "d"], "answer": ["1", "2", "", "4"]}
+    config = DataConfig(path=write(tmp_path / "a.parquet", columns), shuffle=False, wrong_rows="drop")
+    with structlog.testing.capture_logs() as logs:
+        dataset = open_dataset(config)
+    assert [(entry["event"], entry["num_rows"]) for entry in logs] == [("data.wrong_rows_dropped", 2)]
+    assert "row 1: its text has 1 <image>" in logs[0]["first"]
+    played = [dataset.playable(position) for position in range(4)]
+    assert [each.golds if isinstance(each, Example) else each for each in played] == [
+        ("1",),
+        FilterReason.WRONG_ROW,
+        FilterReason.WRONG_ROW,
+        ("4",),
+    ]
+    only_wrong = write(tmp_path / "b.parquet", {"problem": ["a", "b"], "answer": ["", ""]})
+    with pytest.raises(DataError, match=r"all 2 rows are wrong; the first: .*b\.parquet', row 0: column 'answer'"):
+        open_dataset(DataConfig(path=only_wrong, wrong_rows="drop"))
+
+
 def test_each_epoch_plays_every_row_once_in_an_order_of_its_own() -> None:
     """The order depends on seed and epoch alone, so one integer is the whole position."""
     orders = [[row_at(epoch * 10 + i, 10, 7) for i in range(10)] for epoch in range(3)]
@@ -222,7 +244,7 @@ def test_prompts_that_leave_no_room_are_found_at_the_start_and_never_played(
     unlimited = open_dataset(config, seed=3)
     for position in range(10):
         example, all_of_them = dataset.playable(position), unlimited[position]
-        assert example == (None if all_of_them.golds in (("2",), ("4",)) else all_of_them)
+        assert example == (FilterReason.OVERLONG_PROMPT if all_of_them.golds in (("2",), ("4",)) else all_of_them)
 
 
 def test_a_prompt_of_exactly_the_limit_is_played(tmp_path: Path, tiny_model_path: Path) -> None:
@@ -231,7 +253,7 @@ def test_a_prompt_of_exactly_the_limit_is_played(tmp_path: Path, tiny_model_path
     longest = max(limit_of(tiny_model_path, 100).num_tokens(open_dataset(config)[position]) for position in range(2))
     for max_tokens, num_played in ((longest, 2), (longest - 1, 1)):
         dataset = open_dataset(config, limit=limit_of(tiny_model_path, max_tokens))
-        assert sum(dataset.playable(position) is not None for position in range(2)) == num_played
+        assert sum(isinstance(dataset.playable(position), Example) for position in range(2)) == num_played
 
 
 def test_refuses_data_and_settings_with_which_no_prompt_fits(tmp_path: Path, tiny_model_path: Path) -> None:

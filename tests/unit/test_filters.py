@@ -235,6 +235,7 @@ def test_metrics_count_what_the_filters_did(tiny_model_path: Path) -> None:
         "num_filtered_groups_zero_variance": 2,
         "num_filtered_groups_repetition": 1,
         "num_filtered_groups_overlong_prompt": 0,
+        "num_filtered_groups_wrong_row": 0,
     }
 
 

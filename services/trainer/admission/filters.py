@@ -28,6 +28,8 @@ class FilterReason(enum.StrEnum):
     """Fewer than two of its samples do not repeat themselves."""
     OVERLONG_PROMPT = "overlong_prompt"
     """Its prompt leaves no room for an answer; it was never played."""
+    WRONG_ROW = "wrong_row"
+    """Its row of the data is wrong; it was never played."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

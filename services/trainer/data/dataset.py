@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 
 from penstock.errors import DataError, InvalidRequestError
+from services.trainer.admission.filters import FilterReason
 from services.trainer.data.config import DataConfig
 from services.trainer.data.example import Example
 from services.trainer.data.lengths import UNKNOWN, Lengths
@@ -64,6 +65,7 @@ class Dataset:
         self._names = list(sources)
         self._mixture = Mixture({name: config.weight(name) for name in sources}, seed=seed)
         self._seed = seed if config.shuffle else None
+        self._drops_wrong = config.wrong_rows == "drop"
         self._limit = limit
 
     @property
@@ -86,38 +88,65 @@ class Dataset:
         name = self._names[source]
         return name, row_at(place, len(self.sources[name]), self._seed, source=name)
 
-    def playable(self, position: int) -> Example | None:
-        """Return the example at a position, or None if its prompt leaves no room for an answer.
+    def playable(self, position: int) -> Example | FilterReason:
+        """Return the example at a position, or why it is passed over.
 
         Raises:
-            DataError: the row is wrong.
+            DataError: the row is wrong, and wrong rows are refused.
         """
         name, number = self.row_at(position)
         if self._limit is not None and self.lengths[name].num_tokens[number] > self._limit.max_tokens:
-            return None
-        example = self.sources[name][number]
-        return example if self._limit is None or self._count(name, number, example) <= self._limit.max_tokens else None
+            return FilterReason.OVERLONG_PROMPT
+        try:
+            example = self.sources[name][number]
+            num_tokens = self._count(name, number, example)
+        except DataError as error:
+            if not self._drops_wrong:
+                raise
+            log.warning("data.wrong_row_dropped", reason=str(error))
+            return FilterReason.WRONG_ROW
+        fits = self._limit is None or num_tokens <= self._limit.max_tokens
+        return example if fits else FilterReason.OVERLONG_PROMPT
 
     def check(self, *, max_rows: int = MAX_CHECKED_ROWS, on_progress: Progress | None = None) -> None:
         """Read the first rows of each source, those that are not known yet, and count the tokens of their prompts.
 
         Raises:
-            DataError: a row is wrong, or no prompt of a source fits.
+            DataError: a row is wrong and wrong rows are refused, or no prompt of a source can be played.
         """
         for name, source in self.sources.items():
             if not source.config.paths:
                 continue  # the built-in problems are drawn to fit
             known, num_checked = self.lengths[name], min(len(source), max_rows)
             unknown = np.flatnonzero(known.num_tokens[:num_checked] == UNKNOWN)
+            wrong: list[str] = []
             for done, number in enumerate(map(int, unknown)):
-                example = source[number]
-                known.num_tokens[number] = self._count(name, number, example)
-                known.images_put_first[number] = example.images_put_first
+                try:
+                    example = source[number]
+                    known.num_tokens[number] = self._count(name, number, example)
+                    known.images_put_first[number] = example.images_put_first
+                except DataError as error:
+                    if not self._drops_wrong:
+                        raise
+                    wrong.append(str(error))
                 if on_progress is not None:
                     on_progress(name, done + 1, len(unknown))
             if len(unknown):
                 known.save()
+            self._report_wrong(source, wrong, num_checked)
             self._report(source, known, num_checked)
+
+    def _report_wrong(self, source: Source, wrong: Sequence[str], num_checked: int) -> None:
+        if len(wrong) == len(source):
+            raise DataError(f"{source.name}: all {len(wrong)} rows are wrong; the first: {wrong[0]}")
+        if wrong:
+            log.warning(
+                "data.wrong_rows_dropped",
+                source=source.name,
+                num_rows=len(wrong),
+                num_rows_checked=num_checked,
+                first=wrong[0],
+            )
 
     def _report(self, source: Source, known: Lengths, num_checked: int) -> None:
         if num_put_first := int(known.images_put_first[:num_checked].sum()):

@@ -125,8 +125,8 @@ class Feeder:
 
     async def _publish_one(self, admission: Admission) -> None:
         example = await asyncio.to_thread(self.dataset.playable, admission.index)
-        if example is None:
-            self._pass_over(admission)
+        if isinstance(example, FilterReason):
+            self._pass_over(admission, example)
             return
         group_id = GroupId(
             run_id=self.run_id,
@@ -162,9 +162,9 @@ class Feeder:
             )
         return msgspec.structs.replace(self.sampling, max_new_tokens=example.max_new_tokens)
 
-    def _pass_over(self, admission: Admission) -> None:
-        """Filter a group whose prompt is too long to be played; the gate then has room for the next."""
-        if self.ledger.filter_out(admission.index, admission.attempt, reason=FilterReason.OVERLONG_PROMPT):
-            log.info("prompt.overlong_dropped", index=admission.index)
-            self.tally.filter_out(FilterReason.OVERLONG_PROMPT)
+    def _pass_over(self, admission: Admission, reason: FilterReason) -> None:
+        """Filter a group whose row cannot be played; the gate then has room for the next."""
+        if self.ledger.filter_out(admission.index, admission.attempt, reason=reason):
+            log.info("prompt.passed_over", index=admission.index, reason=reason)
+            self.tally.filter_out(reason)
             self.changes.notify()

@@ -23,6 +23,7 @@ _REMEDIES: Final = {
     FilterReason.OVERLONG_PROMPT: (
         "prompts leave no room for answers: raise rollout.context_length, or lower sampling.max_new_tokens"
     ),
+    FilterReason.WRONG_ROW: "rows of the data are wrong: `penstock data` lists them",
 }
 
 
