@@ -14,6 +14,8 @@ RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
 
 _POLL_S = 0.02
 _END_TIMEOUT_S = 60.0
+_EXIT_INTERRUPTED = 130
+"""Of a run that was told to end, as `on_step` may do."""
 
 
 @contextmanager
@@ -43,6 +45,6 @@ def follow(
         for row in metrics.poll():
             on_step(row)
         time.sleep(_POLL_S)
-    if process.returncode:
+    if process.returncode not in (0, _EXIT_INTERRUPTED):
         raise SystemExit(f"penstock train ended with {process.returncode}; {folder / 'logs'} says why")
     return metrics.rows
