@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
@@ -96,8 +97,7 @@ class SimulatedPrefill(SimulatedPeer):
         super().__init__(bus, role=common_pb2.REPLICA_ROLE_PREFILL, **settings)
         self._passes: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._fetched: dict[int, asyncio.Event] = {}
-        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        self._serves_passes = False
+        self._transfers: set[asyncio.Task[None]] = set()
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -134,31 +134,35 @@ class SimulatedPrefill(SimulatedPeer):
     def _pass_of(self, room: int) -> asyncio.Future[dict[str, Any]]:
         return self._passes.setdefault(room, asyncio.get_running_loop().create_future())
 
-    async def _serve_pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving = asyncio.current_task()
-        assert serving is not None
-        self._connections[writer] = serving
-        try:
-            if not self._serves_passes or not (line := await reader.readline()):
-                return  # it stops, or the peer has left
+    def _accept(self, listener: socket.socket) -> None:
+        """Serve a connection in a task of its own, whose end closes it, also if it is cancelled before it begins."""
+        connection, _ = listener.accept()
+        connection.setblocking(False)
+        serving = asyncio.get_running_loop().create_task(self._serve_pass(connection))
+        self._transfers.add(serving)
+        serving.add_done_callback(self._transfers.discard)
+        serving.add_done_callback(lambda _: connection.close())
+
+    async def _serve_pass(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):
+            line = b""
+            while not line.endswith(b"\n"):
+                if not (received := await loop.sock_recv(connection, 64)):
+                    return  # the peer has left
+                line += received
             room = int(line)
             room_pass = self._pass_of(room)
             await asyncio.wait((room_pass,))
             if not room_pass.cancelled():
-                writer.write(json.dumps(room_pass.result()).encode() + b"\n")
-                await writer.drain()
+                await loop.sock_sendall(connection, json.dumps(room_pass.result()).encode() + b"\n")
                 if room in self._fetched:
                     self._fetched[room].set()
-        except ConnectionError:
-            return
-        finally:
-            self._connections.pop(writer)
-            writer.close()
 
     def drop_passes(self) -> None:
         """Break off all transfers, as a crash does."""
-        for writer in self._connections:
-            writer.transport.abort()
+        for serving in self._transfers:
+            serving.cancel()
 
     async def stop_serving(self) -> None:
         """Break off the transfers too."""
@@ -168,22 +172,22 @@ class SimulatedPrefill(SimulatedPeer):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
         """Serve passes as well."""
-        self._serves_passes = True
-        passes = await asyncio.start_server(self._serve_pass, "127.0.0.1", 0)
-        self.replica.disaggregation.bootstrap_host = "127.0.0.1"
-        self.replica.disaggregation.bootstrap_port = passes.sockets[0].getsockname()[1]
-        try:
-            async with super().running():
-                yield self
-        finally:
-            self._serves_passes = False
-            passes.close()
-            for waiting in self._passes.values():
-                waiting.cancel()
-            left = tuple(self._connections.values())
-            for serving in left:
-                serving.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            self.replica.disaggregation.bootstrap_host = "127.0.0.1"
+            self.replica.disaggregation.bootstrap_port = listener.getsockname()[1]
+            # asyncio's own server leaks a connection that it accepts while it is closed.
+            loop.add_reader(listener, self._accept, listener)
+            try:
+                async with super().running():
+                    yield self
+            finally:
+                loop.remove_reader(listener)
+                for waiting in self._passes.values():
+                    waiting.cancel()
+                self.drop_passes()
+                await asyncio.gather(*self._transfers, return_exceptions=True)
 
 
 class SimulatedDecode(SimulatedPeer):
