@@ -281,7 +281,7 @@ async def test_a_long_probe_closes_the_breaker_with_its_first_tokens(steady_bus:
         probe.cancel()
 
 
-@pytest.mark.parametrize("broken", ["services.router.pool.read_replica", "penstock.bus.watch._Seen"])
+@pytest.mark.parametrize("broken", ["penstock.bus.replica_lease.read_replica", "penstock.bus.watch._Seen"])
 async def test_a_router_that_can_no_longer_follow_the_pool_ends(
     bus: Bus, bus_config: BusConfig, run_name: str, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
