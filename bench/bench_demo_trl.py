@@ -80,7 +80,7 @@ def run_penstock(folder: Path, overrides: Sequence[str], target: float) -> list[
         def note(row: StepRow) -> None:
             now, used = time.monotonic(), core_seconds(launcher).total() if process.poll() is None else steps[-1].core_s
             steps.append(Step(reward=row["reward_mean"], ended_at=now, core_s=used))
-            if reached_at(steps[-_WINDOW:], target) is not None:
+            if reached_at(steps, target) == len(steps) - 1:  # once: a second SIGINT would kill the run
                 process.send_signal(signal.SIGINT)
 
         with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is measured
