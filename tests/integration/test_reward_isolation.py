@@ -96,8 +96,8 @@ async def test_only_so_many_items_are_in_overtime() -> None:
 
 
 async def test_a_slow_item_gets_its_verdict(pool: WorkerPool) -> None:
-    """Overtime costs it its turn and its priority, not its verdict."""
-    replies = await _all(pool, _bad("busy 0.5"), _EASY, _bad("busy 0.5"))
+    """Overtime costs it its turn and its priority, not its verdict; demoted, it waits for a core that nobody else wants."""
+    replies = await _all(pool, _bad("busy 0.5"), _EASY, _bad("busy 0.5"), deadline_s=HANG_S)
     assert [reply.credit for reply in replies] == [1.0, 1.0, 1.0]
 
 

@@ -99,6 +99,7 @@ class Churn:
             if crash:
                 await engine.stop_serving()
             else:
+                await self._caller.until_listed(name)
                 request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=name, grace_s=0.2)
                 await self._caller.router.DrainReplica(request, timeout=10.0)
 

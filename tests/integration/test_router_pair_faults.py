@@ -257,9 +257,7 @@ class PairChurn:
             if crash:
                 await engine.stop_serving()
             else:
-                await self._caller.until(  # or there is nothing to drain yet
-                    lambda pool: engine.replica_id in [status.replica.replica_id for status in pool.replicas]
-                )
+                await self._caller.until_listed(engine.replica_id)
                 request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=engine.replica_id, grace_s=0.1)
                 await self._caller.router.DrainReplica(request, timeout=10.0)
 

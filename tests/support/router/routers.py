@@ -52,6 +52,10 @@ class Caller:
         """Wait until so many replicas may be given calls."""
         await self.until(lambda pool: sum(each.routable for each in pool.replicas) == count)
 
+    async def until_listed(self, replica_id: str) -> None:
+        """Wait until the router has seen this replica; only then can it be drained."""
+        await self.until(lambda pool: replica_id in {each.replica.replica_id for each in pool.replicas})
+
 
 def _request(session: str, num_tokens: int, version: int, fields: dict) -> generate_pb2.GenerateRequest:
     fields = {"sampling": generate_pb2.SamplingParams(max_new_tokens=num_tokens)} | fields
