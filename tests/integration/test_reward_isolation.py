@@ -96,7 +96,7 @@ async def test_only_so_many_items_are_in_overtime() -> None:
 
 
 async def test_a_slow_item_gets_its_verdict(pool: WorkerPool) -> None:
-    """Overtime costs it its turn and its priority, not its verdict; demoted, it waits for a core that nobody else wants."""
+    """Overtime costs it its turn and its priority, not its verdict. Demoted twice, it waits for an idle core."""
     replies = await _all(pool, _bad("busy 0.5"), _EASY, _bad("busy 0.5"), deadline_s=HANG_S)
     assert [reply.credit for reply in replies] == [1.0, 1.0, 1.0]
 
