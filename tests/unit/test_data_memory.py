@@ -1,6 +1,7 @@
 """Data that is larger than memory, and lengths that are measured once."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -115,15 +116,29 @@ def test_a_row_known_to_be_too_long_is_passed_over_unread(tmp_path: Path) -> Non
     assert played[0] == played[1]
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a file of numbers"])
-def test_a_damaged_file_of_lengths_is_made_anew(tmp_path: Path, damage: bytes) -> None:
+def flipped(content: bytes, place: int) -> bytes:
+    """Content with all bits of one byte inverted."""
+    return content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: b"not a file of numbers", id="another file"),
+        pytest.param(lambda content: content[: len(content) // 2], id="half of it"),
+        pytest.param(lambda content: flipped(content, content.index(b"PK\x03\x04", 1) - 9), id="a byte of the numbers"),
+        pytest.param(lambda content: flipped(content, content.index(b"PK\x01\x02") + 10), id="the compression method"),
+    ],
+)
+def test_a_damaged_file_of_lengths_is_made_anew(tmp_path: Path, damaged: Callable[[bytes], bytes]) -> None:
     """A machine that was switched off leaves no run that cannot start."""
     config = DataConfig(
         path=str(write(tmp_path / "a.parquet", lengths.MIN_KEPT_ROWS, row_group_size=100)), cache_dir=tmp_path / "cache"
     )
     open_dataset(config, limit=Counting(9))
     (kept,) = (tmp_path / "cache" / "lengths").iterdir()
-    kept.write_bytes(damage)
+    kept.write_bytes(damaged(kept.read_bytes()))
     again = Counting(9)
     open_dataset(config, limit=again)
     assert again.num_measured == lengths.MIN_KEPT_ROWS

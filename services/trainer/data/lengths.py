@@ -7,6 +7,8 @@ of all of them. Images in files of their own, beside the data, are not part of t
 import hashlib
 import io
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Final, Self
 
@@ -23,6 +25,8 @@ MIN_KEPT_ROWS: Final = 500
 """Fewer rows are measured again each time: that takes a second."""
 _FORMAT = 1
 """Another number for another meaning of the files."""
+_UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What numpy raises for a missing, truncated or damaged file; zipfile raises RuntimeError for a damaged header."""
 _MODEL_FILES = (
     "config.json",
     "chat_template.jinja",
@@ -82,10 +86,10 @@ class Lengths:
     def _read(self) -> None:
         assert self._file is not None
         try:
-            with np.load(self._file) as kept:
+            with self._file.open("rb") as opened, np.load(opened) as kept:
                 num_tokens, images_put_first = kept["num_tokens"], kept["images_put_first"]
-        except (OSError, ValueError, KeyError, EOFError):
-            return  # there is none, or a killed machine has left half of it: it is made anew
+        except _UNREADABLE:
+            return  # there is none, or it is damaged: it is made anew
         if len(num_tokens) == len(self.num_tokens):
             self.num_tokens, self.images_put_first = num_tokens, images_put_first
 
