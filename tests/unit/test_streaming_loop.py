@@ -16,17 +16,14 @@ from services.trainer.admission.gate import Gate
 from services.trainer.admission.group_state import Arrival, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.background import Lane
-from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
-from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import StepClock
+from tests.support.trainer.training_loops import UNUSED, training_loop
 from tests.support.waiting import HANG_S, promptly
-
-UNUSED: Any = None
 
 
 class GatedBackend:
@@ -152,23 +149,14 @@ async def running(
         streak=UNUSED,
         streams=streams,
     )
-    loop = Loop(
-        config=TrainerConfig(**settings),
-        folder=folder,
-        progress=Progress(run_id="run", num_steps=3),
-        position=position,
-        backend=backend,  # type: ignore[arg-type]
-        publisher=UNUSED,
-        publication=UNUSED,
-        ledger=ledger,
-        feeder=UNUSED,
-        collector=UNUSED,
-        crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
+    loop = training_loop(
+        folder,
         batches=batches,
-        checkpoints=checkpoints,  # type: ignore[arg-type]
-        metrics=UNUSED,
-        trackers=UNUSED,
-        recorder=None,
+        backend=backend,
+        crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
+        checkpoints=checkpoints,
+        loop_type=Loop,
+        **settings,
     )
 
     async def train() -> None:

@@ -29,22 +29,18 @@ from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
-from services.trainer.config import TrainerConfig
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.filter_tally import FilterTally
-from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
-from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.step_metrics import StepClock
+from tests.support.trainer.training_loops import training_loop
 
 DEADLY = 0
 NUM_GROUPS = 4
-NOBODY: Any = None
-"""In place of parts that are not used."""
 
 
 def die() -> None:
@@ -127,32 +123,16 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 filters=FilterConfig(),
                 tally=FilterTally(max_share=1.0),
             )
-            loop = TrainingLoop(
-                config=TrainerConfig(),
-                folder=folder,
-                progress=Progress(run_id="run", num_steps=10),
-                position=position,
-                backend=backend,  # type: ignore[arg-type]
-                publisher=NOBODY,
-                publication=NOBODY,
+            batches = BatchSource(
                 ledger=ledger,
                 feeder=feeder,
                 collector=collector,
-                crashes=crashes,
-                batches=BatchSource(
-                    ledger=ledger,
-                    feeder=feeder,
-                    collector=collector,
-                    changes=changes,
-                    position=position,
-                    streak=streak,
-                    streams=mode == "waiting",
-                ),
-                checkpoints=NOBODY,
-                metrics=NOBODY,
-                trackers=NOBODY,
-                recorder=None,
+                changes=changes,
+                position=position,
+                streak=streak,
+                streams=mode == "waiting",
             )
+            loop = training_loop(folder, batches=batches, backend=backend, crashes=crashes)
             async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
                 collecting = tasks.create_task(collector.run())
                 batch = await loop._compute_batch(asyncio.Event(), StepClock())

@@ -1,0 +1,44 @@
+"""A training loop without replicas, metrics and trackers."""
+
+from pathlib import Path
+from typing import Any
+
+from services.trainer.config import TrainerConfig
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.loop import TrainingLoop
+from services.trainer.telemetry.progress import Progress
+
+UNUSED: Any = None
+"""In place of parts that nobody asks."""
+
+
+def training_loop(
+    folder: Path,
+    *,
+    batches: BatchSource,
+    backend: Any,
+    crashes: CrashRecord,
+    checkpoints: Any = UNUSED,
+    loop_type: type[TrainingLoop] = TrainingLoop,
+    **settings: Any,
+) -> TrainingLoop:
+    """A loop that trains what `batches` gives, with the parts that these come from; `settings` are the trainer's."""
+    return loop_type(
+        config=TrainerConfig(**settings),
+        folder=folder,
+        progress=Progress(run_id="run", num_steps=batches.position.num_steps),
+        position=batches.position,
+        backend=backend,
+        publisher=UNUSED,
+        publication=UNUSED,
+        ledger=batches.ledger,
+        feeder=batches.feeder,
+        collector=batches.collector,
+        crashes=crashes,
+        batches=batches,
+        checkpoints=checkpoints,
+        metrics=UNUSED,
+        trackers=UNUSED,
+        recorder=None,
+    )
