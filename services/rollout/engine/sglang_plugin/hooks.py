@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine.sglang_plugin import pd_hooks, version_keys
+from services.rollout.engine.sglang_plugin import cpu_attention, pd_hooks, version_keys
 from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     GROUP_TIMEOUT_VARIABLE,
@@ -24,6 +24,7 @@ from services.rollout.engine.sglang_plugin.variables import (
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _ACCUMULATOR = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 
 
@@ -34,6 +35,9 @@ def register() -> None:
     if os.environ.get(START_METHOD_VARIABLE):
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
         HookRegistry.register("sglang.srt.utils.common.kill_itself_when_parent_died", _detach_signals, HookType.AFTER)
+        HookRegistry.register(_ATTENTION + ".init_forward_metadata", cpu_attention.plan, HookType.AFTER)
+        HookRegistry.register(_ATTENTION + "._run_sdpa_forward_decode", cpu_attention.attend, HookType.AROUND)
+        HookRegistry.register(_ATTENTION + "._run_sdpa_forward_extend", cpu_attention.attend, HookType.AROUND)
         HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)

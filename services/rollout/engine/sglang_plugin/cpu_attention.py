@@ -1,0 +1,153 @@
+"""Attention on a CPU for many sequences at once. Runs inside SGLang's scheduler.
+
+SGLang's back end `torch_native` computes one sequence after the other, and computes the queries of a cached prefix
+again, only to drop them. Here a forward pass is planned once for all layers: sequences with one new token each are
+computed together, their keys padded to the longest, and so are prompts of the same length.
+
+Invariants: what a sequence gets is what `torch_native` gives it, up to the order of float32 sums; it reads no keys but
+its own.
+
+Legend: B = sequences of a block, Q = new tokens of each, L = keys of the longest, H = heads, K = heads of keys,
+D = size of a head.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+MAX_BLOCK_KEYS = 32_768
+"""Keys of a block, padding included, unless one sequence has more: keys and values are copied, which takes memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Block:
+    """Sequences that are computed together."""
+
+    shape: tuple[int, int, int]
+    """B, Q, L."""
+    rows_BQ: torch.Tensor
+    """Rows of the new tokens in the pass, flat."""
+    places_BL: torch.Tensor
+    """Places of the keys in the cache, flat."""
+    mask: torch.Tensor | None
+    """Which keys each query sees, of a shape that broadcasts to [B, heads, Q, L]; None: those up to its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """The blocks of one forward pass."""
+
+    seq_lens: torch.Tensor
+    """SGLang's tensor of the pass for which this was planned."""
+    blocks: tuple[_Block, ...]
+
+
+def plan(_result: None, backend: Any, forward_batch: Any) -> None:
+    """Hook after the back end has been told of a forward pass."""
+    num_keys = forward_batch.seq_lens.tolist()
+    num_new = [1] * len(num_keys)
+    if forward_batch.forward_mode.is_extend() and forward_batch.extend_seq_lens is not None:
+        num_new = forward_batch.extend_seq_lens.tolist()
+    places = backend.req_to_token_pool.req_to_token
+    blocks = _plan_blocks(places, forward_batch.req_pool_indices, num_keys=num_keys, num_new=num_new)
+    backend.forward_metadata = _Plan(seq_lens=forward_batch.seq_lens, blocks=tuple(blocks))
+
+
+def attend(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """Hook around the attention of new tokens: one for each sequence, or any number behind a cached prefix."""
+    query, output, k_cache, v_cache, _, _, seq_lens, *_, encoder_lens = args
+    planned: _Plan | None = backend.forward_metadata
+    is_plain = encoder_lens is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
+    if not is_plain or planned is None or planned.seq_lens is not seq_lens:
+        return original(backend, *args, **options)
+    for block in planned.blocks:
+        output[block.rows_BQ] = _attend(block, query, k_cache, v_cache, scale=options["scaling"])
+    return output
+
+
+def _attend(
+    block: _Block, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    """Return the attention of the block's new tokens, [B * Q, H, D].
+
+    Args:
+        block: The sequences.
+        query: The new tokens of the pass, [tokens, H, D].
+        k_cache: Keys of all sequences, [places, K, D].
+        v_cache: Values, likewise.
+        scale: Factor of the products of queries and keys.
+    """
+    (num_sequences, num_new, longest), (_, num_heads, size) = block.shape, query.shape
+    num_key_heads = k_cache.shape[1]
+    keys, values = (  # [B, K, L, D]
+        cache.index_select(0, block.places_BL)
+        .to(query.dtype)
+        .view(num_sequences, longest, num_key_heads, size)
+        .transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    new = query.index_select(0, block.rows_BQ)
+    if num_new == 1:  # the heads that share keys stand where else the queries of one head do
+        new = new.view(num_sequences, num_key_heads, num_heads // num_key_heads, size)
+        attended = scaled_dot_product_attention(new, keys, values, attn_mask=block.mask, scale=scale)
+        return attended.reshape(num_sequences, num_heads, size)
+    attended = scaled_dot_product_attention(
+        new.view(num_sequences, num_new, num_heads, size).transpose(1, 2),
+        keys,
+        values,
+        attn_mask=block.mask,
+        is_causal=block.mask is None,
+        scale=scale,
+        enable_gqa=num_heads != num_key_heads,
+    )
+    return attended.transpose(1, 2).reshape(num_sequences * num_new, num_heads, size)
+
+
+def _plan_blocks(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, *, num_keys: Sequence[int], num_new: Sequence[int]
+) -> Iterator[_Block]:
+    """Yield the blocks of a pass.
+
+    Args:
+        req_to_token: The places of each request's tokens, [requests, positions].
+        req_pool_indices: Each sequence's row of it.
+        num_keys: Tokens of each sequence, new ones included.
+        num_new: New tokens of each.
+    """
+    starts = [0, *itertools.accumulate(num_new)]
+    for members in _grouped(num_keys, num_new):
+        new, longest = num_new[members[0]], num_keys[members[-1]]
+        num_keys_B1 = torch.tensor([[num_keys[member]] for member in members])
+        positions_L, offsets_Q = torch.arange(longest), torch.arange(new)
+        places_BL = req_to_token[req_pool_indices[torch.tensor(members)], :longest]
+        mask = None
+        if new == 1:
+            is_own_BL = positions_L < num_keys_B1
+            # Beyond its end a row holds places of other sequences.
+            places_BL = torch.where(is_own_BL, places_BL, places_BL[:, :1])
+            mask = is_own_BL[:, None, None]
+        elif new < longest:
+            mask = positions_L <= (longest - new + offsets_Q).unsqueeze(1)
+        rows_BQ = torch.tensor([[starts[member]] for member in members]) + offsets_Q
+        yield _Block(
+            shape=(len(members), new, longest), rows_BQ=rows_BQ.flatten(), places_BL=places_BL.flatten(), mask=mask
+        )
+
+
+def _grouped(num_keys: Sequence[int], num_new: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the sequences, by number, in groups of one new token each or of the same lengths, the longest last."""
+    order = sorted(range(len(num_keys)), key=lambda number: (num_new[number], num_keys[number]))
+    for _, alike in itertools.groupby(
+        order, key=lambda number: (num_new[number], 0 if num_new[number] == 1 else num_keys[number])
+    ):
+        group: list[int] = []
+        for number in alike:
+            if group and (len(group) + 1) * num_keys[number] > MAX_BLOCK_KEYS:
+                yield group
+                group = []
+            group.append(number)
+        yield group
