@@ -1,9 +1,11 @@
-"""The samples of a group wait for the first one's prefill, and for nothing else."""
+"""The samples of a group share their prompt's rendering, and wait for the first one's prefill and for nothing else."""
 
 import asyncio
 
 import pytest
 
+from penstock.records import Message, TextPart
+from services.rollout.worker.environments.base import Observation
 from services.rollout.worker.shared_prefill import SharedPrefill
 
 
@@ -45,3 +47,20 @@ async def test_a_cancelled_follower_changes_nothing() -> None:
             assert not entering.done()
             entering.cancel()
             await asyncio.wait({entering})
+
+
+def test_equal_prompts_are_rendered_once() -> None:
+    """Another observation is rendered anew, and what one sample adds to its ids does not reach the others."""
+    prefill, rendered = SharedPrefill(), []
+
+    def render() -> list[int]:
+        rendered.append(len(rendered))
+        return [7, len(rendered)]
+
+    def observed(text: str) -> Observation:
+        return Observation(messages=(Message(role="user", parts=(TextPart(text=text),)),))
+
+    prefill.ids_of(observed("one"), render).append(9)
+    assert prefill.ids_of(observed("one"), render) == [7, 1]
+    assert prefill.ids_of(observed("two"), render) == [7, 2]
+    assert len(rendered) == 2

@@ -7,6 +7,7 @@ whatever ends it early is its finish reason. Only a sample without any token fai
 
 import asyncio
 import dataclasses
+import functools
 import math
 import time
 import uuid
@@ -145,12 +146,14 @@ class EpisodePlayer:
             async with clock.limit("the environment's reset"):
                 first = await environment.reset(prompt, images.prompt)
             _check_prompt_images(first, prompt, images)
-            ids = self._renderer.render_prompt(
+            render = functools.partial(
+                self._renderer.render_prompt,
                 first.messages,
                 num_images=len(first.images),
                 tools=prompt.tools,
                 template_kwargs=prompt.chat_template_kwargs,
             )
+            ids = prefill.ids_of(first, render)
             trajectory.add_observation(ids, await images.add(first.images))
             episode = _Episode(prompt, f"{prompt.id.message}/{number}", environment, trajectory, images, clock)
             waiting = time.monotonic()

@@ -1,14 +1,18 @@
-"""One prefill for the samples of a group: the first computes the prompt, the others find it in the prefix cache.
+"""One prompt for the samples of a group: rendered once, and computed once by the engine, whose prefix cache the others
+find it in.
 
 Samples that begin together would each compute the prompt, images included, because a prompt is in the cache only when
 its prefill is over. `GenerateRequest.group_id` brings them to the same replica.
 
-Invariant: nobody waits for a sample that has its first token, or that ended without one.
+Invariants: nobody waits for a sample that has its first token, or that ended without one; a sample whose environment
+begins with another observation gets a rendering of its own.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from services.rollout.worker.environments.base import Observation
 
 
 class SharedPrefill:
@@ -18,6 +22,13 @@ class SharedPrefill:
         """No sample has begun."""
         self._has_begun = False
         self._is_over = asyncio.Event()
+        self._rendered: tuple[Observation, list[int]] | None = None
+
+    def ids_of(self, first: Observation, render: Callable[[], list[int]]) -> list[int]:
+        """The ids of the observation with which a sample begins; `render` makes them unless a sample before it has."""
+        if self._rendered is None or self._rendered[0] != first:
+            self._rendered = first, render()
+        return list(self._rendered[1])
 
     @asynccontextmanager
     async def first_turn(self) -> AsyncIterator[Callable[[], None]]:
