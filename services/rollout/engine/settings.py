@@ -25,6 +25,10 @@ MAX_CPU_TOKENS = 65_536
 MAX_FLOAT32_PARAMETERS = 50_000_000
 """Up to this size an engine on a CPU computes in float32, which agrees with the trainer to 1e-6."""
 
+IMAGE_CACHE_MB = 256
+"""Preprocessed images that an engine on a CPU keeps for the other samples of their group and for later turns. They do
+not depend on weights. On GPUs SGLang decides: on some it has a faster way for features that are not kept."""
+
 
 def has_cuda() -> bool:
     """Whether this process may use a GPU. It asks the driver, so that torch need not be imported yet."""
@@ -100,6 +104,8 @@ def server_args(
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
+        "mm_preprocess_cache_size_mb": IMAGE_CACHE_MB,
+        "mm_processor_worker_num": 1,  # more threads would compete with the scheduler for cores
     }
 
 
