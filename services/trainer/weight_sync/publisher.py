@@ -8,7 +8,7 @@ a snapshot, so a replica that joins between two steps gets exactly the published
 """
 
 import asyncio
-import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +25,17 @@ from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.collective_push import CollectivePush
 from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.failed_replicas import FailedReplicas
-from services.trainer.weight_sync.push import ChecksumError, Push
 from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub, all_done
+from services.trainer.weight_sync.push_order import in_turn
+from services.trainer.weight_sync.push_outcome import PushOutcome
+from services.trainer.weight_sync.push_stages import ChecksumError, PushStages
+from services.trainer.weight_sync.rolling_push import RollingPush
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transport_selector import TransportSelector
+from services.trainer.weight_sync.transports.base import CollectiveTransport, Transport
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 
 log = structlog.get_logger()
@@ -61,9 +66,9 @@ class PushReport:
     push_s: float
     """From the first call to the last answer."""
     pause_s: float
-    """From when the first engine was asked to stop generating to the end; 0 if none was."""
+    """How long an engine was kept from generating, on average over those that were asked to stop; 0 if none was."""
     stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each stage, summed over pushes."""
+    """Duration of each stage, summed over pushes; of replicas that take a push alone, their mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +212,17 @@ class WeightPublisher:
 
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
         replicas = self._leases.read(self.replicas.values).values()
-        chosen = [Member(one.replica_id, one.address) for one in replicas if wanted(one)]
-        return sorted(chosen, key=lambda member: member.replica_id)
+        return [Member(one.replica_id, one.address) for one in in_turn(filter(wanted, replicas))]
 
     async def _push(
         self, weights: WeightSnapshot, members: Sequence[Member], *, only_lagging: bool = False
     ) -> PushReport:
         """Push to `members`, dropping those that fail. After wrong checksums a member is pushed to once more."""
-        started, paused_at = time.monotonic(), math.inf
+        started = time.monotonic()
         failed: dict[Member, PenstockError] = {}
         done: list[Member] = []
         stages_s: dict[str, float] = {}
+        paused_s: dict[Member, float] = {}
         repeated: set[Member] = set()
         failed_delta: set[Member] = set()
         left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
@@ -225,18 +230,11 @@ class WeightPublisher:
             part, transport = await self._selector.next(
                 left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
             )
-            push = Push(
-                weights,
-                part,
-                stub=self._stub,
-                config=self.config,
-                deadlines=self._deadlines,
-                transport=transport,
-            )
-            outcome = await push.run()
+            outcome = await self._run(transport, part, weights)
             await self._selector.put_back(transport, outcome)
             done += outcome.done
-            paused_at = min(paused_at, outcome.paused_at)
+            for member, seconds in outcome.paused_s.items():
+                paused_s[member] = paused_s.get(member, 0.0) + seconds
             for stage, seconds in outcome.stages_s.items():
                 stages_s[stage] = stages_s.get(stage, 0.0) + seconds
             left = tuple(member for member in left if member not in outcome.done and member not in outcome.failed)
@@ -254,8 +252,8 @@ class WeightPublisher:
                     failed[member] = error
                     continue
                 left = (*left, member)
-            left = tuple(sorted(left, key=lambda member: member.replica_id))
-        ended = time.monotonic()
+            left = tuple(member for member in members if member in left)
+        push_s = time.monotonic() - started
         for member in done:
             self.failed_replicas.remove(member)
         for member, error in failed.items():
@@ -265,8 +263,8 @@ class WeightPublisher:
             num_replicas=len(done),
             num_failed=len(failed),
             num_bytes=weights.manifest.num_bytes,
-            push_s=ended - started,
-            pause_s=max(0.0, ended - paused_at),
+            push_s=push_s,
+            pause_s=statistics.fmean(paused_s.values()) if paused_s else 0.0,
             stages_s=stages_s,
         )
         if done or failed or not only_lagging:
@@ -280,6 +278,12 @@ class WeightPublisher:
                 pause_s=round(report.pause_s, 4),
             )
         return report
+
+    async def _run(self, transport: Transport, members: tuple[Member, ...], weights: WeightSnapshot) -> PushOutcome:
+        stages = PushStages(weights, transport, config=self.config, deadlines=self._deadlines)
+        if isinstance(transport, CollectiveTransport):
+            return await CollectivePush(stages, members, self._stub, transport).run()
+        return await RollingPush(stages, members, self._stub).run()
 
     async def _answering(
         self, members: tuple[Member, ...], failed: dict[Member, PenstockError], *, only_lagging: bool

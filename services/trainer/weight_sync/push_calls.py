@@ -13,6 +13,10 @@ from penstock.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger()
 
+CANCELLED = "the trainer cancelled the push"
+CANCEL_NOTICE_S = 2.0
+"""Time to tell the members that the push was cancelled."""
+
 Answer = TypeVar("Answer")
 Stub: TypeAlias = "rollout_pb2_grpc.RolloutServiceAsyncStub"
 
@@ -55,18 +59,10 @@ class PushCalls:
         await all_done(calls.values())
         return self.take(calls)
 
-    async def each_of_push(self, method: str, request: Callable[..., Any], timeout_s: float) -> None:
-        """Call every member with a request that contains only the push's id.
-
-        Raises:
-            NoMembersLeftError: all members have failed.
-        """
-        await self.each(lambda stub, _: getattr(stub, method)(request(push_id=self.push_id), timeout=timeout_s))
-
     def start(self, start: Callable[[Stub, Member], Awaitable[Answer]]) -> dict[Member, asyncio.Task[Answer]]:
         """Start a call to every member. Failed calls raise errors of `penstock.errors`."""
         return {
-            member: asyncio.create_task(_called(start(self._stub(member), member), peer=member.replica_id))
+            member: asyncio.create_task(called(start(self._stub(member), member), peer=member.replica_id))
             for member in self.members
         }
 
@@ -95,7 +91,7 @@ class PushCalls:
         request = rollout_pb2.AbortWeightsRequest(push_id=self.push_id, reason=reason[:500])
         results = await asyncio.gather(
             *(
-                _called(self._stub(member).AbortWeights(request, timeout=timeout_s), peer=member.replica_id)
+                called(self._stub(member).AbortWeights(request, timeout=timeout_s), peer=member.replica_id)
                 for member in members
             ),
             return_exceptions=True,
@@ -121,7 +117,8 @@ async def all_done(tasks: Collection["asyncio.Task[Any]"]) -> None:
         raise
 
 
-async def _called(pending: Awaitable[Answer], *, peer: str) -> Answer:
+async def called(pending: Awaitable[Answer], *, peer: str) -> Answer:
+    """Await a call to a member; a failure becomes an error of `penstock.errors` that names `peer`."""
     try:
         return await call(pending, peer=peer)
     except asyncio.CancelledError:

@@ -1,6 +1,6 @@
 """What a push needs of a transport: either the members pull the weights, or all meet in one collective operation.
 
-Stages, deadlines and the handling of failures are the same for both (`push.py`).
+Members that pull go through a push alone (`rolling_push.py`), the others together (`collective_push.py`).
 """
 
 from abc import ABC, abstractmethod

@@ -1,0 +1,97 @@
+"""The stages of a push, as calls to one member: prepare, upload, pause, transfer, verify, commit, resume.
+
+Every call has a deadline. Whether members go through the stages alone or together is decided elsewhere
+(`rolling_push.py`, `collective_push.py`).
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable
+
+from penstock.errors import PenstockError
+from penstock.v1 import rollout_pb2
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.deadlines import PushDeadlines
+from services.trainer.weight_sync.push_calls import Member, Stub
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from services.trainer.weight_sync.transports.base import PullTransport, Transport
+
+_DRAIN_S = 30.0
+"""With mode drain, seconds that running requests have to finish; after that they are retracted. New ones wait
+meanwhile, so this is what a push may cost at worst. Who has longer answers is better served by retract."""
+_MODES = {
+    "retract": rollout_pb2.PAUSE_MODE_RETRACT,
+    "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
+    "drain": rollout_pb2.PAUSE_MODE_DRAIN,
+}
+
+
+class ChecksumError(PenstockError):
+    """A replica does not hold the bytes that were sent."""
+
+
+class PushStages:
+    """The calls of one push."""
+
+    def __init__(
+        self, weights: WeightSnapshot, transport: Transport, *, config: WeightSyncConfig, deadlines: PushDeadlines
+    ) -> None:
+        """Push `weights` over `transport`, which was opened for the members."""
+        self.weights = weights
+        self.deadlines = deadlines
+        self.push_id = f"v{weights.version}-{uuid.uuid4().hex[:8]}"
+        self._transport = transport
+        self._config = config
+        self._manifest = weights.manifest.to_proto()
+
+    def prepare(self, stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
+        """Announce the push."""
+        request = rollout_pb2.PrepareWeightsRequest(
+            push_id=self.push_id,
+            policy_version=self.weights.version,
+            manifest=self._manifest,
+            digest=self.weights.digest_kind,
+            deadline_s=self.deadlines.push_s,
+        )
+        self._transport.announce(member, request)
+        return stub.PrepareWeights(request, timeout=self.deadlines.prepare_s)
+
+    async def upload(self, stub: Stub, _: Member) -> None:
+        """Send what the member loads later, while it still generates."""
+        if isinstance(self._transport, PullTransport):
+            await self._transport.upload(stub, self.push_id, timeout_s=self.deadlines.upload_s)
+
+    def pause(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.PauseGenerationResponse]:
+        """Have the member stop generating."""
+        drain_s = _DRAIN_S if self._config.mode == "drain" else 0.0
+        request = rollout_pb2.PauseGenerationRequest(
+            push_id=self.push_id, mode=_MODES[self._config.mode], drain_s=drain_s
+        )
+        return stub.PauseGeneration(request, timeout=self.deadlines.pause_s + drain_s)
+
+    def transfer(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.ReceiveWeightsResponse]:
+        """Have the member load the weights."""
+        request = rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id)
+        return stub.ReceiveWeights(request, timeout=self.deadlines.transfer_s)
+
+    async def verify(self, stub: Stub, member: Member) -> None:
+        """Compare the digest of every parameter that the member holds with the snapshot's.
+
+        Raises:
+            ChecksumError: some differ.
+        """
+        request = rollout_pb2.VerifyWeightsRequest(push_id=self.push_id)
+        answer = await stub.VerifyWeights(request, timeout=self.deadlines.verify_s)
+        if differing := await asyncio.to_thread(self.weights.differing_names, answer.digests):
+            names = f"{len(differing)} parameters: {differing[:4]}"
+            raise ChecksumError(f"{member.replica_id}: weights differ after the push in {names}")
+
+    def commit(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.CommitWeightsResponse]:
+        """Make the version the member's."""
+        request = rollout_pb2.CommitWeightsRequest(push_id=self.push_id)
+        return stub.CommitWeights(request, timeout=self.deadlines.control_s)
+
+    def resume(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.ResumeGenerationResponse]:
+        """Have the member generate again."""
+        request = rollout_pb2.ResumeGenerationRequest(push_id=self.push_id)
+        return stub.ResumeGeneration(request, timeout=self.deadlines.control_s)

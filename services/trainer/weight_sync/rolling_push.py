@@ -1,0 +1,99 @@
+"""A push to members that fetch the weights by themselves: each goes through all stages alone, at its own pace.
+
+Invariants: no member waits for another, so one that fails or hangs costs the others nothing; a member generates until
+its own turn comes and again as soon as it has committed, while others still hold the version before.
+
+Few members begin at a time. All of them at once would make every stopped engine wait in each stage until the trainer
+has made that stage's call to all others: with 512 replicas, seconds instead of milliseconds. Where members are busy
+with their own part (a load, a drain), more begin.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from penstock.errors import PenstockError
+from services.trainer.weight_sync.push_calls import CANCEL_NOTICE_S, CANCELLED, Member, PushCalls, Stub, called
+from services.trainer.weight_sync.push_outcome import PushOutcome
+from services.trainer.weight_sync.push_stages import PushStages
+
+_AT_ONCE = 16
+"""Members that begin together. Fewer would leave the trainer idle while calls travel."""
+_PATIENCE_S = 0.25
+"""If no member ends for so long, they are busy with their own part, and twice as many take part: all of 512 begin
+within 1.5 s."""
+
+
+class RollingPush:
+    """One push. Use once."""
+
+    def __init__(self, stages: PushStages, members: tuple[Member, ...], stub: Callable[[Member], Stub]) -> None:
+        """Push to `members`, those first that stand first."""
+        self._stages = stages
+        self._members = members
+        self._stub = stub
+        self._done: list[Member] = []
+        self._failed: dict[Member, PenstockError] = {}
+        self._failed_in: dict[Member, str] = {}
+        self._paused_s: dict[Member, float] = {}
+        self._durations_s: dict[str, list[float]] = {}
+
+    async def run(self) -> PushOutcome:
+        """Bring every member through all stages, or to its failure."""
+        waiting, running, num_at_once = deque(self._members), set[asyncio.Task[None]](), _AT_ONCE
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_at_once:
+                    running.add(asyncio.create_task(self._push_to(waiting.popleft())))
+                ended, running = await asyncio.wait(running, timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+                if not ended:
+                    num_at_once *= 2
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return PushOutcome(
+            done=tuple(self._done),
+            failed=self._failed,
+            failed_in=self._failed_in,
+            is_reusable=True,
+            paused_s=self._paused_s,
+            stages_s={stage: sum(each) / len(each) for stage, each in self._durations_s.items()},
+        )
+
+    async def _push_to(self, member: Member) -> None:
+        stages, stage, paused_at = self._stages, "", None
+        calls: dict[str, Callable[[Stub, Member], Awaitable[object]]] = {
+            "prepare": stages.prepare,
+            "upload": stages.upload,
+            "pause": stages.pause,
+            "transfer": stages.transfer,
+            "verify": stages.verify,
+            "commit": stages.commit,
+            "resume": stages.resume,
+        }
+        try:
+            for stage, start in calls.items():
+                started = time.monotonic()
+                if stage == "pause":
+                    paused_at = started
+                try:
+                    await called(start(self._stub(member), member), peer=member.replica_id)
+                finally:
+                    self._durations_s.setdefault(stage, []).append(time.monotonic() - started)
+            self._done.append(member)
+        except PenstockError as error:
+            self._failed[member], self._failed_in[member] = error, stage
+            await self._abort(member, str(error), stages.deadlines.control_s)
+        except asyncio.CancelledError:
+            await self._abort(member, CANCELLED, CANCEL_NOTICE_S)
+            raise
+        finally:
+            if paused_at is not None:
+                self._paused_s[member] = time.monotonic() - paused_at
+
+    async def _abort(self, member: Member, reason: str, timeout_s: float) -> None:
+        await PushCalls((member,), self._stub, self._stages.push_id).abort((member,), reason, timeout_s)

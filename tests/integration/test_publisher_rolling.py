@@ -1,0 +1,113 @@
+"""Pushes that replicas fetch by themselves: each pauses for its own part only, and a few begin at a time."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.v1 import common_pb2
+from services.rollout.testing.memory_sink import Fault
+from services.rollout.testing.simulated_replica import SimulatedReplica
+from services.trainer.weight_sync import rolling_push
+from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from tests.support.waiting import HANG_S, promptly
+from tests.support.weights.publishing import (
+    assert_serving,
+    publishing,
+    replicas_of,
+    snapshot,
+    until_reached,
+    until_serving,
+)
+
+pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
+
+
+def start(publisher: WeightPublisher, weights: WeightSnapshot) -> "asyncio.Task[PushReport]":
+    return asyncio.create_task(publisher.publish(weights))
+
+
+async def calls_of(replica: SimulatedReplica) -> list[str]:
+    return (await replica.report()).calls
+
+
+@pytest.mark.parametrize(
+    ("transport", "point"),
+    [
+        ("shared_memory", "PrepareWeights"),
+        ("shared_memory", "PauseGeneration"),
+        ("shared_memory", "VerifyWeights"),
+        ("disk", "ReceiveWeights"),
+        ("delta", "SendWeights"),
+    ],
+)
+async def test_a_replica_serves_while_another_is_slow(bus: Bus, tmp_path: Path, transport: str, point: str) -> None:
+    """It is done with the push whatever the other does; the publication is not, so nothing is announced yet."""
+    async with (
+        replicas_of(bus, 2) as (first, second),
+        publishing(bus, files_dir=tmp_path, transport=transport) as publisher,
+    ):
+        await second.set_faults(**{point: Fault("hold")})
+        push = start(publisher, snapshot(1, shared=transport == "shared_memory"))
+        await until_reached(second, point, 0)
+        await until_serving(first, 1)
+        assert not push.done()
+        assert (await second.report()).version == 0
+        await second.set_faults()
+        report = await promptly(push)
+        assert (report.num_replicas, report.num_failed) == (2, 0)
+        await assert_serving(second, 1)
+
+
+async def test_replicas_generate_until_their_turn_comes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time: the second hears of the push when the first is done with it, or has failed in it."""
+    monkeypatch.setattr(rolling_push, "_AT_ONCE", 1)
+    monkeypatch.setattr(rolling_push, "_PATIENCE_S", 10 * HANG_S)
+    async with replicas_of(bus, 2) as (first, second), publishing(bus, transport="shared_memory") as publisher:
+        for version, end in enumerate(("continue", "fail"), start=1):
+            await first.set_faults(ReceiveWeights=Fault("hold"), CommitWeights=Fault("refuse", times=version - 1))
+            before = await calls_of(second)
+            push = start(publisher, snapshot(version, shared=True))
+            await until_reached(first, "ReceiveWeights", version - 1)
+            assert (await calls_of(second))[len(before) :] == ["GetReplica"]
+            assert (await second.report()).state == common_pb2.REPLICA_STATE_READY
+            await first.set_faults(CommitWeights=Fault("refuse", times=version - 1))
+            report = await promptly(push)
+            assert (report.num_replicas, report.num_failed) == ((2, 0) if end == "continue" else (1, 1))
+            await assert_serving(second, version)
+
+
+async def test_more_begin_while_those_that_have_begun_are_busy(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs in its load delays the others by the patience, not by its deadline."""
+    monkeypatch.setattr(rolling_push, "_AT_ONCE", 1)
+    async with replicas_of(bus, 3) as replicas, publishing(bus, transport="shared_memory") as publisher:
+        await replicas[0].set_faults(ReceiveWeights=Fault("hold"))
+        push = start(publisher, snapshot(1, shared=True))
+        for replica in replicas[1:]:
+            await until_serving(replica, 1)
+        assert not push.done()
+        await replicas[0].set_faults()
+        assert (await promptly(push)).num_replicas == 3
+
+
+async def test_a_cancelled_push_ends_where_it_is(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is done keeps the version, who is in the middle is told, who has not begun hears nothing."""
+    monkeypatch.setattr(rolling_push, "_AT_ONCE", 1)
+    async with replicas_of(bus, 3) as (first, second, third):
+        async with publishing(bus, transport="shared_memory") as publisher:
+            monkeypatch.setattr(rolling_push, "_PATIENCE_S", 10 * HANG_S)
+            await second.set_faults(ReceiveWeights=Fault("hang"))
+            push = start(publisher, snapshot(1, shared=True))
+            await until_reached(second, "ReceiveWeights", 0)
+            push.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await promptly(push)
+        assert (await calls_of(second))[-1] == "AbortWeights"
+        assert await calls_of(third) == ["GetReplica"]
+        await assert_serving(first, 1)
+        async with publishing(bus, transport="shared_memory") as publisher:
+            assert (await publisher.publish(snapshot(2, shared=True))).num_replicas == 3
+            for replica in (first, second, third):
+                await assert_serving(replica, 2)
