@@ -1,7 +1,7 @@
 """A simulated engine that keeps time: so many slots, answers as long as it is told, tokens at a given rate, pushes.
 
 It costs so little that hundreds of them fit into one process. Delivery is the real engine's (first token at once, then
-`chunk_tokens` or what 0.25 s bring), and so is the push: it reads the trainer's shared memory, answers with true
+`chunk_tokens` or what a second brings), and so is the push: it reads the trainer's shared memory, answers with true
 digests, and changes its version at commit. Invariant: while it is paused no answer makes progress.
 """
 
@@ -17,7 +17,7 @@ from penstock.errors import NotReadyError
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 
-_CHUNK_INTERVAL_S = 0.25
+_CHUNK_INTERVAL_S = 1.0
 _TOKEN = 65
 """Every token that it makes: a letter in any vocabulary of bytes."""
 

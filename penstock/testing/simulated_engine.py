@@ -18,7 +18,7 @@ from penstock.runtime.security import Security
 from penstock.testing.answers import Answer, chunk_of, counting
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
-_CHUNK_INTERVAL_S = 0.25
+_CHUNK_INTERVAL_S = 1.0
 
 
 class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grpc.RolloutServiceServicer):

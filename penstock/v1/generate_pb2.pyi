@@ -148,7 +148,7 @@ class GenerateRequest(_message.Message):
     min_policy_version: _builtins.int
     """The oldest policy version that may answer; 0 for any."""
     chunk_tokens: _builtins.int
-    """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited 0.25 s. The first
+    """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited a second. The first
     token of a stream is sent at once.
     0: each token is sent at once. Callers that do not show single tokens should ask for more.
     """

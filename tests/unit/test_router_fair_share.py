@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from services.router.balancing import Query
+from services.router.balancing import PoolView, Query, ReplicaStatus
 from services.router.balancing.affinity import AffinityBalancer
 from services.router.balancing.fair_share import FairShare
 from tests.support.router.replica_statuses import DRAINING, Fleet, described, replica
@@ -63,6 +63,30 @@ def test_a_newcomer_owes_nothing() -> None:
     fleet.update(replica("new"))
     share.update(fleet.view, 103.0)
     assert share.excess_load(fleet["new"]) == 0.0
+
+
+def test_it_matters_little_how_often_it_is_asked() -> None:
+    """A thousand calls a second look at all replicas ten times a second, and find what ten calls a second find."""
+    fleet = Fleet(described("busy", max_running=8, in_flight=5), described("idle", max_running=8, in_flight=3))
+    looks: list[float] = []
+
+    class Watched(PoolView):
+        """Notes when its replicas are looked at."""
+
+        def load(self, replica: ReplicaStatus) -> float:
+            """Its load."""
+            looks.append(now)
+            return super().load(replica)
+
+    seldom, often = FairShare(), FairShare()
+    for tenth in range(50):
+        seldom.update(fleet.view, tenth / 10)
+    for thousandth in range(5000):
+        now = thousandth / 1000
+        often.update(Watched(fleet.view.replicas), now)
+    assert len(looks) <= 50 * len(fleet.view.replicas)
+    assert often.excess_load(fleet["busy"]) == pytest.approx(seldom.excess_load(fleet["busy"]), rel=0.05)
+    assert seldom.excess_load(fleet["busy"]) > 0.05
 
 
 def test_the_distant_past_is_forgotten() -> None:

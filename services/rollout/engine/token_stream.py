@@ -8,8 +8,9 @@ from typing import Any
 
 from services.rollout.engine.generation import Generation, num_tokens_of, read_generation, require_sound
 
-MAX_WAIT_S = 0.25
-"""The longest that a token waits for others to be delivered with."""
+MAX_WAIT_S = 1.0
+"""The longest that a token waits for others to be delivered with, and so what is sampled again if the engine dies.
+Chunks are most of what a stream costs router and worker, so callers of many slow streams would pay for less."""
 
 
 class TokenStream:

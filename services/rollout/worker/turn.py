@@ -2,9 +2,8 @@
 
 A turn has two clocks. While no replica works on it (it is in the router's or an engine's queue, or no server answers)
 only the wait timeout runs. From its first chunk on, the turn's own budget runs; when that is over, the turn ends
-with the tokens that came. The first chunk arrives at most 0.25 s after the first token was made, which is how exact a
-budget is. The router replaces a replica that dies inside a turn; this is not visible here, and the replacement's queue
-counts as playing.
+with the tokens that came. The first token is delivered at once. The router replaces a replica that dies inside a turn;
+this is not visible here, and the replacement's queue counts as playing.
 
 Invariant: a turn that has tokens never fails. Only a turn without any raises.
 """
@@ -36,7 +35,7 @@ log = structlog.get_logger()
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk. A turn that is cut loses the tokens of an incomplete chunk: fewer than these, and none older than
-0.25 s."""
+a second."""
 WAIT_TIMEOUT_S = 900.0
 """The longest that a turn may wait while no replica works on it, and a group for its verdicts: longer than an engine
 takes to load a large model. A sample that has no token by then puts its group back for another delivery; one that has

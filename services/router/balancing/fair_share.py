@@ -11,6 +11,8 @@ import math
 from services.router.balancing.pool_view import PoolView
 from services.router.balancing.replica_status import ReplicaStatus
 
+_STEP_S = 0.1
+"""Loads are integrated in steps of at least this: a step looks at every replica, and a call that starts need not."""
 _TIME_CONSTANT_S = 5.0
 """One call above the fair share for this long counts as one call of load."""
 _DECAY_S = 60.0
@@ -25,10 +27,12 @@ class FairShare:
     def __init__(self) -> None:
         """Start without a history."""
         self._excess_calls: dict[str, float] = {}
-        self._updated_at = 0.0
+        self._updated_at = -math.inf
 
     def update(self, pool: PoolView, now: float) -> None:
-        """Integrate the present loads over the time since the last update; newcomers start at 0."""
+        """Integrate the present loads over the time since the last step, if it is due; newcomers start at 0."""
+        if now - self._updated_at < _STEP_S:
+            return
         elapsed_s, self._updated_at = min(now - self._updated_at, _TIME_CONSTANT_S), now
         loads = {
             replica_id: (pool.load(replica), replica.max_running)
