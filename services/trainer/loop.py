@@ -2,7 +2,7 @@
 
     loop        groups of v | update | copy v+1 | groups of v+1 | update | copy v+2 | groups of v+2 ...
     push                                        | push and announce v+1 |           | push and announce v+2 ...
-    feeder      admits whenever a version is announced or a group makes room
+    feeder      admits whenever half of the replicas serve a version or a group makes room
     checkpoint                       | write | acknowledge       (every n steps)
 
 While the backend computes a chunk of groups, others arrive and make the next chunk. If all are there at the start, the

@@ -17,7 +17,9 @@ class Position:
     version: int
     """Policy version of the trainer's weights: the one that the next step trains."""
     announced_version: int | None = None
-    """The version announced last, at which groups are admitted; None before the first announcement."""
+    """The version announced last; None before the first announcement."""
+    served_version: int = 0
+    """The newest version that half of the replicas of its push serve; the announcement follows."""
 
     @property
     def num_steps_left(self) -> int:
@@ -25,9 +27,15 @@ class Position:
         return self.num_steps - self.step
 
     @property
+    def admission_version(self) -> int | None:
+        """The version at which groups are admitted, so that nothing older plays them; None before the first
+        announcement."""
+        return None if self.announced_version is None else max(self.announced_version, self.served_version)
+
+    @property
     def num_steps_ahead(self) -> int:
-        """Optimizer steps that the trainer's weights have beyond the announced version."""
-        return 0 if self.announced_version is None else self.version - self.announced_version
+        """Optimizer steps that the trainer's weights have beyond the version at which groups are admitted."""
+        return 0 if self.admission_version is None else self.version - self.admission_version
 
     def advance(self) -> None:
         """Record an optimizer step."""

@@ -1,7 +1,8 @@
 """Publishes the weights of one version after the other, beside training.
 
 Invariants: a version is claimed before any replica holds its weights, and announced only when they are pushed; nothing
-is claimed or announced by a trainer that was replaced; groups are admitted only at an announced version.
+is claimed or announced by a trainer that was replaced; groups are admitted only at a version that is claimed and that
+replicas serve.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ class Publication:
     versions: PolicyVersions
     publisher: WeightPublisher
     feeder: Feeder
-    """Admits groups at what is announced."""
+    """Admits groups at the version that is served."""
     progress: Progress
     checkpoints_folder: Path
     _announcing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def publish(self, version: int, weights: WeightSnapshot) -> PushReport:
-        """Push `weights` as `version`, then announce it: from then on groups are admitted at it.
+        """Push `weights` as `version`, then announce it. Groups are admitted at it once half of the replicas serve it.
 
         Raises:
             SupersededError: another trainer has taken over.
@@ -43,13 +44,17 @@ class Publication:
         """
         await self.lock.confirm()
         await self.versions.claim(self._describe(version))
-        report = await self.publisher.publish(weights)
+        report = await self.publisher.publish(weights, on_half_served=lambda: self._serve(version))
         async with self._announcing:
             await self.lock.confirm()
             await self.versions.announce(self._describe(version))
             self.position.announced_version = self.progress.policy_version = version
-        self.feeder.wake()
+        self._serve(version)
         return report
+
+    def _serve(self, version: int) -> None:
+        self.position.served_version = version
+        self.feeder.wake()
 
     async def announce_checkpoint(self) -> None:
         """Announce the announced version again, with `progress.checkpoint_step` as it is now.

@@ -12,7 +12,7 @@ from services.rollout.testing.simulated_replica import SimulatedReplica
 from services.trainer.weight_sync import rolling_push
 from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from tests.support.waiting import HANG_S, promptly
+from tests.support.waiting import HANG_S, promptly, until
 from tests.support.weights.publishing import (
     assert_serving,
     publishing,
@@ -59,6 +59,31 @@ async def test_a_replica_serves_while_another_is_slow(bus: Bus, tmp_path: Path, 
         report = await promptly(push)
         assert (report.num_replicas, report.num_failed) == (2, 0)
         await assert_serving(second, 1)
+
+
+async def test_it_is_told_when_half_of_the_replicas_serve(bus: Bus) -> None:
+    """Once, while the last of three still loads; not if two of three fail."""
+    async with replicas_of(bus, 3) as replicas, publishing(bus, transport="shared_memory") as publisher:
+        served: list[int] = []
+        await replicas[0].set_faults(ReceiveWeights=Fault("hold"))
+        push = asyncio.create_task(publisher.publish(snapshot(1, shared=True), on_half_served=lambda: served.append(1)))
+        await until(lambda: bool(served))
+        assert [(await each.report()).version for each in replicas] == [0, 1, 1]
+        assert not push.done()
+        await replicas[0].set_faults()
+        await promptly(push)
+        for replica in replicas[1:]:
+            await replica.set_faults(CommitWeights=Fault("refuse"))
+        report = await publisher.publish(snapshot(2, shared=True), on_half_served=lambda: served.append(2))
+        assert (report.num_replicas, served) == (1, [1])
+
+
+async def test_of_a_broadcast_all_serve_at_once(bus: Bus) -> None:
+    """It is told then."""
+    served: list[int] = []
+    async with replicas_of(bus, 2), publishing(bus) as publisher:
+        await publisher.publish(snapshot(1), on_half_served=lambda: served.append(1))
+        assert served == [1]
 
 
 async def test_replicas_generate_until_their_turn_comes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The training loop's promises to those who come after a crash, and to a trainer that has taken over."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 
 class PowerCutError(Exception):
@@ -40,13 +41,18 @@ class Pushes:
     def __init__(self, *, dies: bool = False) -> None:
         """Die in the first push if told so."""
         self.versions: list[int] = []
+        self.rest = asyncio.Event()
+        """Set when the second half of the replicas has the weights; pushes wait for it."""
+        self.rest.set()
         self._dies = dies
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, *, on_half_served: Callable[[], None]) -> None:
         """Keep the version."""
         if self._dies:
             raise PowerCutError
         self.versions.append(version)
+        on_half_served()
+        await self.rest.wait()
 
 
 class Receipt:
@@ -176,6 +182,25 @@ async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bu
     assert versions.published is None
     first = first_version(checkpoint=7, published=7, claimed=versions.newest_claimed, newest_held=0, max_staleness=0)
     assert first == 9
+
+
+async def test_groups_are_admitted_at_a_version_that_half_of_the_replicas_serve(bus: Bus, tmp_path: Path) -> None:
+    """Nothing older may play them, so they need not wait for the announcement, which waits for the other half."""
+    pushes = Pushes()
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=pushes)
+    position, wakes = trainer.position, list[int | None]()
+    trainer.publication.feeder.wake = lambda: wakes.append(position.admission_version)  # type: ignore[method-assign]
+    pushes.rest.clear()
+    pushing = asyncio.create_task(trainer.publish(8))
+    await until(lambda: bool(pushes.versions))
+    assert (position.announced_version, position.admission_version, position.num_steps_ahead) == (7, 8, 0)
+    assert (await open_versions(bus)).published is None
+    pushes.rest.set()
+    await pushing
+    assert (position.announced_version, position.admission_version) == (8, 8)
+    assert wakes == [8, 8]
+    position.advance()
+    assert position.num_steps_ahead == 1
 
 
 async def test_two_trainers_never_publish_the_same_number(bus: Bus, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ may be committed if it leaves enough places:
   groups, at least need_k.
 - It remains true until the step ends. Versions of finished groups are fixed, unfinished groups move to later prefixes
   only, and a group that fails or is filtered leaves them. Only an admission makes an n_k larger. A group admitted at
-  the announced version a has the deadline a + max_staleness, so it is in prefixes k >= max_staleness - (c - a) alone.
+  version a has the deadline a + max_staleness, so it is in prefixes k >= max_staleness - (c - a) alone.
   The gate keeps the places of c - a steps free, so at most (max_staleness + 1 - (c - a)) B groups are outstanding. For
   these k therefore n_k <= (k + 1) B - |C outside prefix k|, and (open) holds.
 - There is always something to wait for. Let k be the first prefix without a place to spare, and the batch incomplete:

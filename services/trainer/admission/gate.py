@@ -22,13 +22,13 @@ class Gate:
         return (self.max_staleness + 1) * self.groups_per_step
 
     def num_admissible(self, num_untrained: int, *, num_steps_left: int, num_steps_ahead: int = 0) -> int:
-        """Return how many more groups may be admitted at the announced version.
+        """Return how many more groups may be admitted at the newest version that replicas serve.
 
         Args:
             num_untrained: Groups admitted and not yet trained.
             num_steps_left: Optimizer steps that the run still takes. Groups beyond them are not admitted.
-            num_steps_ahead: Optimizer steps taken since the announced version. Their groups keep their places until
-                the next announcement: a group admitted now is already that many versions old.
+            num_steps_ahead: Optimizer steps taken since that version. Their groups keep their places until the next
+                version is served: a group admitted now is already that many versions old.
         """
         num_steps = min(self.max_staleness + 1 - num_steps_ahead, num_steps_left)
         return max(0, num_steps * self.groups_per_step - num_untrained)

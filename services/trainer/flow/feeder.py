@@ -66,18 +66,18 @@ class Feeder:
             await self.admit()
 
     def wake(self) -> None:
-        """Have `run` look whether the gate lets groups in: a version was announced, or a group made room."""
+        """Have `run` look whether the gate lets groups in: replicas serve a new version, or a group made room."""
         self._wanted.set()
 
     async def admit(self) -> None:
-        """Admit what the gate allows at the announced version.
+        """Admit what the gate allows at the newest version that is served.
 
         Raises:
             DataError: a row of the data is wrong, or too large to send.
         """
         async with self.publishing:
             while num := self._num_admissible():
-                version = self._announced_version()
+                version = self._admission_version()
                 admissions = [self.ledger.admit(version) for _ in range(num)]
                 self.changes.notify()  # one of them may have been in hand before it was admitted
                 await self._publish(
@@ -87,15 +87,15 @@ class Feeder:
     async def publish_again(self) -> None:
         """After a restart: publish every admitted group that is not in hand, in place of what the queue holds.
 
-        They are admitted at the announced version now: none of their tokens will be older.
+        They are admitted at the version of now: none of their tokens will be older.
         """
         async with self.publishing:
             await self.bus.purge(self.bus.prompts)
-            await self._publish(self.ledger.renew_unplayed(self._announced_version()))
+            await self._publish(self.ledger.renew_unplayed(self._admission_version()))
 
     async def replace_lost(self) -> None:
         """Admit every group again that is not in hand; see `GroupLedger.readmit_lost`. Hold `publishing`."""
-        admissions = self.ledger.readmit_lost(self._announced_version())
+        admissions = self.ledger.readmit_lost(self._admission_version())
         for admission in admissions:
             log.warning("group.lost", index=admission.index, next_attempt=admission.attempt)
         await self._publish(admissions)
@@ -109,13 +109,14 @@ class Feeder:
         return info.state.messages > 0
 
     def _num_admissible(self) -> int:
-        if self.position.announced_version is None:
+        if self.position.admission_version is None:
             return 0
         return self.ledger.num_admissible(self.position.num_steps_left, num_steps_ahead=self.position.num_steps_ahead)
 
-    def _announced_version(self) -> int:
-        assert self.position.announced_version is not None, "nothing is admitted before the first announcement"
-        return self.position.announced_version
+    def _admission_version(self) -> int:
+        version = self.position.admission_version
+        assert version is not None, "nothing is admitted before the first announcement"
+        return version
 
     async def _publish(self, admissions: Sequence[Admission]) -> None:
         for first in range(0, len(admissions), _PUBLISHES_AT_A_TIME):

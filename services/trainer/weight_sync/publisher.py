@@ -126,11 +126,18 @@ class WeightPublisher:
             version, named, max_bucket_bytes=self.config.bucket_bytes, pool=self._pool if is_shared else None
         )
 
-    async def publish(self, weights: WeightSnapshot) -> PushReport:
+    async def publish(
+        self, weights: WeightSnapshot, *, on_half_served: Callable[[], None] = lambda: None
+    ) -> PushReport:
         """Make `weights` the published version and push it to every live replica.
 
         Replicas that fail now or have failed before are skipped and brought up to date later. It is no error if there
         are no replicas. A running retry is interrupted; a running catch-up is completed first.
+
+        Args:
+            weights: What `take` returned.
+            on_half_served: Called when half of the replicas that are pushed to serve the version. From then on calls
+                that want it find enough of them.
 
         Raises:
             SetupError: network.advertise_host is not an address of this machine, or there is no room for a delta.
@@ -140,7 +147,8 @@ class WeightPublisher:
             await self._selector.make_ready(weights)
             self._current = weights
             members = self._members(lambda replica: replica.state in _PUSHABLE)
-            report = await self._push(weights, [member for member in members if member not in self.failed_replicas])
+            sound = [member for member in members if member not in self.failed_replicas]
+            report = await self._push(weights, sound, on_half_served=on_half_served)
         self.files.write_soon(weights)
         return report
 
@@ -215,7 +223,12 @@ class WeightPublisher:
         return [Member(one.replica_id, one.address) for one in in_turn(filter(wanted, replicas))]
 
     async def _push(
-        self, weights: WeightSnapshot, members: Sequence[Member], *, only_lagging: bool = False
+        self,
+        weights: WeightSnapshot,
+        members: Sequence[Member],
+        *,
+        only_lagging: bool = False,
+        on_half_served: Callable[[], None] = lambda: None,
     ) -> PushReport:
         """Push to `members`, dropping those that fail. After wrong checksums a member is pushed to once more."""
         started = time.monotonic()
@@ -226,11 +239,19 @@ class WeightPublisher:
         repeated: set[Member] = set()
         failed_delta: set[Member] = set()
         left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
+        num_missing = -(-len(left) // 2)
+
+        def count() -> None:
+            nonlocal num_missing
+            num_missing -= 1
+            if num_missing == 0:
+                on_half_served()
+
         while left:
             part, transport = await self._selector.next(
                 left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
             )
-            outcome = await self._run(transport, part, weights)
+            outcome = await self._run(transport, part, weights, on_served=count)
             await self._selector.put_back(transport, outcome)
             done += outcome.done
             for member, seconds in outcome.paused_s.items():
@@ -279,11 +300,21 @@ class WeightPublisher:
             )
         return report
 
-    async def _run(self, transport: Transport, members: tuple[Member, ...], weights: WeightSnapshot) -> PushOutcome:
+    async def _run(
+        self,
+        transport: Transport,
+        members: tuple[Member, ...],
+        weights: WeightSnapshot,
+        *,
+        on_served: Callable[[], None],
+    ) -> PushOutcome:
         stages = PushStages(weights, transport, config=self.config, deadlines=self._deadlines)
-        if isinstance(transport, CollectiveTransport):
-            return await CollectivePush(stages, members, self._stub, transport).run()
-        return await RollingPush(stages, members, self._stub).run()
+        if not isinstance(transport, CollectiveTransport):
+            return await RollingPush(stages, members, self._stub, on_served).run()
+        outcome = await CollectivePush(stages, members, self._stub, transport).run()
+        for _ in outcome.done:
+            on_served()
+        return outcome
 
     async def _answering(
         self, members: tuple[Member, ...], failed: dict[Member, PenstockError], *, only_lagging: bool

@@ -28,11 +28,18 @@ within 1.5 s."""
 class RollingPush:
     """One push. Use once."""
 
-    def __init__(self, stages: PushStages, members: tuple[Member, ...], stub: Callable[[Member], Stub]) -> None:
-        """Push to `members`, those first that stand first."""
+    def __init__(
+        self,
+        stages: PushStages,
+        members: tuple[Member, ...],
+        stub: Callable[[Member], Stub],
+        on_served: Callable[[], None],
+    ) -> None:
+        """Push to `members`, those first that stand first; call `on_served` for each that serves the version."""
         self._stages = stages
         self._members = members
         self._stub = stub
+        self._on_served = on_served
         self._done: list[Member] = []
         self._failed: dict[Member, PenstockError] = {}
         self._failed_in: dict[Member, str] = {}
@@ -85,6 +92,7 @@ class RollingPush:
                 finally:
                     self._durations_s.setdefault(stage, []).append(time.monotonic() - started)
             self._done.append(member)
+            self._on_served()
         except PenstockError as error:
             self._failed[member], self._failed_in[member] = error, stage
             await self._abort(member, str(error), stages.deadlines.control_s)
