@@ -114,7 +114,7 @@ async def test_a_deadline_reaches_the_server_and_ends_the_call(engine: Simulated
         with pytest.raises(DeadlineError):
             await client.generate(REQUEST, timeout_s=1.0)
     assert engine.deadlines_s[0] is not None
-    assert engine.deadlines_s[0] <= 1.0
+    assert engine.deadlines_s[0] <= 1.0 + 0.01, "gRPC sends what is left in steps of 10 ms, rounded up"
     await until(lambda: engine.num_running == 0)
 
 
