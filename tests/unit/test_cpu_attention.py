@@ -46,9 +46,12 @@ class Cache:
         query = self.query(num_new)
         output = torch.full_like(query, torch.nan)
         args = [query, output, self.keys, self.values, self.places, self.rows, self.num_keys]
-        lengths = [] if num_new is None else [self.num_keys - torch.tensor(num_new), torch.tensor(num_new)]
         backend = self.planned(num_new)
-        assert cpu_attention.attend(refuse, backend, *args, *lengths, None, **PLAIN) is output
+        if num_new is None:
+            cpu_attention.decode(refuse, backend, *args, None, causal=False, **PLAIN)
+        else:
+            lengths = [self.num_keys - torch.tensor(num_new), torch.tensor(num_new)]
+            cpu_attention.extend(refuse, backend, *args, *lengths, None, causal=True, **PLAIN)
         return output
 
     def planned(self, num_new: list[int] | None) -> Any:
@@ -107,10 +110,13 @@ def test_a_sequence_reads_no_keys_of_others() -> None:
     assert batched[1].isnan().all()
 
 
-@pytest.mark.parametrize("option", [{"sliding_window_size": 4}, {"is_cross_attn": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"sliding_window_size": 4}, {"is_cross_attn": True}, {"causal": False}, {}], ids=str
+)
 def test_what_is_not_planned_is_left_to_sglang(option: dict[str, Any]) -> None:
-    """Windows, cross attention, and a pass of which the back end was not told."""
+    """Windows, cross attention, encoders, and a pass of which the back end was not told."""
     cache, expected = Cache([3, 5]), torch.ones(1)
-    args = [torch.empty(0)] * 6 + [cache.num_keys if option else cache.num_keys.clone()]
-    backend = cache.planned(None)
-    assert cpu_attention.attend(lambda *_, **__: expected, backend, *args, None, **{**PLAIN, **option}) is expected
+    lengths = [torch.tensor([0, 0]), cache.num_keys]
+    args = [torch.empty(0)] * 6 + [cache.num_keys if option else cache.num_keys.clone(), *lengths, None]
+    options = {**PLAIN, "causal": True, **option}
+    assert cpu_attention.extend(lambda *_, **__: expected, cache.planned([3, 5]), *args, **options) is expected

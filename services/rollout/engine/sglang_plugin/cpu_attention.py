@@ -57,8 +57,15 @@ def plan(_result: None, backend: Any, forward_batch: Any) -> None:
     backend.forward_metadata = _Plan(seq_lens=forward_batch.seq_lens, blocks=tuple(blocks))
 
 
-def attend(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Hook around the attention of new tokens: one for each sequence, or any number behind a cached prefix."""
+def extend(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """Hook around the attention of any number of new tokens for each sequence, behind a cached prefix or none."""
+    if not options["causal"]:
+        return original(backend, *args, **options)
+    return decode(original, backend, *args, **options)
+
+
+def decode(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """Hook around the attention of one new token for each sequence."""
     query, output, k_cache, v_cache, _, _, seq_lens, *_, encoder_lens = args
     planned: _Plan | None = backend.forward_metadata
     is_plain = encoder_lens is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
@@ -72,7 +79,7 @@ def attend(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **op
 def _attend(
     block: _Block, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """Return the attention of the block's new tokens, [B * Q, H, D].
+    """Return the attention of the block's new tokens, [B * Q, H, size of a value].
 
     Args:
         block: The sequences.
@@ -86,7 +93,7 @@ def _attend(
     keys, values = (  # [B, K, L, D]
         cache.index_select(0, block.places_BL)
         .to(query.dtype)
-        .view(num_sequences, longest, num_key_heads, size)
+        .view(num_sequences, longest, *cache.shape[1:])
         .transpose(1, 2)
         for cache in (k_cache, v_cache)
     )
@@ -94,7 +101,7 @@ def _attend(
     if num_new == 1:  # the heads that share keys stand where else the queries of one head do
         new = new.view(num_sequences, num_key_heads, num_heads // num_key_heads, size)
         attended = scaled_dot_product_attention(new, keys, values, attn_mask=block.mask, scale=scale)
-        return attended.reshape(num_sequences, num_heads, size)
+        return attended.reshape(num_sequences, num_heads, -1)
     attended = scaled_dot_product_attention(
         new.view(num_sequences, num_new, num_heads, size).transpose(1, 2),
         keys,
@@ -104,7 +111,7 @@ def _attend(
         scale=scale,
         enable_gqa=num_heads != num_key_heads,
     )
-    return attended.transpose(1, 2).reshape(num_sequences * num_new, num_heads, size)
+    return attended.transpose(1, 2).reshape(num_sequences * num_new, num_heads, -1)
 
 
 def _plan_blocks(
