@@ -202,6 +202,7 @@ async def assemble(
             position=position,
             streak=streak,
             streams=_streams(config, settings.algorithm),
+            min_chunk_tokens=config.micro_batch_tokens,
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,

@@ -51,6 +51,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         "trainer.num_steps": NUM_STEPS,
         "trainer.groups_per_step": GROUPS_PER_STEP,
         "trainer.samples_per_group": 4,
+        "trainer.micro_batch_tokens": 64,  # so that a group is enough for a chunk
         "trainer.record_groups": "true",
         "trainer.checkpoint_every": 2,
         **{f"security.{key}": value for key, value in certificates.model_dump(exclude={"mutual"}).items()},

@@ -118,7 +118,8 @@ class Run:
     def finish(self, *indices: int) -> None:
         """Groups arrive, played with the present version."""
         for index in indices:
-            group = SimpleNamespace(ready=SimpleNamespace(index=index), images={}, played=UNUSED)
+            ready = SimpleNamespace(index=index, sequences=(range(3), range(7)))
+            group = SimpleNamespace(ready=ready, images={}, played=UNUSED)
             version = self.position.version
             arrival = Arrival(
                 index=index, attempt=0, oldest_version=version, newest_version=version, num_tokens=1, group=group
@@ -129,7 +130,7 @@ class Run:
 
 @asynccontextmanager
 async def running(
-    folder: Path, *, streams: bool = True, groups_per_step: int = 4, **settings: Any
+    folder: Path, *, streams: bool = True, groups_per_step: int = 4, min_chunk_tokens: int = 0, **settings: Any
 ) -> AsyncIterator[Run]:
     """A loop of three steps, with max_staleness 1."""
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
@@ -148,6 +149,7 @@ async def running(
         position=position,
         streak=UNUSED,
         streams=streams,
+        min_chunk_tokens=min_chunk_tokens,
     )
     loop = training_loop(
         folder,
@@ -209,6 +211,20 @@ async def test_a_chunk_is_an_eighth_of_the_batch_or_what_completes_it(tmp_path: 
         assert not waiting.done()
         run.finish(19)
         assert len(await promptly(waiting)) == 2
+
+
+async def test_a_chunk_has_enough_tokens_for_a_pass_or_completes_the_batch(tmp_path: Path) -> None:
+    """Groups of ten tokens, of which three are too few; the last one is not waited for with the fourth."""
+    async with running(tmp_path, min_chunk_tokens=31, groups_per_step=5) as run:
+        run.finish(0, 1)
+        run.finish(2)
+        await settled()
+        assert run.ledger.status(2) is GroupStatus.HELD
+        run.finish(3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+        run.finish(4)
+        run.backend.go_on()
+        assert await run.backend.next_call() == [4]
 
 
 async def settled() -> None:

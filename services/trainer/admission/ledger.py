@@ -262,6 +262,10 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             groups_per_step=self.gate.groups_per_step,
         )
 
+    def held(self, indices: Sequence[int]) -> list[GroupT]:
+        """Return groups in hand that are not committed, in the order given."""
+        return [self._arrivals[index].group for index in indices]
+
     def commit(self, indices: Sequence[int]) -> list[GroupT]:
         """Hand out groups of the current step's batch, in the order given.
 

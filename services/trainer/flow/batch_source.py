@@ -4,6 +4,7 @@ Invariants: the checks for staleness and the choice of groups happen without an 
 arrive in between and be trained unchecked; a group that is waited for exists.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -42,13 +43,16 @@ class BatchSource:
     streak: FailureStreak
     streams: bool
     """Give the groups of a batch as they come, or all together when the batch is complete."""
+    min_chunk_tokens: int = 0
+    """Fewest tokens of a chunk, all sequences of its groups together; a smaller one would be a forward pass of its own
+    that could have been part of the next."""
     silence_s: float = _SILENCE_S
 
     async def next_chunk(self, clock: StepClock) -> list[Finished]:
         """Wait for groups of the batch that trains the weights of `position.version`, and take them, in order of index.
 
-        With `streams` these are all that are there, not fewer than an eighth of the batch unless they complete it; else
-        they are the whole batch. Report `finish_training` or
+        With `streams` these are all that are there, not fewer than an eighth of the batch and `min_chunk_tokens` unless
+        they complete it; else they are the whole batch. Report `finish_training` or
         `abort_training` to the ledger before the next batch.
 
         Args:
@@ -62,7 +66,7 @@ class BatchSource:
             self._reject_stale(version)
             self.feeder.wake()
             selection = self.ledger.select(version)
-            if selection.is_complete or (self.streams and len(selection.indices) >= self._min_chunk):
+            if selection.is_complete or (self.streams and self._is_chunk(selection.indices)):
                 return self.ledger.commit(selection.indices)
             missing = self._missing()
             has_changed = await self.changes.wait(self.silence_s)
@@ -77,9 +81,12 @@ class BatchSource:
                     self.streak.lose(selection.waiting_for, "the bus holds neither its prompt nor the finished group")
                     await self.feeder.replace_lost()
 
-    @property
-    def _min_chunk(self) -> int:
-        return -(-self.ledger.gate.groups_per_step // _MAX_CHUNKS)
+    def _is_chunk(self, indices: Sequence[int]) -> bool:
+        """Return whether these groups are worth computing before the batch is complete."""
+        if len(indices) < -(-self.ledger.gate.groups_per_step // _MAX_CHUNKS):
+            return False
+        sequences = (sequence for finished in self.ledger.held(indices) for sequence in finished.ready.sequences)
+        return not self.min_chunk_tokens or sum(map(len, sequences)) >= self.min_chunk_tokens
 
     def _missing(self) -> str:
         """Return the metric for what keeps the batch from being full: groups in play, a push, or prompts."""
