@@ -119,12 +119,14 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
     """Its id is kept in the run's folder; a new run in the same folder gets another one."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_rows("mlflow", tmp_path, ROWS[:2])
-    log_rows("mlflow", tmp_path, ROWS[2:], last_step=2)
+    log_rows("mlflow", tmp_path, [row | {"learning_rate_visual.*": 1e-6} for row in ROWS[2:]], last_step=2)
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         values = database.execute("SELECT step, value FROM metrics WHERE key = 'reward_mean' ORDER BY step").fetchall()
         runs = database.execute("SELECT name, status FROM runs").fetchall()
         parameters = database.execute("SELECT key, value FROM params").fetchall()
+        rates = database.execute("SELECT step FROM metrics WHERE key = 'learning_rate_visual._'").fetchall()
     assert values == [(step, pytest.approx(step / 10)) for step in range(1, 5)]
+    assert rates == [(3,), (4,)], "MLflow takes no asterisk"
     assert runs == [("tiny", "FINISHED")]
     assert parameters == [("trainer.num_steps", "4")]
     log_rows("mlflow", tmp_path, ROWS[:1], run_id="tiny-20260102-000000")
@@ -144,14 +146,15 @@ def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
 
 
 def test_a_failing_tracker_warns_once_and_delays_no_other(tmp_path: Path) -> None:
-    """One fails at every row and one at its start; a third gets all rows, numbers only."""
+    """One fails at every row, one at its start, one exits; a fourth gets all rows, numbers only."""
     got: list[tuple[int, dict[str, float]]] = []
     failing = Feed("failing", kind_of(log=fail), run_in(tmp_path))
     unreachable = Feed("unreachable", kind_of(start=fail), run_in(tmp_path))
+    leaving = Feed("leaving", kind_of(start=sys.exit), run_in(tmp_path))
     working = Feed("working", kind_of(log=lambda values, step: got.append((step, values))), run_in(tmp_path))
     with structlog.testing.capture_logs() as logs:
-        trackers = Trackers([failing, unreachable, working])
-        for feed in (failing, unreachable, working):
+        trackers = Trackers([failing, unreachable, leaving, working])
+        for feed in (failing, unreachable, leaving, working):
             feed.start()
         for row in [*ROWS, {"step": 5, "loss": math.inf, "done": True}]:
             trackers.log(row)
@@ -162,6 +165,7 @@ def test_a_failing_tracker_warns_once_and_delays_no_other(tmp_path: Path) -> Non
     ]
     assert sorted((entry["event"], entry["tracker"], entry["reason"]) for entry in logs) == [
         ("tracker.failed", "failing", "OSError: no route"),
+        ("tracker.failed", "leaving", "SystemExit: "),
         ("tracker.failed", "unreachable", "OSError: no route"),
     ]
 

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,7 @@ class Feed(threading.Thread):
     def _attempt(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a boundary: nothing that a tracker raises may end the run
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a boundary: trackers raise anything, and some exit
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, reason: str) -> None:
@@ -203,16 +204,27 @@ def _mlflow(run: TrackedRun) -> "GeneralTracker":
         mlflow.set_tracking_uri(f"sqlite:///{run.folder.absolute() / 'mlflow.db'}")
 
     class Tracker(MLflowTracker):  # type: ignore[misc]  # accelerate is untyped
-        """Keeps the id that MLflow draws for the run."""
+        """Keeps the id that MLflow draws for the run, and gives it names that it takes."""
 
         def start(self) -> None:
             super().start()
             file.write_text(json.dumps({"run_id": run.run_id, "mlflow_run_id": self.active_run.info.run_id}))
 
+        def store_init_configuration(self, values: dict[str, str]) -> None:
+            super().store_init_configuration(_accepted_by_mlflow(values))
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            super().log(_accepted_by_mlflow(values), step=step)
+
     file = run.folder / "mlflow-run.json"
     known = json.loads(file.read_text()) if file.is_file() else {}
     run_id = known["mlflow_run_id"] if known.get("run_id") == run.run_id else None
     return Tracker(run.project, logging_dir=str(run.folder / "mlflow"), run_id=run_id, run_name=run.name)
+
+
+def _accepted_by_mlflow(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by names without the characters for which MLflow refuses a whole row, as in `visual.*`."""
+    return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
 
 
 def _swanlab(run: TrackedRun) -> "GeneralTracker":
