@@ -2,9 +2,9 @@
 
 Legend: N = own tokens of a row.
 
-Its weights wait in the host's memory. For one pass over a chunk they are on the device beside the policy's, and the
-policy's own module computes with them; no second model exists. It makes its pass over a chunk before the policy does,
-so its copy is gone when activations need the room.
+Its weights wait in the host's memory. From a step's first chunk to its last they are on the device beside the
+policy's, and the policy's own module computes with them; no second model exists. So they move there once per step,
+however many chunks it has, and are gone when the optimizer needs the room.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,16 +48,22 @@ class ReferencePolicy:
         self._precision = precision
         self._num_updates = 0
         self._weights = {_in_policy(name): _on_host(weight) for name, weight in weights.named()}
+        self._on_device: dict[str, torch.Tensor] | None = None
 
     def logprobs(self, rows: Iterable[PackedRow]) -> list[torch.Tensor]:
-        """Return float32[N] on the host for each row."""
-        weights = {
-            name: self._weights[name].to(parameter.device, parameter.dtype, non_blocking=True)
-            for name, parameter in self._policy.named_parameters()
-        }
-        compute = partial(torch.func.functional_call, self._policy, weights)
+        """Return float32[N] on the host for each row. The weights stay on the device until `release`."""
+        if self._on_device is None:
+            self._on_device = {
+                name: self._weights[name].to(parameter.device, parameter.dtype, non_blocking=True)
+                for name, parameter in self._policy.named_parameters()
+            }
+        compute = partial(torch.func.functional_call, self._policy, self._on_device)
         with torch.no_grad(), self._precision():
             return [compute((row,)).logprobs_N.float().cpu() for row in rows]
+
+    def release(self) -> None:
+        """Give the device's memory back, after the last pass of a step."""
+        self._on_device = None
 
     def count_update(self) -> None:
         """Take note of an optimizer step, after it; refresh the reference if it is time."""

@@ -150,6 +150,7 @@ class TrainStep:
         started = time.perf_counter()
         groups = self._groups
         batch, passed = self._until_finite(self._complete)
+        self._release_reference()
         for number in sorted(self._skipped):
             log.warning("group.skipped", index=groups[number].index, reason="a number of it is not finite")
         if self._sums.denominator != batch.denominator:
@@ -186,6 +187,7 @@ class TrainStep:
     def abort(self) -> None:
         """Forget the gradient."""
         self._optimizer.discard()
+        self._release_reference()
 
     @property
     def _groups(self) -> list[TrainGroup]:
@@ -293,6 +295,10 @@ class TrainStep:
             entropy_N=output.entropy_N,
             reference_logprobs_N=None if reference_N is None else reference_N.to(self._device),
         )
+
+    def _release_reference(self) -> None:
+        if self._reference is not None:
+            self._reference.release()
 
     def _count_update(self, passed: _Passed | None) -> None:
         if self._reference is not None:

@@ -1,6 +1,7 @@
 """Optimizer steps of a real model under the axes: the same for every cut, a reference beside the policy, bad input."""
 
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,33 @@ def test_the_reference_follows_the_policy(tiny_model_path: Path, groups: list[Tr
     for name, now in half.policy.named_parameters():
         expected = (start[name.removeprefix("model.")] + now.detach()) / 2
         torch.testing.assert_close(reference[name], expected, rtol=0, atol=1e-6)
+
+
+def test_the_reference_moves_to_the_device_once_a_step(
+    tiny_model_path: Path, groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many chunks it has; after the step, or one that was left out, its copy there is gone."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+    functional_call = torch.func.functional_call
+
+    def seen(policy: Any, held: dict[str, torch.Tensor], inputs: Any) -> Any:
+        (one, *_) = held.values()
+        if not any(copy() is one for copy in copies):
+            copies.append(weakref.ref(one))
+        return functional_call(policy, held, inputs)
+
+    monkeypatch.setattr(torch.func, "functional_call", seen)
+    config = BackendConfig(device="cpu", dtype="bfloat16", optimizer=OptimizerConfig(offload=True))
+    algorithm = AlgorithmConfig.model_validate({"kl": {"kind": "k3"}})
+    backend = InProcessBackend(tiny_model_path, config, algorithm, seed=0, temperature=1.0)
+    backend.load(None)
+    for end in (backend.finish_step, backend.abort_step):
+        backend.begin_step(VERSION)
+        for group in groups:
+            backend.accumulate([group])
+        assert len(copies) == 1
+        end()
+        assert copies.pop()() is None
 
 
 def test_reference_and_entropy_go_on_from_a_checkpoint(
