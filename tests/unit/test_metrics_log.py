@@ -20,6 +20,15 @@ def test_what_was_written_after_the_checkpoint_is_moved_away(tmp_path: Path) -> 
     assert [row["step"] for row in MetricsLog(tmp_path, last_step=3).rows()] == [1, 2, 3]
 
 
+def test_a_line_without_its_end_is_a_line(tmp_path: Path) -> None:
+    """A crash cut only the end of the line; the next one does not join it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
+    log = MetricsLog(tmp_path, last_step=1)
+    log.write({"step": 2})
+    assert log.rows() == [{"step": 1}, {"step": 2}]
+    assert not (tmp_path / "metrics-discarded.jsonl").exists()
+
+
 def test_loss_and_gradient_norm_keep_all_digits(tmp_path: Path) -> None:
     """They are what a replay must reproduce; other floats are short, and a NaN is read back as one."""
     log = MetricsLog(tmp_path, last_step=0)

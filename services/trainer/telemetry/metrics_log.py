@@ -26,11 +26,13 @@ class MetricsLog:
             last_row: The step's metrics from that checkpoint; written if the trainer died before it wrote them.
         """
         self._path = folder / "metrics.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        text = self._path.read_text() if self._path.exists() else ""
+        lines = text.splitlines()
         is_kept = [_step_of(line) <= last_step for line in lines]
         if not all(is_kept):
             with (folder / "metrics-discarded.jsonl").open("a") as discarded:
                 discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
+        if not (all(is_kept) and text[-1:] in ("", "\n")):
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text("".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
             os.replace(temporary, self._path)
