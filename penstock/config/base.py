@@ -9,10 +9,10 @@ import pydantic
 
 
 class Config(pydantic.BaseModel):
-    """Base of all configuration: immutable, without unknown keys; field docstrings are the help text."""
+    """Base of all configuration: immutable, no unknown keys, only finite numbers; field docstrings are the help."""
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
 
 

@@ -21,7 +21,7 @@ class RunConfig(Config):
     """The run's own folder. Unset: `penstock train` makes <dir>/<name>-<start>; `penstock serve` uses <dir>/<name>."""
     seed: int = 0
     """Seed of all random choices outside the engines."""
-    grace_s: float = pydantic.Field(default=5.0, ge=0, allow_inf_nan=False)
+    grace_s: float = pydantic.Field(default=5.0, ge=0)
     """When a process stops, seconds that work in hand may still take: calls, turns, groups. What is left is handed to
     others or put back. The trainer has no limit: it finishes its step, the push and the checkpoint."""
 

@@ -15,9 +15,9 @@ _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 class ProfileConfig(Config):
     """The scale of one profile; what is not given is as in the framework that the profile is compatible with."""
 
-    reward_max: float | None = pydantic.Field(default=None, allow_inf_nan=False)
+    reward_max: float | None = None
     """Score of a right answer; by default 1."""
-    reward_min: float | None = pydantic.Field(default=None, allow_inf_nan=False)
+    reward_min: float | None = None
     """Score of a wrong one, and of what could not be verified; by default 0, for dapo -1."""
     format_weight: float | None = pydantic.Field(default=None, ge=0, le=1)
     """Share of the score that the format earns, whatever the answer; by default 0, for verl_geo3k 0.1."""
@@ -42,7 +42,7 @@ class RemoteConfig(Config):
     url: str = pydantic.Field(default="", pattern="^(https?://.+)?$")
     """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. No user and
     password in it: `PENSTOCK_REMOTE_TOKEN` is shown to it."""
-    timeout_s: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
+    timeout_s: float = pydantic.Field(default=10.0, gt=0)
     """Limit of one attempt, of three. An item that asks for no deadline has the time of all three, 30 s at most."""
     max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
     """Requests at once; further items wait."""
@@ -81,7 +81,7 @@ class RewardConfig(Config):
     times that in memory once their JSON is read; further ones are told to come back later."""
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
-    deadline_s: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
+    deadline_s: float = pydantic.Field(default=1.0, gt=0)
     """Wall-clock limit of one item that asks for none, from when a worker takes it; then the worker is killed.
     An item may ask for 30 s at most."""
     memory_limit_mb: int = pydantic.Field(default=256, ge=128)

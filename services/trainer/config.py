@@ -186,6 +186,13 @@ class TrackersConfig(Config):
     run_name: str = ""
     """Name under which they show the run. Empty: the run's id, its name with the time of its start."""
 
+    @pydantic.field_validator("use")
+    @classmethod
+    def _once_each(cls, use: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(use)) < len(use):
+            raise ValueError("a tracker is named twice, and would show the run twice; name each once")
+        return use
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:

@@ -30,6 +30,7 @@ class Both(Config):
         ),
         ("--trainer.optimizer.betas=[0.9, 1.0]", r"trainer\.optimizer\.betas = .*below 1"),
         ("--trainer.optimizer.learning_rate=0", r"trainer\.optimizer\.learning_rate"),
+        ("--trainer.optimizer.learning_rate=inf", r"trainer\.optimizer\.learning_rate = 'inf': .* finite number"),
         ("--sampling.temperature=0", r"sampling\.temperature = '0'"),
     ],
 )
