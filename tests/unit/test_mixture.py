@@ -76,7 +76,7 @@ def test_another_source_moves_no_row_of_the_others(tmp_path: Path) -> None:
 
 
 def test_a_source_takes_from_data_what_it_leaves_out(tmp_path: Path) -> None:
-    """And a dumped recipe says it all, so that reading it again changes nothing."""
+    """Reading a dumped recipe again changes nothing, and another value in `[data]` still reaches the sources."""
     recipe, settings = tmp_path / "r.toml", sources(tmp_path, {"a": 1, "b": 1})
     recipe.write_text(
         f'[data]\nprompt_suffix = "!"\nprofile = "math"\n[data.sources.a]\npath = "{settings["a"]["path"]}"\n'
@@ -89,6 +89,11 @@ def test_a_source_takes_from_data_what_it_leaves_out(tmp_path: Path) -> None:
     ]
     recipe.write_text(dump(loaded))
     assert load(WithData, [recipe]) == loaded
+    resumed = load(WithData, [recipe], ["--data.prompt_suffix=?", "--data.profile=math2"])
+    assert [(each.prompt_suffix, each.profile) for each in resumed.data.by_name.values()] == [
+        ("?", "math2"),
+        ("?", "mcq"),
+    ]
     dataset = open_dataset(loaded.data)
     assert {dataset[position].profile: dataset[position].golds for position in range(50)} == {
         "math": ("a0",),

@@ -70,7 +70,9 @@ class SourceConfig(Config):
         return ((self.path,) if self.path else ()) if isinstance(self.path, str) else self.path
 
     @pydantic.model_validator(mode="after")
-    def _bounds_fit(self) -> Self:
+    def _is_meant(self) -> Self:
+        if "" in self.paths:
+            raise ValueError("path holds an empty name; give a file, a folder or a glob")
         if 0 < self.max_pixels < self.min_pixels:
             raise ValueError(f"max_pixels = {self.max_pixels} is below min_pixels = {self.min_pixels}; raise it")
         return self
@@ -119,6 +121,19 @@ class DataConfig(SourceConfig):
         if self.sources and self.path:
             raise ValueError("path and sources exclude each other; move path into a source, [data.sources.NAME]")
         return self
+
+    @pydantic.field_serializer("sources")
+    def _leave_out_what_was_passed_on(self, sources: dict[str, MixedSourceConfig], info: Any) -> dict[str, Any]:
+        """A run's config.toml keeps what each source says itself, so that another value in `[data]` reaches it."""
+        own = {name: getattr(self, name) for name in SourceConfig.model_fields}
+        return {
+            name: source.model_dump(
+                mode=info.mode,
+                exclude_none=info.exclude_none,
+                exclude={key for key, value in own.items() if getattr(source, key) == value},
+            )
+            for name, source in sources.items()
+        }
 
     def weight(self, name: str) -> float:
         """The weight of a source, in proportion to the others'."""
