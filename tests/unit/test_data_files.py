@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
+import structlog
 
 from penstock.errors import ConfigError, DataError
 from penstock.records import TextPart
+from services.trainer.admission.filters import FilterReason
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.files import require_files
@@ -178,12 +180,52 @@ def test_the_card_says_which_files_belong_together(tmp_path: Path) -> None:
     assert answers(tmp_path, hub_config="plain") == ["0"]
     assert answers(tmp_path, hub_config="plain", split="held_out") == ["1"]
     assert answers(tmp_path, hub_config="other") == ["1", "2"]
+    write(tmp_path / "a/0.parquet", rows(3, 4))
+    assert answers(tmp_path, hub_config="plain") == ["0"], "of another format than the card's"
+    assert answers(tmp_path, hub_config="other") == ["1", "2"]
     with pytest.raises(
         DataError, match=r"has no configuration ''; it has plain, other\. Name one with --data\.hub_config"
     ):
         answers(tmp_path)
     with pytest.raises(DataError, match=r"has no split 'test'; it has train, held_out\. Name one with --data\.split="):
         answers(tmp_path, hub_config="plain", split="test")
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        "plain",
+        "[plain]",
+        "3",
+        "[{data_files: true}]",
+        "[{data_files: {train: [{}]}}]",
+        "[{data_files: {train: null}}]",
+        "[{data_files: [{path: a.jsonl}]}]",
+    ],
+)
+def test_a_card_that_names_no_files_is_refused(tmp_path: Path, configs: str) -> None:
+    """Other files than its author meant would be read."""
+    write(tmp_path / "train.jsonl", rows(0, 1))
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    with pytest.raises(DataError, match=r"configs.* in the front matter of its README\.md does not say which files"):
+        answers(tmp_path)
+
+
+def test_a_card_whose_files_are_not_there_is_refused(tmp_path: Path) -> None:
+    """Others in the folder may be held out."""
+    write(tmp_path / "train.jsonl", rows(0, 1))
+    (tmp_path / "README.md").write_text("---\nconfigs: [{data_files: data/*.parquet}]\n---\n")
+    with pytest.raises(DataError, match=r"its README\.md names no file that is there and can be read"):
+        answers(tmp_path)
+
+
+def test_a_card_that_is_no_yaml_says_nothing(tmp_path: Path) -> None:
+    """The names of the files do."""
+    write(tmp_path / "train.jsonl", rows(0, 1))
+    (tmp_path / "README.md").write_text("---\na: [1\n b: }\n---\n")
+    with structlog.testing.capture_logs() as logs:
+        assert answers(tmp_path) == ["0"]
+    assert [entry["event"] for entry in logs] == ["data.card_unreadable"]
 
 
 def test_a_missing_shard_is_noticed() -> None:
@@ -212,6 +254,11 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     assert answers(tmp_path / "dict", split="test") == ["1"]
     with pytest.raises(DataError, match="has no split 'val'; it has train, test"):
         answers(tmp_path / "dict", split="val")
+    (tmp_path / "one" / "state.json").write_text(json.dumps({"_data_files": [{}]}))
+    (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": 2}))
+    for folder in ("one", "dict"):
+        with pytest.raises(DataError, match=r"\.json' cannot be read: .*; save the data set again"):
+            answers(tmp_path / folder)
 
 
 @pytest.mark.parametrize(
@@ -220,11 +267,12 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
         ("a.txt", "x", r"its format is not known by its name; use \.parquet, \.arrow"),
         ("a.parquet", "x", "cannot be read as Parquet"),
         ("a.arrow", "x", "cannot be read as Arrow"),
-        ("a.jsonl", '{"problem": 1}\n{"problem"', "row 1: it is not a JSON object"),
+        ("a.jsonl", '{"problem": "x", "answer": 1}\n{"problem"', "row 1: it is not a JSON object"),
         ("a.jsonl", "[1]\n", "row 0: it is not a JSON object: a row is list"),
         ("a.json", '[{"a": 1}, 2]', "is not a JSON list of objects: a row is int"),
         ("a.csv", "problem,answer\n1,2,3\n", r"row 0: it has 3 fields, and the header 2; repair the row"),
         ("a.csv", "problem,answer\n", "holds no rows"),
+        ("a.csv", "problem,answer,answer\n1,2,3\n", "has several columns called 'answer'; rename or remove all but"),
         ("a.jsonl", "", "holds no rows"),
         ("a.jsonl", '{"title": "x", "answer": 1}', "has no column problem or prompt .* it has title, answer"),
     ],
@@ -235,6 +283,47 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, name: str, content: str, 
     with pytest.raises(DataError, match=words) as caught:
         open_dataset(DataConfig(path=str(tmp_path / name)))
     assert name in str(caught.value)
+
+
+def values_that_are_wrong() -> dict[str, pa.Array]:
+    """Columns that Arrow holds and Python cannot."""
+    text = pa.array([b"\xff", b"x", b"y"])
+    return {
+        "no UTF-8": pa.Array.from_buffers(pa.string(), 3, text.buffers()),
+        "no date": pa.array([2**31 - 1, 0, 0], pa.date32()),
+    }
+
+
+@pytest.mark.parametrize("wrong", ["no UTF-8", "no date"])
+def test_a_value_that_cannot_be_decoded_is_a_wrong_row(tmp_path: Path, wrong: str) -> None:
+    """Also in the first row, which shows the columns."""
+    columns = {"problem": ["a", "b", "c"], "answer": ["0", "1", "2"], "note": values_that_are_wrong()[wrong]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet', row 0: .*; repair the row or remove it"):
+        answers(tmp_path / "a.parquet")
+    dataset = open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), shuffle=False, wrong_rows="drop"))
+    played = [dataset.playable(position) for position in range(3)]
+    assert played[0] == FilterReason.WRONG_ROW
+    assert [each.golds for each in played[1:]] == [("1",), ("2",)]
+
+
+def test_a_first_line_that_is_wrong_can_be_dropped(tmp_path: Path) -> None:
+    """As any other line."""
+    (tmp_path / "a.jsonl").write_text('{"problem": "x\n' + '{"problem": "x", "answer": 1}\n')
+    with pytest.raises(DataError, match="row 0: it is not a JSON object"):
+        open_dataset(DataConfig(path=str(tmp_path / "a.jsonl")))
+    dataset = open_dataset(DataConfig(path=str(tmp_path / "a.jsonl"), shuffle=False, wrong_rows="drop"))
+    assert dataset.playable(0) == FilterReason.WRONG_ROW
+    assert dataset[1].golds == ("1",)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    """Lines are read when they are played."""
+    file = write(tmp_path / "a.jsonl", rows(0, 2))
+    dataset = open_dataset(DataConfig(path=str(file)))
+    file.unlink()
+    with pytest.raises(DataError, match=r"a\.jsonl' cannot be read: No such file"):
+        dataset.playable(0)
 
 
 def test_what_must_be_read_as_a_whole_has_to_fit(tmp_path: Path) -> None:
@@ -253,5 +342,7 @@ def test_a_path_that_does_not_exist_is_a_setting_to_change(check: Callable[[Data
             ConfigError, match=r"there is no such file; give a file .*, a folder, a glob or a data set on"
         ):
             check(DataConfig(path=path))
+    with pytest.raises(ValueError, match="path holds an empty name; give a file, a folder or a glob"):
+        DataConfig(path=("",))
     with pytest.raises(ConfigError, match="one of several paths; give each data set a source of its own"):
         require_files(DataConfig(path=("some/dataset", "other/dataset")))

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, SetupError
 from penstock.model import images
 from penstock.model.images import decode_image, read_sizes
 from services.trainer.data import downloads
@@ -145,6 +146,49 @@ def test_a_download_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ValueError, match=f"{len(PNG)} bytes came in 10 s"):
             reader.read(url)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_server_that_trickles_its_headers_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the whole never does."""
+    monkeypatch.setattr(downloads, "DEADLINE_S", 0.3)
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle() -> None:
+            connection, _ = server.accept()
+            with connection:
+                while not stop.wait(0.02):
+                    connection.sendall(b"H")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        reader = ImageReader(folder=tmp_path, downloads=tmp_path / "cache")
+        try:
+            with pytest.raises(ValueError, match=r"cannot be downloaded: it did not come in 0\.3 s"):
+                reader.read(f"http://127.0.0.1:{server.getsockname()[1]}/a.png")
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_cache_that_cannot_be_used_is_a_setting_to_change(tmp_path: Path) -> None:
+    """It is no fault of the row, and no traceback."""
+    (tmp_path / "cache").write_text("a file")
+    reader = ImageReader(folder=tmp_path, downloads=tmp_path / "cache")
+    with pytest.raises(SetupError, match=r"cannot be kept in .*cache: Not a directory; .* another data\.cache_dir"):
+        reader.read("http://127.0.0.1:9/a.png")
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as on a full disk."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        downloads.write_atomically(tmp_path / "kept", b"x")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,15 @@ import hashlib
 import http.client
 import os
 import tempfile
+import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 from pathlib import Path
 from time import monotonic
 from typing import Final
+
+from penstock.errors import SetupError
 
 MAX_FILE_BYTES: Final = 64 * 2**20
 """Most bytes of one image file."""
@@ -30,19 +34,25 @@ def download(url: str, folder: Path) -> bytes:
 
     Raises:
         ValueError: there is no file of at most `MAX_FILE_BYTES`, or it did not come within `DEADLINE_S`.
+        SetupError: files in `folder` cannot be read or written.
     """
     kept = folder / hashlib.sha256(url.encode()).hexdigest()
     try:
         return kept.read_bytes()
     except FileNotFoundError:
         pass
+    except OSError as error:
+        raise _unusable(folder, error) from None
     try:
         data = _get(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise ValueError(f"the image at {url[:200]!r} cannot be downloaded: {error}") from None
-    write_atomically(kept, data)
+    try:
+        write_atomically(kept, data)
+    except OSError as error:
+        raise _unusable(folder, error) from None
     return data
 
 
@@ -54,11 +64,39 @@ def write_atomically(file: Path, data: bytes) -> None:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as opened:
-        opened.write(data)
-    os.replace(opened.name, file)
+        try:
+            opened.write(data)
+            opened.flush()
+            os.replace(opened.name, file)
+        except BaseException:
+            os.unlink(opened.name)
+            raise
+
+
+def _unusable(folder: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"downloaded images cannot be kept in {folder}: {error.strerror}; make room, or give another data.cache_dir"
+    )
 
 
 def _get(url: str) -> bytes:
+    """Read an address in a thread of its own: a server that sends a byte at a time never meets a socket's timeout."""
+    done: Future[bytes] = Future()
+
+    def read() -> None:
+        try:
+            done.set_result(_read(url))
+        except Exception as error:  # noqa: BLE001 - it is raised again below
+            done.set_exception(error)
+
+    threading.Thread(target=read, name="download", daemon=True).start()
+    try:
+        return done.result(DEADLINE_S)
+    except TimeoutError:
+        raise ValueError(f"it did not come in {DEADLINE_S:g} s") from None
+
+
+def _read(url: str) -> bytes:
     ends = monotonic() + DEADLINE_S
     request = urllib.request.Request(url, headers={"User-Agent": "penstock"})
     data = bytearray()

@@ -6,12 +6,13 @@ Invariant: a source's files have one order, whatever order the file system lists
 """
 
 import glob
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from penstock.errors import ConfigError, DataError
 from services.trainer.data import hub
@@ -20,6 +21,27 @@ from services.trainer.data.readers.formats import SUFFIXES
 from services.trainer.data.splits import choose_files
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+
+
+class _SavedDict(msgspec.Struct):
+    """dataset_dict.json."""
+
+    splits: list[str]
+
+
+class _SavedFile(msgspec.Struct):
+    """A file of a saved data set."""
+
+    filename: str
+
+
+class _SavedState(msgspec.Struct):
+    """state.json."""
+
+    data_files: list[_SavedFile] = msgspec.field(name="_data_files")
+
+
+SavedT = TypeVar("SavedT", _SavedDict, _SavedState)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,16 +141,16 @@ def _existing(path: str) -> list[Path]:
 
 def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():  # as DatasetDict.save_to_disk writes it
-        splits = _read(folder / "dataset_dict.json").get("splits", [])
+        splits = _read(folder / "dataset_dict.json", _SavedDict).splits
         split = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
         if split not in splits:
             raise DataError(
-                f"data.path {str(folder)!r} has no split {split!r}; it has {', '.join(map(str, splits))}. Name one "
+                f"data.path {str(folder)!r} has no split {split!r}; it has {', '.join(splits)}. Name one "
                 "with --data.split=..."
             )
         folder = folder / split
     if (folder / "state.json").is_file():  # as Dataset.save_to_disk writes it
-        return [folder / each["filename"] for each in _read(folder / "state.json").get("_data_files", [])]
+        return [folder / each.filename for each in _read(folder / "state.json", _SavedState).data_files]
     names = [each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()]
     chosen = choose_files(
         names,
@@ -141,9 +163,8 @@ def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
     return [folder / each for each in chosen]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, kind: type[SavedT]) -> SavedT:
     try:
-        content = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, OSError) as error:
         raise DataError(f"data.path {str(file)!r} cannot be read: {error}; save the data set again") from None
-    return content if isinstance(content, dict) else {}

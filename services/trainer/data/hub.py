@@ -74,7 +74,7 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
             f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
         ) from None
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise SetupError(f"{name} could not be fetched: {str(error).splitlines()[0]}; try again") from None
+        raise SetupError(f"{name} could not be fetched: {_first_line(error)}; try again") from None
 
 
 def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> Snapshot:
@@ -120,12 +120,17 @@ def _endpoint() -> str | None:
 def read_card(file: Path) -> dict[str, Any]:
     """The front matter of a data set's README.md; empty if there is none."""
     from huggingface_hub import metadata_load
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
         return (metadata_load(file) or {}) if file.is_file() else {}
-    except ValueError as error:
-        log.warning("data.card_unreadable", file=str(file), reason=str(error).splitlines()[0])
+    except (ValueError, YAMLError) as error:
+        log.warning("data.card_unreadable", file=str(file), reason=_first_line(error))
         return {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_offline() -> bool:

@@ -11,7 +11,7 @@ from services.trainer.data.columns import Columns, find_columns
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.example import Example, make_example
 from services.trainer.data.images import ImageReader
-from services.trainer.data.table import Table
+from services.trainer.data.table import NUM_SHOWN_ROWS, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Source:
     """Examples by row number, from 0."""
 
     def __init__(self, name: str, tables: Sequence[NamedTable], config: SourceConfig) -> None:
-        """Find the columns of each table; no other row than the first is read.
+        """Find the columns of each table by its first readable row.
 
         Raises:
             DataError: there are no rows, or a table lacks a column.
@@ -56,7 +56,7 @@ class Source:
         self.name = name
         self.config = config
         for each in self.tables:
-            each.columns(each.table[0], config)
+            each.columns(_readable(each), config)
         self._ends = list(accumulate(len(each.table) for each in self.tables))
 
     def __len__(self) -> int:
@@ -69,10 +69,10 @@ class Source:
             DataError: the row is wrong.
         """
         table, place = self._locate(number)
-        row = table.table[place]
         try:
+            row = table.table[place]
             return make_example(row, table.columns(row, self.config), self.config, table.images)
-        except (ValueError, InvalidRequestError, RecursionError) as error:
+        except (ValueError, OverflowError, InvalidRequestError, RecursionError) as error:
             raise self.wrong(number, error) from None
 
     def wrong(self, number: int, error: Exception) -> DataError:
@@ -83,3 +83,18 @@ class Source:
     def _locate(self, number: int) -> tuple[NamedTable, int]:
         at = bisect_right(self._ends, number)
         return self.tables[at], number - self._ends[at] + len(self.tables[at].table)
+
+
+def _readable(table: NamedTable) -> Mapping[str, Any]:
+    """The first row that can be read among those that show a table's columns.
+
+    Raises:
+        DataError: none of them can.
+    """
+    first_error: Exception | None = None
+    for number in range(min(len(table.table), NUM_SHOWN_ROWS)):
+        try:
+            return table.table[number]
+        except (ValueError, OverflowError, DataError) as error:
+            first_error = first_error or error
+    raise DataError(f"{table.name}: none of its first {NUM_SHOWN_ROWS} rows can be read; the first: {first_error}")

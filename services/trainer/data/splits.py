@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, cast
+
+import pydantic
 
 from penstock.errors import DataError
 
@@ -22,6 +24,37 @@ _WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"}
+
+
+class _SplitFiles(pydantic.BaseModel):
+    """The files of one split."""
+
+    model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
+    split: str
+    path: str | list[str]
+
+
+class _CardConfig(pydantic.BaseModel):
+    """One of the card's `configs`."""
+
+    model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
+    config_name: str = "default"
+    default: bool = False
+    data_files: str | list[str] | list[_SplitFiles] | dict[str, str | list[str]] | None = None
+
+    def patterns(self) -> dict[str, str | list[str]]:
+        """Patterns of files by split, however the card writes them."""
+        files = self.data_files
+        if isinstance(files, dict):
+            return files
+        entries = [each for each in files or () if isinstance(each, _SplitFiles)]
+        return {each.split: each.path for each in entries} or {DEFAULT_SPLIT: cast(str | list[str], files or [])}
+
+
+class _Card(pydantic.BaseModel):
+    """The part of a card that names files."""
+
+    configs: list[_CardConfig] | None = None
 
 
 def choose_files(
@@ -40,38 +73,52 @@ def choose_files(
     Raises:
         DataError: there is no such configuration or split, or a shard is missing.
     """
-    readable = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA]
-    suffix = next((end for end in suffixes if any(each.lower().endswith(end) for each in readable)), None)
-    if suffix is None:
+    found = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA]
+    if not _of_first_format(found, suffixes):
         raise DataError(f"{name} has no file that can be read; the formats are {', '.join(suffixes)}")
-    readable = [each for each in readable if each.lower().endswith(suffix)]
-    by_split = _named_in_card(readable, config, card, name) or _named_by_files(readable, config, name)
+    in_card = _named_in_card(found, config, card, name)
+    by_split = {split: files for split, each in in_card.items() if (files := _of_first_format(each, suffixes))}
+    if in_card and not by_split:
+        raise DataError(
+            f"{name}: its README.md names no file that is there and can be read; the formats are {', '.join(suffixes)}"
+        )
+    by_split = by_split or _named_by_files(_of_first_format(found, suffixes), config, name)
     wanted = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in by_split or len(by_split) > 1 else next(iter(by_split)))
-    if not by_split.get(wanted):
+    if wanted not in by_split:
         raise DataError(f"{name} has no split {wanted!r}; it has {', '.join(by_split)}. Name one with --data.split=...")
     _require_all_shards(by_split[wanted], name)
     return by_split[wanted]
 
 
+def _of_first_format(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
+    """The files of the first of the formats that any of them has."""
+    of_formats = ([each for each in names if each.lower().endswith(suffix)] for suffix in suffixes)
+    return next(filter(None, of_formats), [])
+
+
 def _named_in_card(names: Sequence[str], config: str, card: Mapping[str, Any], name: str) -> dict[str, list[str]]:
     """Files by split, as the card's `configs` say; empty if it says nothing."""
-    configs = {
-        str(each.get("config_name", "default")): each for each in card.get("configs") or () if each.get("data_files")
-    }
+    configs = {each.config_name: each for each in _read_card(card, name).configs or () if each.data_files}
     if not configs:
         return {}
-    default = next((each for each, entry in configs.items() if entry.get("default")), "default")
+    default = next((each for each, entry in configs.items() if entry.default), "default")
     chosen = config or (default if default in configs else next(iter(configs)) if len(configs) == 1 else "")
     if chosen not in configs:
         raise DataError(
             f"{name} has no configuration {config!r}; it has {', '.join(configs)}. Name one with --data.hub_config=..."
         )
-    patterns = configs[chosen]["data_files"]
-    if isinstance(patterns, str | list) and not any(isinstance(each, Mapping) for each in patterns):
-        patterns = [{"split": DEFAULT_SPLIT, "path": patterns}]
-    elif isinstance(patterns, Mapping):
-        patterns = [{"split": split, "path": path} for split, path in patterns.items()]
-    return {str(each["split"]): _matching(names, each["path"]) for each in patterns}
+    return {split: _matching(names, patterns) for split, patterns in configs[chosen].patterns().items()}
+
+
+def _read_card(card: Mapping[str, Any], name: str) -> _Card:
+    try:
+        return _Card.model_validate(card)
+    except pydantic.ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise DataError(
+            f"{name}: {place} in the front matter of its README.md does not say which files belong to which split; "
+            "correct it, or give the files themselves, data.path = 'FOLDER/*.parquet'"
+        ) from None
 
 
 def _matching(names: Sequence[str], patterns: str | Sequence[str]) -> list[str]:

@@ -1,7 +1,14 @@
 """Rows by number: what each reader makes of a file."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from penstock.errors import DataError
+
+NUM_SHOWN_ROWS: Final = 100
+"""Rows of a table that show which columns it has. Later rows may have others; they are looked at then."""
 
 
 class Table(Protocol):
@@ -21,6 +28,7 @@ class Table(Protocol):
 
         Raises:
             DataError: the file is damaged there.
+            ValueError, OverflowError: a value is not what its column says, such as text that is not UTF-8.
         """
         ...
 
@@ -39,3 +47,15 @@ class Slice:
 
     def __getitem__(self, number: int, /) -> Mapping[str, Any]:
         return self._table[self.rows[number]]
+
+
+def require_unique(columns: Sequence[str], file: Path) -> None:
+    """Refuse a file with two columns of one name, of which a row would show only the last.
+
+    Raises:
+        DataError: it has.
+    """
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise DataError(
+            f"data.path {str(file)!r} has several columns called {twice[0]!r}; rename or remove all but one"
+        )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import DataError
+from services.trainer.data.table import require_unique
 
 
 class RowDecoder:
@@ -28,7 +29,7 @@ class ArrowTable:
         """Map the file.
 
         Raises:
-            DataError: it is not in an Arrow format.
+            DataError: it is not in an Arrow format, or names a column twice.
         """
         import pyarrow
         import pyarrow.ipc
@@ -40,6 +41,7 @@ class ArrowTable:
                 self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"data.path {str(file)!r} cannot be read as Arrow: {error}") from None
+        require_unique(self._table.schema.names, file)
         self._decoder = RowDecoder(self._table.schema)
 
     @property

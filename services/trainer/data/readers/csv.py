@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.errors import DataError
 from services.trainer.data.readers.jsonl import require_size
+from services.trainer.data.table import require_unique
 
 _MAX_FIELD = 2**31 - 1
 """Images in base64 are longer than the 128 KiB that Python's reader allows a field."""
@@ -18,7 +19,7 @@ class CsvTable:
         """Read the file.
 
         Raises:
-            DataError: it is too large, has no header, or a row has other fields than the header.
+            DataError: it is too large, its header names a column twice, or a row has other fields than the header.
         """
         require_size(file, max_bytes)
         csv.field_size_limit(_MAX_FIELD)
@@ -33,6 +34,7 @@ class CsvTable:
                 f"data.path {str(file)!r}, row {wrong}: it has {len(rows[wrong])} fields, and the header {len(header)};"
                 " repair the row"
             )
+        require_unique(header, file)
         self.columns = tuple(header)
         self._rows = rows
 

@@ -2,14 +2,13 @@
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.errors import DataError
-
-_NUM_SHOWN_ROWS = 100
-"""Rows whose keys count as the file's columns. A later row may have others; they are looked at then."""
+from services.trainer.data.table import NUM_SHOWN_ROWS
 
 
 class LinesTable:
@@ -19,7 +18,7 @@ class LinesTable:
         """Find the lines; empty ones are no rows.
 
         Raises:
-            DataError: the file cannot be read, or one of its first rows is no object.
+            DataError: the file cannot be read.
         """
         self._file = file
         self._starts = array("q")
@@ -29,21 +28,28 @@ class LinesTable:
                 self._index(opened)
         except OSError as error:
             raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
-        self.columns = _keys([self[number] for number in range(min(len(self), _NUM_SHOWN_ROWS))])
+        self.columns = _keys(self._shown_rows())
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, number: int, /) -> dict[str, Any]:
-        with self._file.open("rb") as opened:
-            opened.seek(self._starts[number])
-            line = opened.read(self._lengths[number])
         try:
+            with self._file.open("rb") as opened:
+                opened.seek(self._starts[number])
+                line = opened.read(self._lengths[number])
             return _object(json.loads(line))
+        except OSError as error:
+            raise DataError(f"data.path {str(self._file)!r} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"data.path {str(self._file)!r}, row {number}: it is not a JSON object: {error}; repair the line"
             ) from None
+
+    def _shown_rows(self) -> Iterator[Mapping[str, Any]]:
+        for number in range(min(len(self), NUM_SHOWN_ROWS)):
+            with suppress(DataError):  # the row is refused or dropped when it is played
+                yield self[number]
 
     def _index(self, opened: BinaryIO) -> None:
         place = 0
@@ -71,7 +77,7 @@ class ListTable:
             self._rows = [_object(row) for row in rows]
         except (ValueError, RecursionError, OSError) as error:
             raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
-        self.columns = _keys(self._rows[:_NUM_SHOWN_ROWS])
+        self.columns = _keys(self._rows[:NUM_SHOWN_ROWS])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -113,5 +119,5 @@ def _object(row: Any) -> dict[str, Any]:
     return row
 
 
-def _keys(rows: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+def _keys(rows: Iterable[Mapping[str, Any]]) -> Sequence[str]:
     return tuple(dict.fromkeys(key for row in rows for key in row))

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.errors import DataError
 from services.trainer.data.readers.arrow import RowDecoder
 from services.trainer.data.readers.blocks import BlockCache
+from services.trainer.data.table import require_unique
 
 
 class ParquetTable:
@@ -18,7 +19,7 @@ class ParquetTable:
         """Open the file; `blocks` holds its row groups.
 
         Raises:
-            DataError: it is not Parquet, or a row group is larger than `blocks` may hold.
+            DataError: it is not Parquet, names a column twice, or a row group is larger than `blocks` may hold.
         """
         import pyarrow
         import pyarrow.parquet
@@ -30,6 +31,7 @@ class ParquetTable:
                 self._decoder = RowDecoder(opened.schema_arrow)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self._name} cannot be read as Parquet: {error}") from None
+        require_unique(self._decoder.columns, file)
         self._file = file
         self._blocks = blocks
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
