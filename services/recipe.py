@@ -3,7 +3,7 @@
 Imports the services' settings only, so that a mistyped key is reported before anything heavy is loaded.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import pydantic
 
@@ -25,6 +25,7 @@ from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
+from services.trainer.evaluation.config import EvaluationConfig, inherit
 from services.trainer.weight_sync.deadlines import PushDeadlines
 
 
@@ -37,6 +38,7 @@ class Recipe(Config):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     filters: FilterConfig = FilterConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()
     trackers: TrackersConfig = TrackersConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -47,6 +49,11 @@ class Recipe(Config):
     bus: BusConfig = BusConfig()
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _pass_on_to_evaluation_sets(cls, recipe: Any) -> Any:
+        return inherit(recipe)
 
     @pydantic.model_validator(mode="after")
     def _engines_allow_the_push(self) -> Self:

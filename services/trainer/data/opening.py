@@ -32,10 +32,10 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     return {name: _open(name, source, blocks, folder) for name, source in config.by_name.items()}
 
 
-def built_in(config: SourceConfig, *, num_rows: int = NUM_BUILT_IN_ROWS) -> Source:
+def built_in(config: SourceConfig, *, num_rows: int = NUM_BUILT_IN_ROWS, seed: int = BUILT_IN_SEED) -> Source:
     """Return the built-in geometry problems, which are drawn when they are read."""
     name = "the built-in data set"
-    table = GeometryDataset(num_rows, seed=BUILT_IN_SEED, kinds=config.kinds)
+    table = GeometryDataset(num_rows, seed=seed, kinds=config.kinds)
     return Source(name, [NamedTable(table=table, name=name, images=ImageReader(folder=Path()))], config)
 
 

@@ -1,0 +1,92 @@
+"""Settings of evaluations: section `[evaluation]` of a recipe."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+
+from penstock.config import Config, SamplingConfig
+from penstock.records import TRAIN
+from services.trainer.data.config import DataConfig, SourceConfig
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_OF_THE_PATH = ("path", "hub_config", "split", "revision")
+"""Settings that are another data set's if a set names a path of its own."""
+
+
+class EvaluationSetConfig(SourceConfig):
+    """One evaluation set. What it leaves out is as in `[data]` and `[sampling]`; a set with a path of its own takes no
+    split, revision or configuration from there."""
+
+    num_prompts: int = pydantic.Field(default=0, ge=0)
+    """Play the first so many rows. 0: all; the built-in data set has 10,000."""
+    samples_per_prompt: int = pydantic.Field(default=1, ge=1)
+    """Answers to each prompt, the n of avg@n. More answers make the standard error smaller, and pass@k and maj@k are
+    computed for the powers of two up to n."""
+    temperature: float = pydantic.Field(default=1.0, ge=0, le=100)
+    """Divides the logits; 0 is greedy decoding."""
+    top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 samples from the whole distribution."""
+    top_k: int = pydantic.Field(default=-1, ge=-1)
+    """Sample from this many of the likeliest tokens; -1: from all."""
+    max_new_tokens: int = pydantic.Field(default=512, ge=1)
+    """Largest number of tokens in one turn."""
+    pass_score: float = 1.0
+    """Score from which on a sample counts as correct in pass@k and maj@k. avg@n is the mean of the scores."""
+    break_down_by: str = ""
+    """Column by whose values the results are broken down, for example `data_source`; a dot leads into a struct. It must
+    be one of `extra_columns`. Empty: no break-down."""
+
+    def data(self, shared: DataConfig) -> DataConfig:
+        """How to read its rows, with the memory and the cache of `shared`."""
+        own = {name: getattr(self, name) for name in SourceConfig.model_fields}
+        return DataConfig(shuffle=False, memory_gib=shared.memory_gib, cache_dir=shared.cache_dir, **own)
+
+
+class EvaluationConfig(Config):
+    """Sets of prompts on which a policy is measured, by `penstock eval`."""
+
+    sets: dict[str, EvaluationSetConfig] = pydantic.Field(default_factory=dict)
+    """The sets, by name."""
+
+    @pydantic.field_validator("sets")
+    @classmethod
+    def _are_names(cls, sets: dict[str, EvaluationSetConfig]) -> dict[str, EvaluationSetConfig]:
+        for name in sets:
+            if name == TRAIN or not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot name an evaluation set; use letters, digits, '_' and '-', and not {TRAIN!r}"
+                )
+        return sets
+
+
+def inherit(recipe: Any) -> Any:
+    """Give each evaluation set of a recipe, before it is validated, what it leaves out.
+
+    Args:
+        recipe: The recipe as its file has it.
+
+    Raises:
+        ValueError: a set names no path, and `[data]` has several.
+    """
+    sets = _table(_table(recipe, "evaluation"), "sets")
+    if not sets:
+        return recipe
+    for name, given in sets.items():
+        if _table(_table(recipe, "data"), "sources") and isinstance(given, Mapping) and "path" not in given:
+            raise ValueError(f"evaluation.sets.{name} has no path, and [data.sources] has several; give it one")
+    data, sampling = _table(recipe, "data"), _table(recipe, "sampling")
+    common = {key: value for key, value in data.items() if key in SourceConfig.model_fields}
+    common |= {key: value for key, value in sampling.items() if key in SamplingConfig.model_fields}
+    of_others = {key: value for key, value in common.items() if key not in _OF_THE_PATH}
+    whole = {
+        name: {**(of_others if "path" in given else common), **given} if isinstance(given, Mapping) else given
+        for name, given in sets.items()
+    }
+    return {**recipe, "evaluation": {**recipe["evaluation"], "sets": whole}}
+
+
+def _table(tree: Any, key: str) -> Mapping[str, Any]:
+    found = tree.get(key) if isinstance(tree, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

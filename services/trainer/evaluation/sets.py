@@ -1,0 +1,194 @@
+"""Evaluation sets: rows in a fixed order, each with the prompt that a worker plays.
+
+Invariant: row i of a set is the same in every evaluation, whatever was played before it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from penstock.errors import ConfigError, DataError, SetupError
+from penstock.records import GroupId, Prompt, Sampling, TextPart
+from services.trainer.data.config import DataConfig
+from services.trainer.data.example import Example
+from services.trainer.data.files import pin, require_files
+from services.trainer.data.messages import IMAGE_MARK
+from services.trainer.data.opening import built_in, open_sources
+from services.trainer.data.source import Source
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample, source_of
+
+MAX_CHECKED_ROWS: Final = 5000
+"""So many rows of each set are read before anything is played: about a millisecond per image."""
+HELD_OUT_SEED: Final = 1
+"""The built-in problems of evaluation sets are drawn apart from those of training. There are few different pictures, so
+training has seen most of them."""
+
+
+class EvaluationSet:
+    """The rows of one set that are played."""
+
+    def __init__(self, name: str, config: EvaluationSetConfig, source: Source) -> None:
+        """Take the first rows of `source`, as many as the settings say.
+
+        Raises:
+            ConfigError: it has fewer.
+        """
+        if config.num_prompts > len(source):
+            raise ConfigError(
+                f"evaluation.sets.{name}.num_prompts = {config.num_prompts}, but {source.name} has {len(source)} rows; "
+                "lower it, or set 0 for all"
+            )
+        self.name = name
+        self.config = config
+        self._source = source
+
+    def __len__(self) -> int:
+        return self.config.num_prompts or len(self._source)
+
+    def __getitem__(self, row: int, /) -> Example:
+        """Read a row.
+
+        Raises:
+            DataError: the row is wrong, or wants more tokens than the set allows.
+        """
+        with _named(self.name):
+            example = self._source[row]
+            wanted, most = example.max_new_tokens, self.config.max_new_tokens
+            if wanted is not None and wanted > most:
+                raise self._source.wrong(
+                    row, ValueError(f"its max_new_tokens = {wanted} is above the set's, {most}; raise the setting")
+                )
+            return example
+
+    def check(self) -> None:
+        """Read the first rows.
+
+        Raises:
+            DataError: one of them is wrong.
+        """
+        column = self.config.break_down_by
+        for row in range(min(len(self), MAX_CHECKED_ROWS)):
+            example = self[row]
+            if row == 0 and column and column.partition(".")[0] not in example.extra:
+                raise DataError(
+                    f"evaluation.sets.{self.name}.break_down_by = {column!r} is no column that travels with the "
+                    f"prompt; the first row has {', '.join(sorted(example.extra)) or 'none'}"
+                )
+
+    def sampling(self, example: Example) -> Sampling:
+        """How an answer to this row is drawn."""
+        return Sampling(
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
+            top_k=max(0, self.config.top_k),
+            max_new_tokens=example.max_new_tokens or self.config.max_new_tokens,
+        )
+
+    def prompt(self, example: Example, group_id: GroupId, *, version: int, images: tuple[str, ...]) -> Prompt:
+        """Return what a worker plays.
+
+        Args:
+            example: The row.
+            group_id: The prompt's identity.
+            version: The only policy version that may play it.
+            images: Content hashes of the row's images, stored under the identity.
+        """
+        return Prompt(
+            id=group_id,
+            admitted_version=version,
+            exact_version=version,
+            purpose=self.name,
+            num_samples=self.config.samples_per_prompt,
+            sampling=self.sampling(example),
+            messages=example.messages,
+            images=images,
+            golds=example.golds,
+            profile=example.profile,
+            environment=example.environment,
+            extra=dict(example.extra),
+        )
+
+    def outcome(
+        self,
+        row: int,
+        samples: tuple[PlayedSample, ...],
+        *,
+        error: str = "",
+        versions: tuple[int, int] | None = None,
+    ) -> PlayedPrompt:
+        """Return what became of a row: its samples, or the reason why there are none."""
+        example = self[row]
+        return PlayedPrompt(
+            set_name=self.name,
+            row=row,
+            source=source_of(example.extra, self.config.break_down_by),
+            messages=[
+                {
+                    "role": message.role,
+                    "content": "".join(
+                        part.text if isinstance(part, TextPart) else IMAGE_MARK for part in message.parts
+                    ),
+                }
+                for message in example.messages
+            ],
+            golds=example.golds,
+            samples=samples,
+            versions=versions,
+            error=error,
+        )
+
+
+def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, EvaluationSet]:
+    """Open every set and read its rows, so that nothing is started for a set that cannot be played.
+
+    Args:
+        config: The sets.
+        data: What they share with training: memory and cache.
+
+    Raises:
+        ConfigError: a file does not exist, or has fewer rows than the set wants.
+        DataError: a file, a column or a row is wrong, or there are no rows.
+        SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
+    """
+    opened = {}
+    for name, each in config.sets.items():
+        with _named(name):
+            source = built_in(each, seed=HELD_OUT_SEED) if not each.paths else open_sources(each.data(data))[""]
+        opened[name] = EvaluationSet(name, each, source)
+        opened[name].check()
+    return opened
+
+
+def require_sets(config: EvaluationConfig) -> None:
+    """Check that the sets' files exist, as far as this machine knows; cheap enough to do before anything else starts.
+
+    Raises:
+        ConfigError: a file does not exist.
+    """
+    for name, each in config.sets.items():
+        with _named(name):
+            require_files(each)
+
+
+def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
+    """Return the settings with the commit of each data set on the Hugging Face Hub; see `files.pin`.
+
+    Raises:
+        DataError: there is no such data set, revision, configuration or split.
+        SetupError: the Hub cannot be reached, and its cache has no copy.
+    """
+    pinned = {}
+    for name, each in config.sets.items():
+        with _named(name):
+            pinned[name] = each.model_copy(update={"revision": pin(each.data(data)).revision})
+    return config.model_copy(update={"sets": pinned})
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say in an error which set it is about."""
+    try:
+        yield
+    except (ConfigError, DataError, SetupError) as error:
+        raise type(error)(f"evaluation.sets.{name}: {error}") from None

@@ -1,0 +1,133 @@
+"""Evaluation sets: what they take from the recipe, their rows, and what is refused before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from penstock import config as configuration
+from penstock.errors import ConfigError, DataError
+from penstock.records import GroupId
+from services.recipe import Recipe
+from services.trainer.evaluation.sets import EvaluationSet, open_sets, require_sets
+
+ROWS = [
+    {"problem": "1 + 1?", "answer": "2", "level": "easy"},
+    {"problem": "2 + 2?", "answer": "4", "level": "easy"},
+    {"problem": "3 + 3?", "answer": "6", "level": "hard"},
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """A file of three rows."""
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(file)
+
+
+def recipe(tmp_path: Path, **sections: Any) -> Recipe:
+    """The recipe, read from its file as always."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(sections))
+    return configuration.load(Recipe, [file])
+
+
+def opened(tmp_path: Path, **settings: Any) -> EvaluationSet:
+    """The only set of a recipe."""
+    loaded = recipe(tmp_path, evaluation={"sets": {"s": settings}})
+    return open_sets(loaded.evaluation, loaded.data)["s"]
+
+
+def test_a_set_takes_what_it_leaves_out_from_data_and_sampling(tmp_path: Path, rows: str) -> None:
+    """Profile, prompt and sampling as in training, unless the set says otherwise; never the split of another path."""
+    loaded = recipe(
+        tmp_path,
+        data={"path": "train.parquet", "split": "train", "profile": "math", "prompt_suffix": " Box it."},
+        sampling={"max_new_tokens": 77, "temperature": 0.5},
+        evaluation={"sets": {"test": {"path": rows, "temperature": 0.0}, "same": {"split": "val"}}},
+    )
+    test, same = loaded.evaluation.sets["test"], loaded.evaluation.sets["same"]
+    assert (test.profile, test.prompt_suffix, test.max_new_tokens, test.temperature) == ("math", " Box it.", 77, 0.0)
+    assert (test.path, test.split) == (rows, "")
+    assert (same.path, same.split, same.temperature) == ("train.parquet", "val", 0.5)
+    again = tmp_path / "again.toml"
+    again.write_text(configuration.dump(loaded))
+    assert configuration.load(Recipe, [again]) == loaded
+
+
+def test_rows_keep_the_order_of_the_file(tmp_path: Path, rows: str) -> None:
+    """The first num_prompts of them, and the prompt of each may be played by one version only."""
+    found = opened(tmp_path, path=rows, num_prompts=2, samples_per_prompt=4, temperature=0, profile="math")
+    assert [found[row].golds for row in range(len(found))] == [("2",), ("4",)]
+    group_id = GroupId(run_id="r", index=1, attempt=0, trainer_epoch="e")
+    prompt = found.prompt(found[1], group_id, version=7, images=())
+    assert (prompt.purpose, prompt.exact_version, prompt.min_version, prompt.num_samples) == ("s", 7, 7, 4)
+    assert (prompt.sampling.temperature, prompt.sampling.top_k, prompt.profile) == (0.0, 0, "math")
+
+
+def test_the_built_in_problems_are_drawn_apart_from_training(tmp_path: Path) -> None:
+    """Another seed: row 0 is not training's row 0."""
+    found = opened(tmp_path, num_prompts=8)
+    loaded = recipe(tmp_path)
+    from services.trainer.data.opening import open_sources
+
+    trained = open_sources(loaded.data)[""]
+    assert [found[row].images for row in range(8)] != [trained[row].images for row in range(8)]
+
+
+def test_more_prompts_than_rows_are_refused(tmp_path: Path, rows: str) -> None:
+    """Of the slice, not of the file."""
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.s\.num_prompts = 3, but .* has 2 rows; lower it"):
+        opened(tmp_path, path=f"{rows}@[1:3]", num_prompts=3)
+
+
+def test_an_empty_set_is_refused(tmp_path: Path, rows: str) -> None:
+    """A slice without rows."""
+    with pytest.raises(DataError, match=r"evaluation\.sets\.s: data\.path .* holds no rows"):
+        opened(tmp_path, path=f"{rows}@[3:3]")
+
+
+def test_a_set_without_the_columns_is_refused(tmp_path: Path) -> None:
+    """Its error names the set."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"problem": "1?"}\n')
+    with pytest.raises(DataError, match=r"evaluation\.sets\.s: .*answer"):
+        opened(tmp_path, path=str(file))
+
+
+def test_a_wrong_row_is_refused_before_anything_is_played(tmp_path: Path) -> None:
+    """Not when its turn comes."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"problem": "?", "answer": "", "level": "x"}]))
+    with pytest.raises(DataError, match=r"evaluation\.sets\.s: .*row 3"):
+        opened(tmp_path, path=str(file))
+
+
+def test_a_column_that_does_not_travel_cannot_break_a_set_down(tmp_path: Path, rows: str) -> None:
+    """The error says which could."""
+    assert opened(tmp_path, path=rows, break_down_by="level").outcome(2, ()).source == "hard"
+    with pytest.raises(DataError, match=r"break_down_by = 'source' is no column .* the first row has level"):
+        opened(tmp_path, path=rows, break_down_by="source")
+
+
+def test_a_missing_file_is_found_without_opening_anything(tmp_path: Path) -> None:
+    """By the check that commands do first."""
+    loaded = recipe(tmp_path, evaluation={"sets": {"s": {"path": "nowhere.parquet"}}})
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.s: .*nowhere\.parquet.*there is no such file"):
+        require_sets(loaded.evaluation)
+
+
+@pytest.mark.parametrize("name", ["train", "a b", "a/b", ""])
+def test_names_that_cannot_travel_are_refused(tmp_path: Path, name: str) -> None:
+    """A set's name is the purpose of its prompts, and part of their identity."""
+    with pytest.raises(ConfigError, match="cannot name an evaluation set"):
+        recipe(tmp_path, evaluation={"sets": {name: {}}})
+
+
+def test_a_set_needs_a_path_beside_several_sources(tmp_path: Path, rows: str) -> None:
+    """There is none that it could take over."""
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.s has no path, and \[data\.sources\] has several"):
+        recipe(tmp_path, data={"sources": {"a": {"path": rows}}}, evaluation={"sets": {"s": {}}})
