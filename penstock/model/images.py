@@ -40,6 +40,16 @@ def read_sizes(images: Sequence[bytes], *, field: str = "images") -> list[tuple[
     return sizes
 
 
+def image_format(data: bytes) -> str:
+    """The format of an encoded image, in lower case, as media types have it: png, jpeg, webp or gif.
+
+    Raises:
+        InvalidRequestError: it is no such file.
+    """
+    with _reported(data, "image"):
+        return str(_open(data).format).lower()
+
+
 def decode_image(data: bytes, *, field: str = "image") -> Image.Image:
     """Decode an image file to RGB; palettes are looked up, transparency is dropped, orientation tags are ignored.
 

@@ -16,6 +16,7 @@ from penstock.runtime import process
 from services.cli import bus, replicas
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
 from services.cli.data_command import data
+from services.cli.eval_command import eval_
 from services.cli.replay_command import replay
 from services.cli.score_command import score
 from services.cli.serve import serve
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 _COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
+    "eval": eval_,
     "serve": serve,
     "score": score,
     "replay": replay,

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -33,7 +33,8 @@ from services.recipe import Recipe
 log = structlog.get_logger()
 
 _BUS_START_TIMEOUT_S = 10.0
-_REFRESH_S = 0.5
+REFRESH_S = 0.5
+"""How often the display is drawn anew, and the processes are looked after."""
 _PORTS = (
     ("rollout", "port"),
     ("worker", "port"),
@@ -104,7 +105,7 @@ async def run_processes(
             _watched(supervisor, metrics, display, BoundedLog(folder.launcher_log)),
         ):
             try:
-                await _start(supervisor, specs, display, stop)
+                await start_processes(supervisor, specs, display.write, stop)
                 await supervisor.wait(stop)
             finally:
                 if stop.is_set():
@@ -195,9 +196,11 @@ def _service_spec(
     )
 
 
-async def _start(supervisor: Supervisor, specs: Sequence[ProcessSpec], display: Display, stop: asyncio.Event) -> None:
+async def start_processes(
+    supervisor: Supervisor, specs: Sequence[ProcessSpec], write: Callable[[str], None], stop: asyncio.Event
+) -> None:
     """Start the bus and then, as soon as it listens, all others at once; none after a signal to stop."""
-    display.write(f"starting {', '.join(spec.name for spec in specs)} ...")
+    write(f"starting {', '.join(spec.name for spec in specs)} ...")
     for spec in specs:
         if stop.is_set():
             return
@@ -222,20 +225,25 @@ async def _watched(
 
     async def watch() -> None:
         while True:
-            are_new = await asyncio.gather(*(child.check_ready() for child in supervisor.children))
-            for child, is_new in zip(supervisor.children, are_new, strict=True):
-                if is_new:
-                    display.write(f"{child.spec.name} is up after {child.age_s:.1f} s")
+            await look_after(supervisor, display.write, own_log)
             new_rows = metrics.poll()
             if new_rows:
                 supervisor.note_progress()
             display.show(supervisor.children, metrics.rows, new_rows)
-            for log in (own_log, *(child.log for child in supervisor.children)):
-                await asyncio.to_thread(log.bound)
-            await asyncio.sleep(_REFRESH_S)
+            await asyncio.sleep(REFRESH_S)
 
-    async with _background(watch()):
+    async with background(watch()):
         yield
+
+
+async def look_after(supervisor: Supervisor, write: Callable[[str], None], own_log: BoundedLog) -> None:
+    """Say which processes have come up since the last look, and keep the logs within their bound."""
+    are_new = await asyncio.gather(*(child.check_ready() for child in supervisor.children))
+    for child, is_new in zip(supervisor.children, are_new, strict=True):
+        if is_new:
+            write(f"{child.spec.name} is up after {child.age_s:.1f} s")
+    for each in (own_log, *(child.log for child in supervisor.children)):
+        await asyncio.to_thread(each.bound)
 
 
 @asynccontextmanager
@@ -251,14 +259,14 @@ async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display, secu
             if phase and phase != last:
                 display.write(f"waiting for the trainer: {phase}")
             last = phase
-            await asyncio.sleep(_REFRESH_S)
+            await asyncio.sleep(REFRESH_S)
 
-    async with _background(report()):
+    async with background(report()):
         yield
 
 
 @asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run `work` beside the context. If it fails, the run goes on and the launcher's log has the traceback."""
     task = asyncio.create_task(work)
     task.add_done_callback(_log_failure)

@@ -55,24 +55,25 @@ class RunPlan:
         return process.name, address, ", ".join(self.gpus.of_process.get(process.name, ())) or "-"
 
 
-def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool) -> RunPlan:
+def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: bool = True) -> RunPlan:
     """The processes of a run of `recipe` on this machine.
 
     Args:
         recipe: The recipe, its ports chosen or not.
         devices: The machine's GPUs, as `find_gpus` returns them.
         own_bus: Whether the run has a nats-server of its own.
+        trains: Whether it has a trainer; without one, engines serve the recipe's model.
 
     Raises:
         ConfigError: the GPUs do not suffice, or several processes were to have one port.
     """
     _require_own_ports(recipe)
-    processes = list(_processes(recipe, own_bus=own_bus))
+    processes = list(_processes(recipe, own_bus=own_bus, trains=trains))
     gpus = plan_gpus(
         devices,
         [process.name for process in processes if process.service == "rollout"],
         tensor_parallel=recipe.rollout.tensor_parallel,
-        trainer_uses_gpu=recipe.trainer.device != "cpu",
+        trainer_uses_gpu=trains and recipe.trainer.device != "cpu",
         memory_fraction=recipe.rollout.gpu_memory_fraction,
     )
     return RunPlan(processes=processes, gpus=gpus)
@@ -92,7 +93,7 @@ def _require_own_ports(recipe: Recipe) -> None:
             )
 
 
-def _processes(recipe: Recipe, *, own_bus: bool) -> Iterator[PlannedProcess]:
+def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[PlannedProcess]:
     if own_bus:
         port = recipe.bus.url.rpartition(":")[2] or "0"
         yield PlannedProcess(name="nats", service="nats", stage=StopStage.BUS, address=f"{LOCAL}:{port}")
@@ -108,13 +109,14 @@ def _processes(recipe: Recipe, *, own_bus: bool) -> Iterator[PlannedProcess]:
                 port_key="rollout.port",
                 overrides=(f"--rollout.role={role}",),
             )
-    yield PlannedProcess(
-        name=TRAINER,
-        service="trainer",
-        stage=StopStage.WORK,
-        address=f"{recipe.network.local}:{recipe.trainer.port}",
-        ends_run=True,
-    )
+    if trains:
+        yield PlannedProcess(
+            name=TRAINER,
+            service="trainer",
+            stage=StopStage.WORK,
+            address=f"{recipe.network.local}:{recipe.trainer.port}",
+            ends_run=True,
+        )
     for service in ("reward", "router"):
         address = f"{recipe.network.local}:{getattr(recipe, service).port}"
         yield PlannedProcess(name=service, service=service, stage=StopStage.SERVE, address=address)

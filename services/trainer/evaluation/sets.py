@@ -11,12 +11,12 @@ from penstock.errors import ConfigError, DataError, SetupError
 from penstock.records import GroupId, Prompt, Sampling, TextPart
 from services.trainer.data.config import DataConfig
 from services.trainer.data.example import Example
-from services.trainer.data.files import pin, require_files
+from services.trainer.data.files import pin
 from services.trainer.data.messages import IMAGE_MARK
 from services.trainer.data.opening import built_in, open_sources
 from services.trainer.data.source import Source
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
-from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample, source_of
+from services.trainer.evaluation.outcome import PlayedPrompt, source_of
 
 MAX_CHECKED_ROWS: Final = 5000
 """So many rows of each set are read before anything is played: about a millisecond per image."""
@@ -109,16 +109,8 @@ class EvaluationSet:
             extra=dict(example.extra),
         )
 
-    def outcome(
-        self,
-        row: int,
-        samples: tuple[PlayedSample, ...],
-        *,
-        error: str = "",
-        versions: tuple[int, int] | None = None,
-    ) -> PlayedPrompt:
-        """Return what became of a row: its samples, or the reason why there are none."""
-        example = self[row]
+    def described(self, row: int, example: Example) -> PlayedPrompt:
+        """Return the row as samples.jsonl has it, without samples."""
         return PlayedPrompt(
             set_name=self.name,
             row=row,
@@ -133,9 +125,7 @@ class EvaluationSet:
                 for message in example.messages
             ],
             golds=example.golds,
-            samples=samples,
-            versions=versions,
-            error=error,
+            samples=(),
         )
 
 
@@ -158,17 +148,6 @@ def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, Evaluatio
         opened[name] = EvaluationSet(name, each, source)
         opened[name].check()
     return opened
-
-
-def require_sets(config: EvaluationConfig) -> None:
-    """Check that the sets' files exist, as far as this machine knows; cheap enough to do before anything else starts.
-
-    Raises:
-        ConfigError: a file does not exist.
-    """
-    for name, each in config.sets.items():
-        with _named(name):
-            require_files(each)
 
 
 def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:

@@ -11,7 +11,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError, DataError
 from penstock.records import GroupId
 from services.recipe import Recipe
-from services.trainer.evaluation.sets import EvaluationSet, open_sets, require_sets
+from services.trainer.evaluation.sets import EvaluationSet, open_sets
 
 ROWS = [
     {"problem": "1 + 1?", "answer": "2", "level": "easy"},
@@ -108,16 +108,16 @@ def test_a_wrong_row_is_refused_before_anything_is_played(tmp_path: Path) -> Non
 
 def test_a_column_that_does_not_travel_cannot_break_a_set_down(tmp_path: Path, rows: str) -> None:
     """The error says which could."""
-    assert opened(tmp_path, path=rows, break_down_by="level").outcome(2, ()).source == "hard"
+    found = opened(tmp_path, path=rows, break_down_by="level")
+    assert found.described(2, found[2]).source == "hard"
     with pytest.raises(DataError, match=r"break_down_by = 'source' is no column .* the first row has level"):
         opened(tmp_path, path=rows, break_down_by="source")
 
 
-def test_a_missing_file_is_found_without_opening_anything(tmp_path: Path) -> None:
-    """By the check that commands do first."""
-    loaded = recipe(tmp_path, evaluation={"sets": {"s": {"path": "nowhere.parquet"}}})
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """Its error names the set and the file."""
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.s: .*nowhere\.parquet.*there is no such file"):
-        require_sets(loaded.evaluation)
+        opened(tmp_path, path="nowhere.parquet")
 
 
 @pytest.mark.parametrize("name", ["train", "a b", "a/b", ""])

@@ -1,0 +1,63 @@
+"""What serves a model on this machine, without a trainer: engines, router, reward service and workers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from penstock import config as configuration
+from penstock.runtime.security import Security
+from services.launch.bounded_log import BoundedLog
+from services.launch.gpu_plan import find_gpus
+from services.launch.launcher import (
+    KILL_MARGIN_S,
+    REFRESH_S,
+    addressed,
+    background,
+    look_after,
+    process_specs,
+    start_processes,
+)
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import RunPlan, make_plan
+from services.launch.supervisor import Supervisor, supervised
+from services.recipe import Recipe
+
+
+def plan_serving(recipe: Recipe) -> RunPlan:
+    """What `serving` would start on this machine.
+
+    Raises:
+        ConfigError: the GPUs do not suffice.
+    """
+    return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url, trains=False)
+
+
+@asynccontextmanager
+async def serving(
+    recipe: Recipe, folder: RunFolder, stop: asyncio.Event, security: Security, write: Callable[[str], None]
+) -> AsyncIterator[tuple[Recipe, Supervisor]]:
+    """Serve the recipe's model during the context, as policy version 0; no process is left afterwards.
+
+    Yields the recipe with the addresses of this launch, and what keeps the processes going. `write` is given a line for
+    all that happens to them. They are started, but may take minutes until they serve.
+
+    Raises:
+        SetupError: somebody listens on a port that the recipe gives.
+    """
+    with addressed(recipe, folder) as live:
+        folder.live_file.write_text(configuration.dump(live))
+        plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url, trains=False)
+        specs = process_specs(plan, folder, security)
+        async with supervised(
+            specs, logs=folder.logs, report=write, kill_after_s=recipe.run.grace_s + KILL_MARGIN_S
+        ) as supervisor:
+
+            async def watch() -> None:
+                own_log = BoundedLog(folder.launcher_log)
+                while True:
+                    await look_after(supervisor, write, own_log)
+                    await asyncio.sleep(REFRESH_S)
+
+            async with background(watch()):
+                await start_processes(supervisor, specs, write, stop)
+                yield live, supervisor

@@ -1,0 +1,169 @@
+"""One evaluation: all rows of all sets, each played once by one policy version, over the queues of a run.
+
+Invariant: each row has exactly one outcome, whatever is delivered twice, lost or given up on the way.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+import structlog
+
+from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
+from penstock.errors import DataError, InvalidRequestError
+from penstock.records import Group, GroupId
+from penstock.records.codec import encode
+from services.trainer.evaluation.outcome import PlayedPrompt, samples_of
+from services.trainer.evaluation.sets import EvaluationSet
+
+log = structlog.get_logger()
+
+MAX_IN_PLAY: Final = 256
+"""Prompts that are published and not yet played: enough for every worker, few enough for their images to be stored."""
+MAX_FAILURES_AT_FIRST: Final = 8
+"""If all of the first rows of a set fail, its settings are wrong, and the others would fail, too."""
+
+OnPlayed = Callable[[PlayedPrompt], None]
+"""Takes the outcome of a row."""
+
+
+class FailureCheck:
+    """Ends an evaluation of which nothing can be played."""
+
+    def __init__(self) -> None:
+        """Nothing was played yet."""
+        self._num_failed: Counter[str] = Counter()
+        self._has_played: set[str] = set()
+
+    def add(self, outcome: PlayedPrompt) -> None:
+        """Count an outcome.
+
+        Raises:
+            DataError: the first rows of its set all failed.
+        """
+        if not outcome.error:
+            self._has_played.add(outcome.set_name)
+        elif outcome.set_name not in self._has_played:
+            self._num_failed[outcome.set_name] += 1
+            if self._num_failed[outcome.set_name] >= MAX_FAILURES_AT_FIRST:
+                raise DataError(
+                    f"the first {MAX_FAILURES_AT_FIRST} prompts of evaluation.sets.{outcome.set_name} all failed; the "
+                    f"last: {outcome.error}"
+                )
+
+
+class Evaluation:
+    """An evaluation of one version: its prompts to the bus, its groups from there."""
+
+    def __init__(
+        self,
+        sets: Mapping[str, EvaluationSet],
+        *,
+        bus: Bus,
+        images: ImageStore,
+        run_id: str,
+        epoch: str,
+        version: int,
+        on_played: OnPlayed,
+    ) -> None:
+        """Evaluate on these parts.
+
+        Args:
+            sets: What is played.
+            bus: Its queues have the workers.
+            images: Stores the prompts' images.
+            run_id: Identity of the evaluation, which no other has.
+            epoch: This start of the process.
+            version: The only policy version that may play.
+            on_played: Is given each row's outcome.
+        """
+        self._sets = sets
+        self._bus = bus
+        self._images = images
+        self._run_id = run_id
+        self._epoch = epoch
+        self._version = version
+        self._on_played = on_played
+        self._rows = [(name, row) for name, each in sets.items() for row in range(len(each))]
+        self._in_play: dict[int, PlayedPrompt] = {}
+        """By index in `_rows`, without samples."""
+        self._places = asyncio.Semaphore(MAX_IN_PLAY)
+        self._failures = FailureCheck()
+        self._num_left = len(self._rows)
+        self._is_done = asyncio.Event()
+
+    async def run(self) -> None:
+        """Publish every row as workers take them, and return when each has an outcome.
+
+        Raises:
+            DataError: a row cannot be read or sent.
+            SetupError: the server no longer has the queue.
+        """
+        for index in range(len(self._rows)):
+            await self._places.acquire()
+            await self._publish(index, attempt=0)
+        if self._rows:
+            await self._is_done.wait()
+
+    def owns(self, group_id: GroupId) -> bool:
+        """Whether the group is this evaluation's."""
+        return group_id.run_id == self._run_id and group_id.trainer_epoch == self._epoch
+
+    async def receive(self, group: Group) -> None:
+        """Take a group; one that was lost is published again, and one that has an outcome is ignored.
+
+        Raises:
+            DataError: nothing of its set can be played.
+        """
+        index = group.id.index
+        if not self.owns(group.id) or index not in self._in_play:
+            log.info("evaluation.group_ignored", group=group.id.message)
+        elif group.is_lost:
+            log.warning("evaluation.group_lost", group=group.id.message, reason=group.error)
+            await self._images.remove(group.id.scope)
+            await self._publish(index, attempt=group.id.attempt + 1)
+        elif group.error:
+            await self.fail(group.id, group.error)
+        else:
+            played = msgspec.structs.replace(
+                self._in_play.pop(index),
+                samples=samples_of(group),
+                versions=(group.oldest_version, group.newest_version),
+            )
+            await self._finish(group.id, played)
+
+    async def fail(self, group_id: GroupId, reason: str) -> None:
+        """Give up a row that cannot be played.
+
+        Raises:
+            DataError: nothing of its set can be played.
+        """
+        if self.owns(group_id) and group_id.index in self._in_play:
+            log.warning("evaluation.prompt_failed", group=group_id.message, reason=reason)
+            failed = msgspec.structs.replace(self._in_play.pop(group_id.index), error=reason)
+            await self._finish(group_id, failed)
+
+    async def _finish(self, group_id: GroupId, outcome: PlayedPrompt) -> None:
+        await self._images.remove(group_id.scope)
+        self._on_played(outcome)
+        self._failures.add(outcome)
+        self._places.release()
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._is_done.set()
+
+    async def _publish(self, index: int, *, attempt: int) -> None:
+        name, row = self._rows[index]
+        played = self._sets[name]
+        example = await asyncio.to_thread(played.__getitem__, row)
+        group_id = GroupId(run_id=self._run_id, index=index, attempt=attempt, trainer_epoch=self._epoch)
+        self._in_play[index] = played.described(row, example)
+        try:
+            hashes = tuple([await self._images.put(group_id.scope, image) for image in example.images])
+            prompt = played.prompt(example, group_id, version=self._version, images=hashes)
+            await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
+        except InvalidRequestError as error:
+            raise DataError(f"row {row} of evaluation.sets.{name} cannot be sent: {error}") from None

@@ -1,0 +1,248 @@
+"""Plays an evaluation against an OpenAI-compatible server, whichever model is behind it: single-turn prompts, each
+answered `samples_per_prompt` times, images as data URIs.
+"""
+
+import asyncio
+import base64
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self
+
+import httpx
+import msgspec
+import structlog
+
+from penstock.clients import RewardClient
+from penstock.errors import ConfigError, InvalidRequestError, SetupError
+from penstock.model.images import image_format
+from penstock.records import Sampling, TextPart
+from penstock.runtime.backoff import Backoff
+from penstock.v1 import reward_pb2
+from penstock.verdict_status import UNJUDGED, Status
+from services.trainer.data.example import Example
+from services.trainer.evaluation.evaluation import FailureCheck, OnPlayed
+from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample
+from services.trainer.evaluation.sets import EvaluationSet
+
+log = structlog.get_logger()
+
+SINGLE_TURN: Final = "single_turn"
+"""The only environment that needs no tokens; others play over engines."""
+MAX_ATTEMPTS: Final = 8
+"""Of one answer, over about a minute: a server that restarts or is busy comes back."""
+_BACKOFF = Backoff(first_s=0.5, max_s=20.0)
+_TIMEOUT = httpx.Timeout(900.0, connect=10.0)
+_VERIFY_PATIENCE_S = 900.0
+_REFUSED = frozenset({401, 403, 404})
+"""Statuses with which every other request would be answered, too."""
+
+
+class OpenAiPlayer:
+    """Asks a server for answers and the reward service for verdicts. Use it as a context manager."""
+
+    def __init__(self, url: str, *, model: str, api_key: str, verifier: RewardClient, concurrency: int) -> None:
+        """Prepare to ask.
+
+        Args:
+            url: Of the API, up to `/v1`.
+            model: As the server calls it; empty: its only model.
+            api_key: Its key; empty: none.
+            verifier: Judges the answers.
+            concurrency: Prompts that are played at once.
+        """
+        self.model = model
+        self._url = url.rstrip("/")
+        self._verifier = verifier
+        self._concurrency = concurrency
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, limits=httpx.Limits(max_connections=None))
+
+    async def __aenter__(self) -> Self:
+        """Find the model.
+
+        Raises:
+            ConfigError: the server refuses the key, or has several models and none was named.
+            SetupError: no server answers.
+        """
+        try:
+            if not self.model:
+                self.model = await self._only_model()
+        except BaseException:
+            await self._http.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def play(self, sets: Mapping[str, EvaluationSet], *, on_played: OnPlayed) -> None:
+        """Play every row of `sets` and return when each has an outcome, which `on_played` is given.
+
+        Raises:
+            ConfigError: a row's environment needs an engine, or the server refuses every request.
+            DataError: nothing of a set can be played.
+            SetupError: the server or the reward service went away.
+        """
+        rows = iter([(each, row) for each in sets.values() for row in range(len(each))])
+        failures = FailureCheck()
+
+        async def play_rows() -> None:
+            for each, row in rows:  # shared: each takes the next
+                outcome = await self._play(each, row)
+                on_played(outcome)
+                failures.add(outcome)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._concurrency):
+                tasks.create_task(play_rows())
+
+    async def _play(self, played: EvaluationSet, row: int) -> PlayedPrompt:
+        example = await asyncio.to_thread(played.__getitem__, row)
+        if example.environment != SINGLE_TURN:
+            raise ConfigError(
+                f"evaluation.sets.{played.name}: environment {example.environment!r} cannot be played by --url, which "
+                f"has no turns; use --model, or environment = {SINGLE_TURN!r}"
+            )
+        outcome = played.described(row, example)
+        request = self._request(example, played.sampling(example))
+        try:
+            answers = await self._ask_all(request, num_samples=played.config.samples_per_prompt)
+            samples = await self._judge(f"{played.name}/{row}", example, answers)
+        except InvalidRequestError as error:
+            log.warning("evaluation.prompt_failed", set=played.name, row=row, reason=str(error))
+            return msgspec.structs.replace(outcome, error=str(error))
+        return msgspec.structs.replace(outcome, samples=samples)
+
+    async def _ask_all(self, request: Mapping[str, Any], *, num_samples: int) -> list[PlayedSample]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asking = [tasks.create_task(self._ask(request)) for _ in range(num_samples)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in asking]
+
+    def _request(self, example: Example, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "messages": [
+                {
+                    "role": message.role,
+                    "content": [
+                        {"type": "text", "text": part.text}
+                        if isinstance(part, TextPart)
+                        else {"type": "image_url", "image_url": {"url": _data_uri(example.images[part.index])}}
+                        for part in message.parts
+                    ]
+                    if any(not isinstance(part, TextPart) for part in message.parts)
+                    else "".join(part.text for part in message.parts if isinstance(part, TextPart)),
+                }
+                for message in example.messages
+            ],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_new_tokens,
+            **({"top_k": sampling.top_k} if sampling.top_k else {}),
+        }
+
+    async def _ask(self, request: Mapping[str, Any]) -> PlayedSample:
+        """Return an answer that is not judged yet.
+
+        Raises:
+            InvalidRequestError: the server refuses this prompt.
+            ConfigError: it refuses every request.
+            SetupError: it went away.
+        """
+        answer = await self._answered("POST", "/chat/completions", request)
+        match answer:
+            case {"choices": [{"message": {**message}, **choice}, *_]}:
+                usage = answer.get("usage") or {}
+                return PlayedSample(
+                    text=str(message.get("content") or ""),
+                    score=None,
+                    extracted="",
+                    status="",
+                    finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+                    num_tokens=int(usage.get("completion_tokens") or 0),
+                )
+        raise InvalidRequestError(f"{self._url} gave an answer without choices: {str(answer)[:200]}")
+
+    async def _judge(self, item_id: str, example: Example, samples: Sequence[PlayedSample]) -> tuple[PlayedSample, ...]:
+        """Return the samples with their verdicts.
+
+        Raises:
+            InvalidRequestError: the gold answer or the profile is wrong.
+        """
+        items = [
+            reward_pb2.VerifyItem(
+                item_id=f"{item_id}/{number}", golds=example.golds, response=sample.text, profile=example.profile
+            )
+            for number, sample in enumerate(samples)
+        ]
+        verdicts = await self._verifier.verify_batch(
+            items, timeout_s=60.0, retry_until=time.monotonic() + _VERIFY_PATIENCE_S
+        )
+        return tuple(_judged(sample, verdict, example) for sample, verdict in zip(samples, verdicts, strict=True))
+
+    async def _only_model(self) -> str:
+        answer = await self._answered("GET", "/models", None, max_attempts=1)
+        names = [str(each["id"]) for each in answer.get("data") or () if isinstance(each, Mapping) and "id" in each]
+        if len(names) != 1:
+            raise ConfigError(
+                f"--url {self._url} has {len(names)} models ({', '.join(sorted(names)[:10])}); name one with "
+                "--url-model"
+            )
+        return names[0]
+
+    async def _answered(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, max_attempts: int = MAX_ATTEMPTS
+    ) -> dict[str, Any]:
+        """The server's answer, after as many attempts as it takes."""
+        for attempt in range(1, max_attempts + 1):
+            try:
+                response = await self._http.request(method, f"{self._url}{path}", json=body)
+            except httpx.InvalidURL as error:
+                raise ConfigError(f"--url {self._url}: {error}; give http://host:port/v1") from None
+            except httpx.UnsupportedProtocol:
+                raise ConfigError(f"--url {self._url} must begin with http:// or https://") from None
+            except httpx.TransportError as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if response.status_code < 400:
+                    return _object(response)
+                reason = f"HTTP {response.status_code}: {response.text[:300]}"
+                if response.status_code in _REFUSED:
+                    raise ConfigError(f"--url {self._url} refuses {path}: {reason}; check it and OPENAI_API_KEY")
+                if response.status_code != 429 and response.status_code < 500:
+                    raise InvalidRequestError(f"{self._url} refuses the prompt: {reason}")
+            if attempt < max_attempts:
+                log.warning("evaluation.request_retried", url=self._url, attempt=attempt, reason=reason)
+                await asyncio.sleep(_BACKOFF.after(attempt) * random.uniform(0.5, 1.0))
+        raise SetupError(f"--url {self._url} does not answer: {reason}; start it, or check the address")
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        content = response.json()
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"{response.url} answered with something else than a JSON object")
+    return content
+
+
+def _judged(sample: PlayedSample, verdict: reward_pb2.Verdict, example: Example) -> PlayedSample:
+    status = reward_pb2.VerdictStatus.Name(verdict.status).removeprefix("VERDICT_STATUS_")
+    if status == Status.GOLD_INVALID:
+        raise InvalidRequestError(f"gold answers {list(example.golds)} cannot be read by profile {example.profile!r}")
+    return msgspec.structs.replace(
+        sample,
+        score=None if status in UNJUDGED else verdict.score,
+        status=status,
+        extracted=verdict.extracted,
+    )
+
+
+def _data_uri(image: bytes) -> str:
+    return f"data:image/{image_format(image)};base64,{base64.b64encode(image).decode()}"

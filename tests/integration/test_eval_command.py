@@ -1,0 +1,160 @@
+"""`penstock eval` with the real services; the engine alone is simulated, so that its answers are known."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from penstock.bus.connection import connect
+from penstock.config import BusConfig
+from penstock.errors import ConfigError
+from penstock.testing.answers import Saying
+from penstock.testing.engine_process import START_TIMEOUT_S
+from penstock.testing.simulated_engine import SimulatedEngine
+from services.cli import main
+from services.cli.evaluate import model_folder
+
+pytestmark = pytest.mark.timeout(600)
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+ROWS = [{"problem": f"{number}?", "answer": answer} for number, answer in enumerate(["3", "4", "3", "3"])]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_model_path: Path, nats_url: str, run_name: str) -> Path:
+    """A recipe without engines of its own, with a set of four rows."""
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        f'[run]\nname = "{run_name}"\ndir = "{tmp_path}/runs"\ngrace_s = 1.0\n[model]\npath = "{tiny_model_path}"\n'
+        f'[bus]\nurl = "{nats_url}"\n[rollout]\nreplicas = 0\n[reward]\nworkers = 1\n'
+        f'[evaluation.sets.four]\npath = "{tmp_path}/test.jsonl"\nprofile = "math"\nsamples_per_prompt = 2\n'
+        "max_new_tokens = 16\n"
+    )
+    return file
+
+
+@pytest.fixture
+async def engine(nats_url: str, run_name: str, tiny_model_path: Path) -> AsyncIterator[SimulatedEngine]:
+    """An engine of the evaluation's run that answers 3, as version 0."""
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
+    ids = tokenizer("\\boxed{3}<|im_end|>", add_special_tokens=False).input_ids
+    async with connect(BusConfig(url=nats_url), run=f"{run_name}-eval") as bus:
+        async with SimulatedEngine(bus, answer=Saying(ids), policy_version=0).running() as engine:
+            yield engine
+        await bus.delete_run()
+
+
+@contextlib.asynccontextmanager
+async def evaluating(recipe: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A `penstock eval`; what a failing test leaves of it is killed, and its processes with it."""
+    command = await asyncio.create_subprocess_exec(
+        PENSTOCK, "eval", recipe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield command
+    finally:
+        if command.returncode is None:
+            command.kill()
+            await command.communicate()
+
+
+async def finished(command: asyncio.subprocess.Process) -> tuple[str, str]:
+    """What it wrote, once it has ended: it starts three services, which on a busy machine takes minutes."""
+    out, err = await asyncio.wait_for(command.communicate(), START_TIMEOUT_S)
+    return out.decode(), err.decode()
+
+
+async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None:
+    """Table, files and exit code; the numbers are those of the answers."""
+    async with evaluating(recipe) as command:
+        out, err = await finished(command)
+    assert (command.returncode, err) == (0, ""), out
+    [row] = [line.split() for line in out.splitlines() if line.startswith("four") and "±" in line]
+    assert row[:6] == ["four", "4", "2", "0.750", "±", "0.250"]
+    [folder] = (recipe.parent / "runs").iterdir()
+    results = json.loads((folder / "evaluation.json").read_text())
+    found = results["sets"]["four"]
+    assert (found["score"]["value"], found["pass_at"]["2"]["value"], found["num_failed_prompts"]) == (0.75, 0.75, 0)
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {line["row"]: line["samples"][0]["score"] for line in lines} == {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}
+    assert {tuple(line["versions"]) for line in lines} == {(0, 0)}
+    assert not psutil.pid_exists(command.pid)
+
+
+async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngine) -> None:
+    """Exit code 130, no process left, no results that look complete."""
+    engine.hang_after = 1
+    async with evaluating(recipe) as command:
+        assert command.stdout is not None
+        up: set[str] = set()
+        while up < {"reward", "router", "worker-0"}:
+            line = (await asyncio.wait_for(command.stdout.readline(), START_TIMEOUT_S)).decode()
+            assert line, await command.communicate()
+            up |= {line.split()[0]} if "is up" in line else set()
+        children = psutil.Process(command.pid).children(recursive=True)
+        command.send_signal(signal.SIGINT)
+        out, err = await finished(command)
+    assert (command.returncode, err) == (130, "")
+    assert "stopped after 0 of 4 prompts" in out
+    assert psutil.wait_procs(children, timeout=10.0)[1] == []
+    [folder] = (recipe.parent / "runs").iterdir()
+    assert not (folder / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--evaluation.sets.four.num_prompts=5"], "evaluation.sets.four.num_prompts = 5, but data.path"),
+        (["--evaluation.sets.four.path=nowhere.jsonl"], "evaluation.sets.four: data.path = 'nowhere.jsonl'"),
+        (["--evaluation.sets.four.answer_column=gold"], "evaluation.sets.four: data.path"),
+        (["--model=nowhere"], "--model nowhere is neither a model folder"),
+        (["--model=a", "--url=http://b/v1"], "--url http://b/v1 and --model a exclude each other"),
+        (["--url-model=a"], "--url-model a needs --url"),
+    ],
+)
+def test_mistakes_end_it_before_anything_starts(
+    recipe: Path, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, exit code 2, and no run folder."""
+    assert main(["eval", str(recipe), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {error}")
+    assert len(err.splitlines()) == 1
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_recipe_without_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error shows how to add one."""
+    (tmp_path / "r.toml").write_text('[run]\nname = "r"\n')
+    assert main(["eval", str(tmp_path / "r.toml")]) == 2
+    assert "the recipe has no evaluation set; add one" in capsys.readouterr().err
+
+
+def test_model_takes_models_checkpoints_and_runs(tmp_path: Path) -> None:
+    """The newest checkpoint of a run; what holds no model is refused."""
+
+    def save(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    model = save(tmp_path / "plain")
+    for step in (1, 2):
+        checkpoint = tmp_path / f"run/checkpoints/step-{step:06d}"
+        newest = save(checkpoint / "model")
+        (checkpoint / "state.json").write_text("{}")
+        (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": {}}))
+    assert model_folder(model) == model
+    assert model_folder(newest.parent) == newest
+    assert model_folder(tmp_path / "run") == newest
+    with pytest.raises(ConfigError, match="is neither a model folder"):
+        model_folder(tmp_path)

@@ -1,0 +1,199 @@
+"""An evaluation over an OpenAI-compatible API, against a server that says and refuses what it is told."""
+
+import base64
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.clients import RewardClient
+from penstock.errors import ConfigError, SetupError
+from penstock.runtime.backoff import Backoff
+from services.reward import server as reward_server
+from services.reward.config import RewardConfig
+from services.trainer.data.config import DataConfig
+from services.trainer.evaluation import openai_player
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.openai_player import OpenAiPlayer
+from services.trainer.evaluation.outcome import PlayedPrompt
+from services.trainer.evaluation.sets import EvaluationSet, open_sets
+from tests.support.trainer.pictures import jpeg
+from tests.support.waiting import promptly
+
+pytestmark = pytest.mark.leaves_behind("the reward pool replaces workers, and their pipes", "descriptor")
+
+
+@dataclass(slots=True)
+class Api:
+    """A server: what it answers, and what it was asked."""
+
+    url: str = ""
+    models: list[str] = field(default_factory=lambda: ["m"])
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    """Given first, one to each request for a completion."""
+    text: str = "so \\boxed{3}"
+    finish_reason: str = "stop"
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    """A server on a free port of this machine."""
+    found = Api()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": name} for name in found.models]})
+
+        def do_POST(self) -> None:
+            found.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            found.keys.add(self.headers.get("Authorization", ""))
+            if found.refusals:
+                status, reason = found.refusals.pop(0)
+                self._send(status, {"error": reason})
+                return
+            choice = {"message": {"content": found.text}, "finish_reason": found.finish_reason}
+            self._send(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
+
+        def _send(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.url = f"http://127.0.0.1:{server.server_port}/v1"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+async def verifier() -> AsyncIterator[RewardClient]:
+    """The real reward service."""
+    async with reward_server.running(RewardConfig(workers=1)) as service, RewardClient(service.rpc.address) as client:
+        yield client
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> dict[str, EvaluationSet]:
+    """Two rows, the first with a picture."""
+    return make_sets(tmp_path, temperature=0.5, top_k=3, samples_per_prompt=2)
+
+
+def make_sets(folder: Path, **settings: object) -> dict[str, EvaluationSet]:
+    """The same with other settings."""
+    file = folder / "a.jsonl"
+    picture = base64.b64encode(jpeg()).decode()
+    rows = [
+        {"images": [picture], "problem": "<image>Find x.", "answer": "3"},
+        {"images": [], "problem": "1 + 1?", "answer": "2"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = EvaluationSetConfig.model_validate(
+        {"path": str(file), "profile": "math", "max_new_tokens": 16, **settings}
+    )
+    return open_sets(EvaluationConfig(sets={"s": config}), DataConfig())
+
+
+async def play(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], *, model: str = "", key: str = ""
+) -> list[PlayedPrompt]:
+    """The outcomes in the order of the rows."""
+    played: list[PlayedPrompt] = []
+    async with OpenAiPlayer(api.url, model=model, api_key=key, verifier=verifier, concurrency=2) as player:
+        await promptly(player.play(sets, on_played=played.append))
+    return sorted(played, key=lambda each: each.row)
+
+
+async def test_every_row_is_asked_and_judged(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
+    """Messages and sampling as the set has them, pictures as data URIs, the key as bearer token."""
+    first, second = await play(api, verifier, sets, key="secret")
+    assert [(sample.score, sample.extracted, sample.num_tokens) for sample in first.samples] == [(1.0, "3", 7)] * 2
+    assert [sample.score for sample in second.samples] == [0.0, 0.0]
+    assert api.keys == {"Bearer secret"}
+    assert len(api.requests) == 4
+    with_picture = next(request for request in api.requests if isinstance(request["messages"][0]["content"], list))
+    image, text = with_picture["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert base64.b64decode(image["image_url"]["url"].partition(",")[2]) == jpeg()
+    assert text == {"type": "text", "text": "Find x."}
+    assert {name: with_picture[name] for name in ("model", "temperature", "top_k", "max_tokens")} == {
+        "model": "m",
+        "temperature": 0.5,
+        "top_k": 3,
+        "max_tokens": 16,
+    }
+    assert next(request for request in api.requests if request is not with_picture)["messages"] is not None
+
+
+async def test_a_cut_answer_is_truncated(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
+    """As one of an engine is."""
+    api.finish_reason = "length"
+    [first, _] = await play(api, verifier, sets)
+    assert all(sample.is_truncated for sample in first.samples)
+
+
+async def test_a_busy_server_is_asked_again(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many requests and failures of the server are waited out."""
+    monkeypatch.setattr(openai_player, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    api.refusals = [(429, "busy"), (503, "starting")]
+    assert [len(each.samples) for each in await play(api, verifier, sets)] == [2, 2]
+
+
+async def test_a_refused_prompt_fails_alone(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
+    """The server's reason is kept."""
+    api.refusals = [(400, "too long")]
+    outcomes = await play(api, verifier, sets)
+    assert sorted("too long" in each.error for each in outcomes) == [False, True]
+
+
+async def test_a_refused_key_ends_the_evaluation(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]
+) -> None:
+    """Every other request would be refused, too."""
+    api.refusals = [(401, "who are you?")] * 4
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, sets)
+    assert raised.group_contains(ConfigError, match="HTTP 401: .*who are you.*check it and OPENAI_API_KEY")
+
+
+async def test_one_of_several_models_must_be_named(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]
+) -> None:
+    """The error lists them; a named one is not looked for."""
+    api.models = ["b", "a"]
+    with pytest.raises(ConfigError, match=r"has 2 models \(a, b\); name one with --url-model"):
+        await play(api, verifier, sets)
+    await play(api, verifier, sets, model="b")
+    assert {request["model"] for request in api.requests} == {"b"}
+
+
+async def test_nobody_at_the_address(verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
+    """Found before anything is played, without a minute of attempts."""
+    with pytest.raises(SetupError, match=r"--url http://127\.0\.0\.1:1/v1 does not answer: ConnectError"):
+        await promptly(play(Api(url="http://127.0.0.1:1/v1"), verifier, sets))
+
+
+async def test_environments_with_turns_are_refused(api: Api, verifier: RewardClient, tmp_path: Path) -> None:
+    """An API has no turns that an environment could take."""
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, make_sets(tmp_path, environment="tools"))
+    assert raised.group_contains(ConfigError, match="environment 'tools' cannot be played by --url")

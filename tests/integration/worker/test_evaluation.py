@@ -1,0 +1,154 @@
+"""An evaluation over the queues, a real worker and the real reward service."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
+from penstock.errors import DataError
+from penstock.records import Group, Prompt
+from penstock.records.codec import decode
+from penstock.testing.answers import Saying
+from penstock.testing.simulated_engine import SimulatedEngine
+from services.cli import service_settings
+from services.recipe import Recipe
+from services.router import server as router_server
+from services.router.config import RouterConfig
+from services.trainer.data.config import DataConfig
+from services.trainer.evaluation.bus_player import play_on_bus
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.evaluation import Evaluation
+from services.trainer.evaluation.outcome import PlayedPrompt
+from services.trainer.evaluation.sets import EvaluationSet, open_sets
+from tests.support.trainer.pictures import png
+from tests.support.waiting import promptly, until
+from tests.support.worker.prompts import ANSWER, count, free_port, read, working
+
+
+@pytest.fixture
+async def engine(bus: Bus, tiny_model_path: Path) -> AsyncIterator[SimulatedEngine]:
+    """An engine that answers 3 to everything, as version 0."""
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
+    ids = tokenizer(ANSWER + "<|im_end|>", add_special_tokens=False).input_ids
+    async with SimulatedEngine(bus, answer=Saying(ids), policy_version=0).running() as engine:
+        yield engine
+
+
+@pytest.fixture
+async def recipe(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Recipe]:
+    """A recipe whose router runs."""
+    port, stop = free_port(), asyncio.Event()
+    recipe = make_recipe(f"127.0.0.1:{port}").model_copy(update={"router": RouterConfig(port=port)})
+    router = asyncio.create_task(router_server.serve(service_settings.for_router(recipe), stop))
+    yield recipe
+    stop.set()
+    await promptly(router)
+
+
+def make_sets(folder: Path, answers: list[str], *, name: str = "s", **settings: object) -> dict[str, EvaluationSet]:
+    """A set of pictures, one for each gold answer."""
+    file = folder / f"{name}.jsonl"
+    rows = [
+        {
+            "images": [base64.b64encode(png(("red", "blue")[number % 2])).decode()],
+            "problem": "<image>Find x.",
+            "answer": answer,
+        }
+        for number, answer in enumerate(answers)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = EvaluationSetConfig.model_validate(
+        {"path": str(file), "profile": "math", "max_new_tokens": 16, **settings}
+    )
+    return open_sets(EvaluationConfig(sets={name: config}), DataConfig())
+
+
+async def test_every_row_has_one_outcome(bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path) -> None:
+    """With the scores of its own gold answer, of the version that was asked for; its images are removed afterwards."""
+    sets = make_sets(tmp_path, ["3", "4", "3.0"], samples_per_prompt=2, temperature=0)
+    sets |= make_sets(tmp_path, ["5"], name="other")
+    played: list[PlayedPrompt] = []
+    async with working(recipe):
+        await promptly(play_on_bus(sets, bus, version=0, on_played=played.append))
+        await until(lambda: _is_empty(bus))
+    by_row = {(each.set_name, each.row): each for each in played}
+    assert len(by_row) == len(played) == 4
+    scores = {key: [sample.score for sample in each.samples] for key, each in by_row.items()}
+    assert scores == {("s", 0): [1, 1], ("s", 1): [0, 0], ("s", 2): [1, 1], ("other", 0): [0]}
+    first = by_row["s", 0]
+    assert (first.versions, first.golds, first.error) == ((0, 0), ("3",), "")
+    assert first.messages == [{"role": "user", "content": "<image>Find x."}]
+    assert (first.samples[0].text, first.samples[0].extracted, first.samples[0].finish_reason) == (ANSWER, "3", "stop")
+    assert {request.sampling.temperature for request in engine.requests} == {0.0, 1.0}
+
+
+async def test_what_cannot_be_judged_fails_alone(
+    bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path
+) -> None:
+    """A gold answer that the profile cannot read fails its own prompt, with the reason; the others are played."""
+    played: list[PlayedPrompt] = []
+    async with working(recipe):
+        sets = make_sets(tmp_path, ["3", "x" * 600, "3"])
+        await promptly(play_on_bus(sets, bus, version=0, on_played=played.append))
+    errors = {each.row: each.error for each in played}
+    assert {row: bool(error) for row, error in errors.items()} == {0: False, 1: True, 2: False}
+    assert "cannot be read by reward profile 'math'" in errors[1]
+
+
+async def test_a_set_that_cannot_be_played_ends_the_evaluation(
+    bus: Bus, engine: SimulatedEngine, recipe: Recipe, tmp_path: Path
+) -> None:
+    """A profile that does not exist would fail every prompt: the first few say so."""
+    sets = make_sets(tmp_path, ["3"] * 40, profile="no-such")
+    played: list[PlayedPrompt] = []
+    async with working(recipe):
+        with pytest.raises(ExceptionGroup) as raised:
+            await promptly(play_on_bus(sets, bus, version=0, on_played=played.append))
+    [error] = raised.value.exceptions
+    assert isinstance(error, DataError)
+    assert "the first 8 prompts of evaluation.sets.s all failed" in str(error)
+    assert "no-such" in str(error)
+
+
+async def test_a_lost_group_is_published_again_and_a_copy_is_ignored(bus: Bus, tmp_path: Path) -> None:
+    """Whatever comes twice, a row has one outcome."""
+    played: list[PlayedPrompt] = []
+    images = ImageStore(bus)
+    await images.ensure()
+    evaluation = Evaluation(
+        make_sets(tmp_path, ["3"]),
+        bus=bus,
+        images=images,
+        run_id="e",
+        epoch="a",
+        version=7,
+        on_played=played.append,
+    )
+    running = asyncio.create_task(evaluation.run())
+    await until(lambda: _has_prompts(bus, 1))
+    [prompt] = [decode(each, Prompt) for each in await read(bus, bus.prompts)]
+    assert (prompt.exact_version, prompt.purpose, prompt.id.attempt) == (7, "s", 0)
+    lost = Group(id=prompt.id, purpose="s", num_samples=1, samples=(), worker_id="w", error="gone", is_lost=True)
+    await evaluation.receive(lost)
+    [again] = [decode(each, Prompt) for each in await read(bus, bus.prompts)][1:]
+    assert again.id.attempt == 1
+    failed = Group(id=again.id, purpose="s", num_samples=1, samples=(), worker_id="w", error="broken")
+    await evaluation.receive(failed)
+    await evaluation.receive(failed)
+    await promptly(running)
+    assert [(each.row, each.error) for each in played] == [(0, "broken")]
+    assert await count(bus, bus.images) == 0
+
+
+async def _is_empty(bus: Bus) -> bool:
+    return not any([await count(bus, stream) for stream in (bus.prompts, bus.groups, bus.images)])
+
+
+async def _has_prompts(bus: Bus, number: int) -> bool:
+    return await count(bus, bus.prompts) >= number
