@@ -47,6 +47,7 @@ class Supervisor:
         kill_after_s: float,
         max_restarts: int = MAX_RESTARTS,
         first_backoff_s: float = _FIRST_BACKOFF_S,
+        failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
     ) -> None:
         """`report` is given a line for all that happens to a process; `kill_after_s` is what each gets to stop."""
         self.children = children
@@ -55,6 +56,7 @@ class Supervisor:
         self._report = report
         self._kill_after_s = kill_after_s
         self._first_backoff_s = first_backoff_s
+        self._failed_run_grace_s = failed_run_grace_s
         self.has_begun_to_stop = False
         self._has_failed = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -91,15 +93,24 @@ class Supervisor:
     async def stop(self) -> None:
         """End all processes, stage by stage; a process that exceeds its grace is killed.
 
-        The one that ends the run has no limit, unless another process has failed: it may be in the middle of a step,
-        which then needs a push and a checkpoint. Until it has ended, the processes that it needs are kept going.
+        The one that ends the run has no limit, unless another process fails for good, before or meanwhile: it may be in
+        the middle of a step, which then needs a push and a checkpoint. Until it has ended, the processes that it needs
+        are kept going.
+
+        Raises:
+            UserError: meanwhile a process exited with 2; the message is the process's own.
+            ProcessFailedError: meanwhile a process died too often.
         """
         self.has_begun_to_stop = True
+        failure: BaseException | None = None
         for stage in StopStage:
             ending = [child for child in self.children if child.spec.stage == stage and child.spec.name in self._tasks]
             for child in ending:
                 child.terminate()
-            await asyncio.gather(*(self._end(child) for child in ending))
+            failures = await asyncio.gather(*(self._end(child) for child in ending))
+            failure = failure or next(filter(None, failures), None)
+        if failure is not None:
+            raise failure
 
     async def kill(self) -> None:
         """Kill what is left, at once."""
@@ -113,17 +124,28 @@ class Supervisor:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _end(self, child: Child) -> None:
-        task, limit_s = self._tasks[child.spec.name], self._grace_s(child)
+    async def _end(self, child: Child) -> BaseException | None:
+        """Wait for the end of `child` and kill it after its grace; return the failure that cost it its time, if any."""
+        task, limit_s, failure = self._tasks[child.spec.name], self._kill_after_s, None
+        if child.spec.ends_run:
+            limit_s = self._failed_run_grace_s
+            if not self._has_failed and (failure := await self._failure_before_end_of(task)) is not None:
+                self._report(f"{failure}\n{child.spec.name} has {limit_s:g} s to stop")
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done() and child.pid is not None:
             self._report(f"{child.spec.name} did not stop within {limit_s:g} s; killed")
             child.kill()
+        return failure
 
-    def _grace_s(self, child: Child) -> float | None:
-        if not child.spec.ends_run:
-            return self._kill_after_s
-        return _FAILED_RUN_GRACE_S if self._has_failed else None
+    async def _failure_before_end_of(self, task: "asyncio.Task[None]") -> BaseException | None:
+        """Wait for the end of `task`; return early if another process fails for good, which it may wait for in vain."""
+        running: set[asyncio.Task[None]] = set(self._tasks.values())
+        while not task.done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for each in done - {task}:
+                if (failure := each.exception()) is not None:
+                    return failure
+        return None
 
     async def _keep(self, child: Child) -> None:
         """Run `child` until it is asked to stop or has ended the run."""
@@ -160,6 +182,7 @@ async def supervised(
     kill_after_s: float,
     max_restarts: int = MAX_RESTARTS,
     first_backoff_s: float = _FIRST_BACKOFF_S,
+    failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
 ) -> AsyncIterator[Supervisor]:
     """A supervisor of `specs` during the context, at whose end all processes are stopped, unless they were already.
 
@@ -168,7 +191,12 @@ async def supervised(
     reaper = await Reaper.start()
     children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper) for spec in specs]
     supervisor = Supervisor(
-        children, report, kill_after_s=kill_after_s, max_restarts=max_restarts, first_backoff_s=first_backoff_s
+        children,
+        report,
+        kill_after_s=kill_after_s,
+        max_restarts=max_restarts,
+        first_backoff_s=first_backoff_s,
+        failed_run_grace_s=failed_run_grace_s,
     )
     try:
         try:

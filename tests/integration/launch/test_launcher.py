@@ -105,3 +105,34 @@ while True:
     assert len(run.notes("saved")) == 1
     assert len(run.notes("stopped-rollout-0")) == 1
     assert_all_gone(run)
+
+
+def test_the_trainer_does_not_wait_for_ever_for_a_process_that_dies_again_and_again(
+    fake_run: Callable[..., FakeRun],
+) -> None:
+    """After Ctrl-C it waits for an engine that cannot be kept: it has a limit then, and the failure is the run's."""
+    trainer = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: time.sleep(0.05)"
+    engine = (
+        NOTE
+        + """
+note("up")
+while not any(line.startswith("asked") for line in open("notes")):
+    time.sleep(0.02)
+sys.exit("the boiler is cold")
+"""
+    )
+    run = fake_run(
+        [
+            {"name": "rollout-0", "program": engine},
+            {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
+        ],
+        max_restarts=2,
+        failed_run_grace_s=0.5,
+    )
+    run.wait_for("up", 2)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.finish()
+    assert code == 1
+    assert err.startswith("error: rollout-0 exited with 1, death 3 within 600 s and no step trained")
+    assert "trainer has 0.5 s to stop\ntrainer did not stop within 0.5 s; killed" in out
+    assert_all_gone(run)
