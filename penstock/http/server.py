@@ -52,6 +52,7 @@ class HttpServer:
         *,
         host: str,
         port: int,
+        key: str = "port",
         max_body_bytes: int = 64 * 2**20,
         make_error_body: ErrorBodyMaker = error_body,
         security: Security | None = None,
@@ -62,6 +63,7 @@ class HttpServer:
             app: The application; it raises the errors of `penstock.errors`.
             host: Address to listen on.
             port: Port to listen on.
+            key: The setting that takes the port, for example router.http_port.
             max_body_bytes: A larger body is answered 413. All bodies together may hold twice as much, from their first
                 byte until they are answered; a body that does not fit is answered 429.
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
@@ -73,6 +75,7 @@ class HttpServer:
         """
         self._host = host
         self._port = port
+        self._key = key
         self._security = security or Security.from_environment()
         self._boundary = Boundary(
             app, max_body_bytes=max_body_bytes, make_error_body=make_error_body, security=self._security
@@ -103,8 +106,8 @@ class HttpServer:
             listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise SetupError(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror}; choose another port, or 0 for any "
-                "that is free"
+                f"{self._key}: cannot listen on {self._host}:{self._port}: {error.strerror}; choose another port, or 0 "
+                "for any that is free"
             ) from None
         # Accepted sockets inherit TCP_NODELAY. asyncio sets it only for listeners with proto TCP, and `create_server`
         # leaves proto 0. Without it, uvicorn's head and body arrive 40 ms apart on a kept-alive connection.

@@ -53,12 +53,13 @@ _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 class RpcServer:
     """One gRPC server. Add servicers, `start`, and `drain` at the end."""
 
-    def __init__(self, *, host: str, port: int, security: Security | None = None) -> None:
+    def __init__(self, *, host: str, port: int, key: str = "port", security: Security | None = None) -> None:
         """Listen on `host`:`port`; port 0 takes any that is free.
 
         Args:
             host: Address to listen on.
             port: Port to listen on.
+            key: The setting that takes the port, for example router.port.
             security: What is asked of callers; None: the tokens of the environment.
 
         Raises:
@@ -72,6 +73,7 @@ class RpcServer:
         self._server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
         self._host = host
         self._port = port
+        self._key = key
         self._names: list[str] = []
 
     def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, full_name: str) -> None:
@@ -83,7 +85,7 @@ class RpcServer:
         """Start to serve and return the port.
 
         Raises:
-            SetupError: the port is in use or the host is none of this machine's.
+            SetupError: the port is in use or the host is not this machine's; the message names the setting.
         """
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
@@ -92,8 +94,8 @@ class RpcServer:
         except RuntimeError:
             await self._server.stop(None)
             raise SetupError(
-                f"cannot listen on {self._host}:{self._port}: the port is in use or the host is not this machine's; "
-                "choose another port, or 0 for any that is free"
+                f"{self._key}: cannot listen on {self._host}:{self._port}: the port is in use or the host is not this "
+                "machine's; choose another port, or 0 for any that is free"
             ) from None
         await self._server.start()
         await self.set_serving(True)

@@ -73,7 +73,7 @@ async def running(
     )
     verifier = Verifier(config, pool, verifiers, tls=security.tls, max_items=max_items)
     servicer = RewardServicer(verifier)
-    rpc = RpcServer(host=host, port=config.port, security=security)
+    rpc = RpcServer(host=host, port=config.port, key="reward.port", security=security)
     name = service_name(reward_pb2.DESCRIPTOR, "RewardService")
     rpc.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, name)
     try:
@@ -84,6 +84,7 @@ async def running(
         app,
         host=host,
         port=config.http_port,
+        key="reward.http_port",
         max_body_bytes=config.http_max_body_mb * 2**20,
         security=security,
     )

@@ -59,7 +59,7 @@ async def routing(
         contextlib.aclosing(SlotPool(config, pool, tuning=tuning, security=security)) as slots,
     ):
         routes, forwarder = Routes(), RequestForwarder(slots, tuning)
-        server = RpcServer(host=host, port=config.port, security=security)
+        server = RpcServer(host=host, port=config.port, key="router.port", security=security)
         server.add(GenerateServicer.register, GenerateServicer(forwarder, tuning), SERVICE_NAME)
         router_name = service_name(router_pb2.DESCRIPTOR, "RouterService")
         servicer = RouterServicer(pool, slots, routes, tuning=tuning, security=security)

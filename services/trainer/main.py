@@ -52,7 +52,7 @@ async def serve(
 async def _serve_progress(
     settings: TrainerSettings, progress: Progress, security: Security | None, stack: AsyncExitStack
 ) -> None:
-    server = RpcServer(host=settings.network.host, port=settings.trainer.port, security=security)
+    server = RpcServer(host=settings.network.host, port=settings.trainer.port, key="trainer.port", security=security)
     name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
     await server.start()

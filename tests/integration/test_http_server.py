@@ -303,10 +303,12 @@ async def test_a_certificate_that_is_gone_when_the_server_starts_is_a_setup_erro
 
 
 async def test_a_port_in_use_is_a_setup_error() -> None:
-    """The message names host, port and the remedy; the first server keeps its requests."""
+    """The message names setting, host, port and the remedy; the first server keeps its requests."""
     async with serving() as (server, client):
-        second = HttpServer(FastAPI(), host="127.0.0.1", port=int(server.address.split(":")[1]))
-        with pytest.raises(errors.SetupError, match=rf"{server.address}.*in use.*choose another port, or 0"):
+        second = HttpServer(FastAPI(), host="127.0.0.1", port=int(server.address.split(":")[1]), key="reward.http_port")
+        with pytest.raises(
+            errors.SetupError, match=rf"reward\.http_port: .*{server.address}.*in use.*choose another port, or 0"
+        ):
             await second.start()
         assert (await client.get("/call")).status_code == 200
 

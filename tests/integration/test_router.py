@@ -351,7 +351,7 @@ async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_nam
     """The entry point of `penstock serve router`: it stops in order, and a port in use is one line with the remedy."""
     async with local_port() as port:
         sections = {"bus": bus_config, "run": RunConfig(name=run_name)}
-        with pytest.raises(SetupError, match=rf"127.0.0.1:{port}.*in use"):
+        with pytest.raises(SetupError, match=rf"router\.port: .*127\.0\.0\.1:{port}.*in use"):
             await serve(RouterSettings(router=RouterConfig(port=port), **sections), asyncio.Event())
     stop = asyncio.Event()
     task = asyncio.create_task(serve(RouterSettings(router=RouterConfig(port=port), **sections), stop))

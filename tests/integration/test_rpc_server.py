@@ -150,10 +150,12 @@ async def test_a_client_finds_a_server_that_came_back() -> None:
 
 
 async def test_a_port_in_use_is_a_setup_error() -> None:
-    """The message names host, port and the remedy; the first server keeps its calls."""
+    """The message names setting, host, port and the remedy; the first server keeps its calls."""
     async with serving() as (server, channel):
-        second = RpcServer(host="127.0.0.1", port=int(server.address.split(":")[1]))
-        with pytest.raises(errors.SetupError, match=rf"{server.address}.*in use.*choose another port, or 0"):
+        second = RpcServer(host="127.0.0.1", port=int(server.address.split(":")[1]), key="trainer.port")
+        with pytest.raises(
+            errors.SetupError, match=rf"trainer\.port: .*{server.address}.*in use.*choose another port, or 0"
+        ):
             await second.start()
         assert (await list_replicas(channel)).published_version == 7
 

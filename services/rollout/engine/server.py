@@ -128,7 +128,7 @@ async def running(
     # After SGLang's fork: a gRPC server starts threads.
     view = ReplicaView(config, engine, receiver)
     images = ImageSource()
-    server = RpcServer(host=network.host, port=config.port, security=security)
+    server = RpcServer(host=network.host, port=config.port, key="rollout.port", security=security)
 
     async def begin_drain() -> None:
         view.draining = True

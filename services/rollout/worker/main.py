@@ -88,7 +88,7 @@ async def serve(
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)
         )
-        health = RpcServer(host=settings.network.host, port=config.port, security=security)
+        health = RpcServer(host=settings.network.host, port=config.port, key="worker.port", security=security)
         await health.start()
         stack.push_async_callback(health.drain, 0.0)
         log.info("worker.started", worker=worker_id, router=settings.router_address, reward=settings.reward_address)

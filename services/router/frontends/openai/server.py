@@ -77,6 +77,7 @@ async def serving(
         make_openai_app(api),
         host=host,
         port=config.http_port or 0,
+        key="router.http_port",
         max_body_bytes=tuning.max_body_bytes,
         make_error_body=error_body,
         security=security,
