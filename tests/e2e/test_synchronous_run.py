@@ -99,7 +99,7 @@ async def address_of_first_engine(router: RouterClient, train: TrainProcess) -> 
             with contextlib.suppress(UnavailableError):
                 for each in (await router.list_replicas()).replicas:
                     return each.replica.address
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)  # `until` would not notice that the run has ended
     raise AssertionError(train.tail())
 
 

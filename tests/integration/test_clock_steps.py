@@ -104,4 +104,4 @@ async def test_a_dead_lease_ends_although_the_clock_went_back(bus: Bus, step: Ca
 async def _renew(bucket: KeyValue) -> None:
     while True:
         await bucket.put("replica", b"here")
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # as its holder does, until the test ends it

@@ -115,7 +115,7 @@ async def test_an_engine_is_killed_while_it_receives_weights(
                 for index in range(len(made), len(made) + 6):  # more, for some turns of this policy end at once
                     made.append(turn(index))
                     playing.append(play(caller, index, made[-1]))
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # these may be enough
         sent = killing(victim, monkeypatch)
         second = await publisher.publish(publisher.take(2, policies[2].weights.items()))
         monkeypatch.undo()

@@ -16,8 +16,9 @@ from penstock.verdict_status import Status
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, VerifierTask, WorkerReply
 from services.reward.isolation.worker_process import WorkerDiedError
+from tests.support.processes import is_alive
 from tests.support.reward import misbehaving_verifiers
-from tests.support.reward.service import is_alive, parent_of
+from tests.support.reward.service import parent_of
 from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")

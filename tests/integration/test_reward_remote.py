@@ -48,7 +48,7 @@ class RewardModel:
                 if self.hangs:
                     await reader.read()  # until the client leaves
                     return
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # other requests come meanwhile, if they are allowed to
                 status, text = self.reply(request)
                 body = text.encode()
                 writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
@@ -166,7 +166,7 @@ async def test_an_attempt_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[s
             while not writer.is_closing():
                 writer.write(b" ")
                 await writer.drain()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # well within the limit of an attempt
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"

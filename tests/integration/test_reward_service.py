@@ -16,7 +16,8 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
-from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, is_alive, item_of, reward_service
+from tests.support.processes import is_alive
+from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, item_of, reward_service
 from tests.support.waiting import promptly, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")

@@ -130,7 +130,7 @@ async def test_a_stream_that_gets_no_answers_is_read_no_further() -> None:
         while num_sent != before or num_sent == 0:  # a sender that is not held up never comes to rest
             before = num_sent
             assert num_sent < 2000
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # nothing says that no more will come
         reading.cancel()
         await asyncio.wait((reading,))
 

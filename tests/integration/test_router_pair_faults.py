@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-import time
 
 import grpc
 import pytest
@@ -100,7 +99,7 @@ async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_fo
         async with SimulatedPrefill(bus, replica_id="b-heir").running():
             while not pending.done():
                 assert (await breakers(caller))["d"] == CLOSED
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # the next look
             assert list((await pending).output_ids) == ids(4)
 
 
@@ -204,7 +203,7 @@ async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(steady_bus: Bu
         async def watch() -> None:
             while not stop.is_set():
                 opened.update(name for name, state in (await breakers(caller)).items() if state != CLOSED)
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # the next look
 
         async def some_answers() -> None:
             wanted = len(spans) + 16
@@ -282,26 +281,27 @@ async def test_five_hundred_calls_under_churn_lose_none(steady_bus: Bus) -> None
             churn.start(kind)
         try:
             await caller.until_routable(9)
-            num_answers, started = 0, time.monotonic()
+            num_answers = 0
+
+            def is_over() -> bool:
+                return num_answers >= 500 and churn.num_started >= 30
 
             async def play(session: str) -> None:
                 nonlocal num_answers
-                while num_answers < 500 or time.monotonic() - started < 6.0:
+                while not is_over():
                     answer = await caller.generate(session, num_tokens=10, timeout_s=30.0)
                     assert list(answer.output_ids) == ids(10)
                     num_answers += 1
 
             async def disturb() -> None:
-                while num_answers < 500 or time.monotonic() - started < 6.0:
-                    await asyncio.sleep(0.25)
+                while not is_over():
+                    await asyncio.sleep(0.25)  # calls run on the present ones
                     churn.replace_one()
 
             async with asyncio.TaskGroup() as group:
                 for number in range(24):
                     group.create_task(play(f"s{number}"))
                 group.create_task(disturb())
-            assert num_answers >= 500
-            assert churn.num_started > 20
             assert not any(engine.num_mismatched for engine in churn.engines if isinstance(engine, SimulatedDecode))
             await until_idle(caller)
         finally:

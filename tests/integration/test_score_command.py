@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch.fake_run import wait_until
+from tests.support.processes import is_alive
 from tests.support.reward.process import reward_process
+from tests.support.waiting import wait_until
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 COMMAND = (PENSTOCK, "score", "--reward.workers=1")
@@ -182,14 +183,6 @@ def children_of(pid: int) -> set[int]:
             for child in map(int, entry.read_text().split()):
                 found |= {child} | children_of(child)
     return found
-
-
-def is_alive(pid: int) -> bool:
-    """False for a process that has ended, reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -21,6 +22,19 @@ async def until(condition: Callable[[], object], timeout_s: float = HANG_S) -> N
             if holds:
                 return
             await asyncio.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = HANG_S) -> None:
+    """As `until`, without an event loop; the caller says what is wrong if `condition` does not hold then."""
+    ends_at = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < ends_at:
+        time.sleep(0.01)
+
+
+async def settled() -> None:
+    """Return when every task has gone as far as it can by itself."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def promptly(awaitable: Awaitable[T]) -> T:

@@ -3,7 +3,7 @@
 import asyncio
 
 from services.rollout.engine.drain import Drain, Drained
-from tests.support.waiting import until
+from tests.support.waiting import settled, until
 
 
 class Calls:
@@ -33,20 +33,14 @@ class Calls:
         self.end(self.num_in_flight)
 
 
-async def settle() -> None:
-    """Let everything run that can."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 async def test_calls_that_finish_in_time_are_not_disturbed() -> None:
     """It ends with the last of them, long before the grace is over."""
     calls = Calls(2)
     draining = asyncio.create_task(Drain(calls, calls.begin).run(3600.0))
-    await settle()
+    await settled()
     assert calls.num_begun == 1
     calls.end()
-    await settle()
+    await settled()
     assert not draining.done()
     calls.end()
     assert await draining == Drained(num_finished=2, num_handed_over=0)
@@ -57,7 +51,7 @@ async def test_the_rest_is_handed_over_when_the_grace_is_over() -> None:
     calls = Calls(3)
     drain = Drain(calls, calls.begin)
     draining = asyncio.create_task(drain.run(0.1))
-    await settle()
+    await settled()
     calls.end()
     assert await draining == Drained(num_finished=1, num_handed_over=2)
     assert "play the rest on another replica" in calls.reasons[0]
@@ -68,9 +62,9 @@ async def test_it_happens_once_and_the_shortest_grace_counts() -> None:
     calls = Calls(4)
     drain = Drain(calls, calls.begin)
     patient = asyncio.create_task(drain.run(3600.0))
-    await settle()
+    await settled()
     more_patient = asyncio.create_task(drain.run(7200.0))
-    await settle()
+    await settled()
     assert not patient.done()
     hurried = await drain.run(0.0)
     assert hurried == await patient == await more_patient == Drained(num_finished=0, num_handed_over=4)
@@ -83,7 +77,7 @@ async def test_it_goes_on_when_whoever_asked_is_gone() -> None:
     calls = Calls(1)
     drain = Drain(calls, calls.begin)
     asking = asyncio.create_task(drain.run(0.05))
-    await settle()
+    await settled()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: calls.reasons)

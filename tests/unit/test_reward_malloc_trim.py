@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from services.reward import malloc_trim
 from services.reward.admission_queue import AdmissionQueue
-from tests.support.waiting import until
+from tests.support.waiting import settled
 
 
 def test_a_block_between_others_is_given_back() -> None:
@@ -42,18 +43,26 @@ async def test_once_after_each_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     trim: Callable[[int], None] = trims.append
     monkeypatch.setattr(malloc_trim, "find_trim", lambda: trim)
-    monkeypatch.setattr(malloc_trim, "_INTERVAL_S", 0.01)
+    may_look = asyncio.Semaphore(0)
+    monkeypatch.setattr(malloc_trim, "asyncio", SimpleNamespace(sleep=lambda _: may_look.acquire()))
+
+    async def let_it_look() -> None:
+        for _ in range(3):
+            may_look.release()
+            await settled()
+
     queue = AdmissionQueue(10)
     trimming = asyncio.create_task(malloc_trim.trim_when_idle(queue))
     for num_bursts in range(3):
-        await asyncio.sleep(0.1)  # ten looks
+        await let_it_look()
         assert len(trims) == num_bursts
         with queue.admitted(2):
             with queue.admitted(3):
                 pass
-            await asyncio.sleep(0.1)  # ten looks
+            await let_it_look()
             assert len(trims) == num_bursts
-        await until(lambda before=num_bursts: len(trims) == before + 1)
+        await let_it_look()
+        assert len(trims) == num_bursts + 1
     trimming.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await trimming

@@ -33,7 +33,7 @@ async def ticking(pool: Pool) -> AsyncIterator[None]:
 
     async def tick() -> None:
         while True:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # as leases come
             pool.on_change()
 
     task = asyncio.create_task(tick())
@@ -54,7 +54,7 @@ async def call_rejected(some: SlotPool, attempts: list[float], *, within_s: floa
     while True:
         slot = await some.take(mine)
         attempts.append(time.monotonic())
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # the moment
         mine.last_error = OverloadedError("queue full")
         await slot.fail(mine.last_error, is_prefill=False)
         slot.release()

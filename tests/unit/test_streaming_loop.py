@@ -23,7 +23,7 @@ from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.trainer.training_loops import UNUSED, training_loop
-from tests.support.waiting import HANG_S, promptly
+from tests.support.waiting import HANG_S, promptly, settled
 
 
 class GatedBackend:
@@ -225,12 +225,6 @@ async def test_a_chunk_has_enough_tokens_for_a_pass_or_completes_the_batch(tmp_p
         run.finish(4)
         run.backend.go_on()
         assert await run.backend.next_call() == [4]
-
-
-async def settled() -> None:
-    """Every task has gone as far as it can by itself."""
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 async def test_without_streaming_nothing_is_computed_before_the_batch_is_there(tmp_path: Path) -> None:

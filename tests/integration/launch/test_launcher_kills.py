@@ -19,10 +19,9 @@ from tests.support.launch.fake_run import (
     STUBBORN,
     FakeRun,
     assert_all_gone,
-    is_alive,
-    wait_until,
 )
-from tests.support.waiting import promptly, until
+from tests.support.processes import is_alive
+from tests.support.waiting import promptly, until, wait_until
 
 DEAF = """
 import asyncio, os, sys

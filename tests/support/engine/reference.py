@@ -176,5 +176,5 @@ async def until_replica(engine: EngineProcess, wanted: Any, timeout_s: float = 2
     """The replica as soon as it is as `wanted`."""
     async with asyncio.timeout(timeout_s):
         while not wanted(replica := await engine.replica()):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # the next look
     return replica

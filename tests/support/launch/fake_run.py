@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.waiting import HANG_S
+from tests.support.processes import is_alive
+from tests.support.waiting import HANG_S, wait_until
 
 PROGRAM = Path(__file__).with_name("launcher_process.py")
 NOTE = """
@@ -20,11 +19,11 @@ def note(word):
 SERVE = (
     NOTE
     + """
-note("up")
 def stop(*_):
     note("stopped-" + NAME)
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
+note("up")
 while True:
     time.sleep(0.05)
 """
@@ -85,21 +84,6 @@ class FakeRun:
     def all_pids(self) -> set[int]:
         """Every process that noted anything, and grandchildren."""
         return {int(line.split()[1]) for line in (self.folder / "notes").read_text().splitlines()}
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = HANG_S) -> None:
-    """Poll until `holds`; the caller says what is wrong if it does not."""
-    deadline = time.monotonic() + timeout_s
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def assert_all_gone(run: FakeRun) -> None:

@@ -28,14 +28,6 @@ def item_of(
     )
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process runs: neither gone nor a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def parent_of(pid: int) -> int:
     """The process id of its parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

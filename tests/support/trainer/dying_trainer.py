@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +37,7 @@ from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
 from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.trainer.training_loops import training_loop
+from tests.support.waiting import wait_until
 
 DEADLY = 0
 NUM_GROUPS = 4
@@ -74,8 +74,7 @@ class DeadlyBackend:
         """Train any other group."""
         self.num_groups += len(groups)
         if self._is_deadly and any(group.index == DEADLY for group in groups):
-            while self._ledger.num_receipts < NUM_GROUPS:
-                time.sleep(0.01)
+            wait_until(lambda: self._ledger.num_receipts >= NUM_GROUPS)
             die()
 
     def finish_step(self) -> dict[str, float]:

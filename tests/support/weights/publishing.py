@@ -143,5 +143,5 @@ class FixedWatch:
         self.values = values
 
     async def changed(self, timeout_s: float) -> bool:
-        await asyncio.sleep(timeout_s)
+        await asyncio.sleep(timeout_s)  # all that a caller gives it
         return False
