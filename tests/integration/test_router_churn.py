@@ -13,7 +13,7 @@ from penstock.rpc.channel import connect as connect_channel
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, router_pb2
 from tests.support.router.routers import Caller, ids, pool, router
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 
 async def test_two_routers_agree_where_a_session_belongs(steady_bus: Bus, run_name: str) -> None:
@@ -100,7 +100,7 @@ class Churn:
             else:
                 await self._caller.until_listed(name)
                 request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=name, grace_s=0.2)
-                await self._caller.router.DrainReplica(request, timeout=10.0)
+                await self._caller.router.DrainReplica(request, timeout=HANG_S)
 
     def start(self) -> None:
         name = f"r{self.num_started:03}"

@@ -15,7 +15,7 @@ from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2
 from tests.support.router.pd_pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
 from tests.support.router.routers import Caller, router
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 async def test_a_prefill_replica_is_free_when_its_part_is_done_and_may_die_then(bus: Bus, run_name: str) -> None:
@@ -258,7 +258,7 @@ class PairChurn:
             else:
                 await self._caller.until_listed(engine.replica_id)
                 request = router_pb2.RouterServiceDrainReplicaRequest(replica_id=engine.replica_id, grace_s=0.1)
-                await self._caller.router.DrainReplica(request, timeout=10.0)
+                await self._caller.router.DrainReplica(request, timeout=HANG_S)
 
     def replace_one(self) -> None:
         name = self._random.choice(sorted(self._leaving))
