@@ -5,6 +5,7 @@ import json
 import os
 import uuid
 
+import pytest
 from nats.js import api
 
 from penstock.bus.connection import Bus
@@ -13,6 +14,7 @@ _STILL_S = 11.0
 """Longer than NATS' own `write_deadline` of 10 s, after which it would close the connection."""
 
 
+@pytest.mark.slow
 async def test_a_client_that_stands_still_within_a_message_gets_the_rest(bus: Bus, nats_url: str) -> None:
     """As on a link that needs so long for the message, or as a process that is frozen; NATS' default cuts it off, at
     each delivery, so that a large group would never arrive."""
@@ -31,7 +33,7 @@ async def test_a_client_that_stands_still_within_a_message_gets_the_rest(bus: Bu
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{bus.groups.name}.{consumer}"
         writer.write(f"PUB {subject} {inbox} {len(request)}\r\n{request}\r\n".encode())
         await reader.readexactly(2**20)
-        await asyncio.sleep(_STILL_S)
+        await asyncio.sleep(_STILL_S)  # what the test is about: NATS has no clock that could be moved
         await asyncio.wait_for(reader.readexactly(size - 2**20), 30.0)
     finally:
         writer.close()
