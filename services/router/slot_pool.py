@@ -249,22 +249,29 @@ class SlotPool:
         Args:
             freed: Only this replica has a new free slot; empty: any may.
         """
-        now = self._clock()
         heads = [self._place(need) for need in self._queues if not freed or need[-1] in ("", freed)]
         heapq.heapify(heads)
         while heads:
             *_, need = heapq.heappop(heads)
-            queue = self._queues[need]
-            query = queue.head().ticket.query
-            slot = self._choose(query)
-            queue.check(now, is_starved=slot is None and self._is_starved(query, now))
-            if slot is None:
-                continue
-            queue.serve(slot)
-            if queue:
+            if self._serve_head(need) and need in self._queues:
                 heapq.heappush(heads, self._place(need))
-            else:
-                del self._queues[need]
+        replica = self.replicas.get(freed)
+        if replica is not None and replica.num_in_flight == 0 and self._queues:
+            # It is idle, and nobody else wants it: calls do not wait for their own replica beside an idle one.
+            self._serve_head(min(self._queues, key=lambda need: self._queues[need].head().ticket.order))
+
+    def _serve_head(self, need: Need) -> bool:
+        """Give a slot to the head of a queue, if there is one for it; return whether there was."""
+        now, queue = self._clock(), self._queues[need]
+        query = queue.head().ticket.query
+        slot = self._choose(query)
+        queue.check(now, is_starved=slot is None and self._is_starved(query, now))
+        if slot is None:
+            return False
+        queue.serve(slot)
+        if not queue:
+            del self._queues[need]
+        return True
 
     def _place(self, need: Need) -> tuple[bool, int, Need]:
         """The place of a queue among the others: it sorts before those that are served after it."""
@@ -295,15 +302,15 @@ class SlotPool:
         waiter, need = Waiter[Slot](ticket), ticket.query.need
         queue = self._queues.setdefault(need, WaitQueue())
         queue.join(waiter)
-        self._serve_queues()
+        self._serve_head(need)
         starved_s = queue.starved_s
         try:
             patience_s = self._patience_s(ticket, is_starved=queue.is_starved)
             if patience_s <= 0 and not waiter.slot.done():
                 raise _gave_up(ticket, self.view.explain(ticket.query, queue.checked_at))
             await asyncio.wait((waiter.slot,), timeout=patience_s)
-            if not waiter.slot.done():
-                self._serve_queues()
+            if not waiter.slot.done() and self._queues.get(need) is queue:
+                self._serve_head(need)
         except asyncio.CancelledError:
             if waiter.slot.done() and not waiter.slot.cancelled():
                 waiter.slot.result().release()

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import OverloadedError, UnavailableError
 from penstock.v1 import common_pb2
-from services.router.balancing import Query
+from services.router.balancing import PoolView, Query
 from services.router.pool import Pool
 from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
@@ -239,6 +239,40 @@ async def test_a_group_does_not_wait_for_a_replica_that_is_gone_or_far_slower() 
             pool.refresh()
             pool.on_change()
             assert (await lost).replica_id == other
+
+
+async def test_no_call_waits_for_its_replica_beside_an_idle_one() -> None:
+    """The oldest that waits takes it at once, though nothing else than that slot has changed."""
+    async with slots(num_replicas=2) as (some, _), asyncio.timeout(HANG_S):
+        held = [await some.take(sample(f"g{number}", 0)) for number in range(2)]
+        first, second = [await waiting_for(some, sample(f"g{number}", 1)) for number in (0, 0)]
+        held[1].release()
+        assert (await first).replica_id == held[1].replica_id
+        assert not second.done()
+        held[0].release()
+        assert (await second).replica_id == held[0].replica_id
+
+
+async def test_a_call_that_joins_a_queue_looks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has changed for the others."""
+    async with slots(num_replicas=3) as (some, _), asyncio.timeout(HANG_S):
+        held = [await some.take(sample(f"g{number}", 0)) for number in range(3)]
+        homes: list[str] = []
+        find_home = some.balancer.find_home
+
+        def noted(query: Query, pool: PoolView, now: float) -> str:
+            homes.append(query.session_id)
+            return find_home(query, pool, now)
+
+        monkeypatch.setattr(some.balancer, "find_home", noted)
+        waiting = []
+        for number in range(3):
+            homes.clear()
+            waiting.append(await waiting_for(some, sample(f"g{number}", 1)))
+            assert set(homes) == {f"g{number}/1"}
+        for slot, waiter in zip(held, waiting, strict=True):
+            slot.release()
+            assert (await waiter).replica_id == slot.replica_id
 
 
 async def test_a_call_that_waits_for_one_replica_holds_up_no_other_queue() -> None:
