@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine.sglang_plugin import cpu_attention, pd_hooks, version_keys
+from services.rollout.engine.sglang_plugin import cpu_attention, pd_hooks, tensor_pickling, version_keys
 from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     GROUP_TIMEOUT_VARIABLE,
@@ -33,6 +33,7 @@ def register() -> None:
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _check_weights, HookType.AROUND)
     HookRegistry.register(_UPDATER + ".receive_weights_from_distributed", _receive_weights, HookType.AROUND)
     if os.environ.get(START_METHOD_VARIABLE):
+        tensor_pickling.register()
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
         HookRegistry.register("sglang.srt.utils.common.kill_itself_when_parent_died", _detach_signals, HookType.AFTER)
         HookRegistry.register(_ATTENTION + ".init_forward_metadata", cpu_attention.plan, HookType.AFTER)
