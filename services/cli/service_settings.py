@@ -14,6 +14,7 @@ from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
 from services.trainer.data.files import require_files
+from services.trainer.evaluation.sets import require_sets
 from services.trainer.telemetry.trackers import require_packages
 
 
@@ -85,6 +86,8 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """
     for source in recipe.data.by_name.values():
         require_files(source)
+    if recipe.evaluation.is_in_training:
+        require_sets(recipe.evaluation)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
     return TrainerSettings(
@@ -98,6 +101,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         data=recipe.data,
         sampling=recipe.sampling,
         trackers=recipe.trackers,
+        evaluation=recipe.evaluation,
         context_length=recipe.rollout.context_length,
     )
 

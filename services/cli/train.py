@@ -36,6 +36,7 @@ def train(
     from services.launch import launcher
     from services.launch.run_folder import RunFolder
     from services.trainer.data.files import pin
+    from services.trainer.evaluation.sets import pin_sets
 
     recipes, overrides = sort_arguments(recipe, context.args)
     if resume is not None and recipes:
@@ -53,7 +54,10 @@ def train(
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
         return 0
-    settings = settings.model_copy(update={"data": pin(settings.data)})
+    evaluation = settings.evaluation
+    if evaluation.is_in_training:
+        evaluation = pin_sets(evaluation, settings.data)
+    settings = settings.model_copy(update={"data": pin(settings.data), "evaluation": evaluation})
     folder = folder or RunFolder.create(settings.run)  # only now: no mistake leaves a folder behind
     hide_secrets()
     with folder.locked():

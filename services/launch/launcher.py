@@ -22,7 +22,7 @@ from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopStage
 from services.launch.display import Display, open_display
 from services.launch.gpu_plan import find_gpus
-from services.launch.metrics import MetricsFollower, describe_run
+from services.launch.metrics import MetricsFollower, describe_evaluation, describe_run
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import LOCAL, PlannedProcess, RunPlan, make_plan
@@ -93,6 +93,8 @@ async def run_processes(
     """
     metrics = MetricsFollower(folder.metrics_file)
     metrics.poll()
+    evaluations = MetricsFollower(folder.evaluations_file)
+    evaluations.poll()
     display = open_display(str(folder.path))
     try:
         async with (
@@ -102,7 +104,7 @@ async def run_processes(
                 report=display.write,
                 kill_after_s=grace_s + KILL_MARGIN_S,
             ) as supervisor,
-            _watched(supervisor, metrics, display, BoundedLog(folder.launcher_log)),
+            _watched(supervisor, metrics, evaluations, display, BoundedLog(folder.launcher_log)),
         ):
             try:
                 await start_processes(supervisor, specs, display.write, stop)
@@ -113,6 +115,8 @@ async def run_processes(
                 async with _trainer_reported(specs, display, security):
                     await supervisor.stop()
         new_rows = metrics.poll()  # the trainer may have finished a step since it was asked to stop
+        for row in evaluations.poll():
+            display.write(describe_evaluation(row))
         display.show(supervisor.children, metrics.rows, new_rows)
     finally:
         display.close()
@@ -219,7 +223,11 @@ async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def _watched(
-    supervisor: Supervisor, metrics: MetricsFollower, display: Display, own_log: BoundedLog
+    supervisor: Supervisor,
+    metrics: MetricsFollower,
+    evaluations: MetricsFollower,
+    display: Display,
+    own_log: BoundedLog,
 ) -> AsyncIterator[None]:
     """Show how the run stands, twice a second, and keep the logs within their bound."""
 
@@ -229,6 +237,8 @@ async def _watched(
             new_rows = metrics.poll()
             if new_rows:
                 supervisor.note_progress()
+            for row in evaluations.poll():
+                display.write(describe_evaluation(row))
             display.show(supervisor.children, metrics.rows, new_rows)
             await asyncio.sleep(REFRESH_S)
 

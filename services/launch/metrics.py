@@ -14,7 +14,13 @@ StepRow = dict[str, Any]
 _GROUP_COUNTS = ("trained", "stale", "failed", "filtered", "duplicate")
 """What became of groups: the trainer counts each kind as num_<kind>_groups."""
 
-_WAITS = (("wait_s", "groups"), ("data_wait_s", "prompts"), ("push_wait_s", "pushes"), ("checkpoint_wait_s", "files"))
+_WAITS = (
+    ("wait_s", "groups"),
+    ("data_wait_s", "prompts"),
+    ("push_wait_s", "pushes"),
+    ("checkpoint_wait_s", "files"),
+    ("evaluation_wait_s", "evaluation"),
+)
 """What the trainer waits for in a step, by metric."""
 _SHORTEST_WAIT_S = 0.05
 """Shorter ones would be shown as 0.0 s."""
@@ -85,6 +91,19 @@ def describe_step(row: StepRow) -> str:
     parts += [f"|dlogp| {row['dlogp_mean']:.1e} (max {row.get('dlogp_max', 0):.1e})"] if "dlogp_mean" in row else []
     parts += [f"{row['step_s']:.1f} s"] if "step_s" in row else []
     return "  ".join(parts)
+
+
+def describe_evaluation(row: StepRow) -> str:
+    """One evaluation in one line: each set's score and its standard error."""
+    parts = [f"evaluation of step {row['step']}"]
+    for name, found in row["sets"].items():
+        score = found["score"]
+        if score is None:
+            parts.append(f"{name} not played")
+            continue
+        error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3f}"
+        parts.append(f"{name} {score['value']:.3f}{error}")
+    return "  ".join([*parts, f"{row['elapsed_s']:.1f} s"])
 
 
 def describe_waits(row: StepRow) -> str:

@@ -17,6 +17,7 @@ _CONTENTS = (
     ("live.toml", "the same with this launch's addresses; `penstock serve X --config` it adds a process to the run"),
     ("logs/", "one file for each process, and its predecessor"),
     ("metrics.jsonl", "one line for each optimizer step"),
+    ("evaluations.jsonl, evaluations/", "one line for each evaluation, and its answers"),
     ("checkpoints/, samples/, curves.png", "written by the trainer"),
     ("nats/", "the store of the run's own nats-server"),
 )
@@ -100,6 +101,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """One JSON object for each optimizer step, written by the trainer."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_file(self) -> Path:
+        """One JSON object for each evaluation, written by the trainer."""
+        return self.path / "evaluations.jsonl"
 
     @property
     def nats(self) -> Path:

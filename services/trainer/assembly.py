@@ -31,6 +31,8 @@ from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
+from services.trainer.evaluation.evaluator import Evaluator
+from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
@@ -100,6 +102,7 @@ async def assemble(
     for doubt in doubts(settings.filters, settings.algorithm):
         log.warning("settings.doubtful", reason=doubt)
     dataset = await asyncio.to_thread(_open_dataset, settings)
+    evaluated = await asyncio.to_thread(_open_evaluation_sets, settings)
     backend = open_backend(settings)
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
@@ -123,6 +126,22 @@ async def assemble(
     await lock.confirm()  # loading took long; what a new run empties may be a successor's by now
     if start.checkpoint is None:
         await images.clear()
+    trackers = await _open_trackers(settings, start, stack)
+    trainer_epoch = uuid.uuid4().hex[:8]
+    evaluator = None
+    if evaluated:
+        evaluator = Evaluator(
+            settings.evaluation,
+            evaluated,
+            bus=bus,
+            images=images,
+            trackers=trackers,
+            folder=start.folder,
+            run_id=start.run_id,
+            epoch=trainer_epoch,
+            step=start.step,
+            num_steps=config.num_steps,
+        )
     consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
     collector = Collector(
         consumer=consumer,
@@ -136,6 +155,7 @@ async def assemble(
         crashes=crashes,
         filters=settings.filters,
         tally=tally,
+        evaluator=evaluator,
     )
     feeder = Feeder(
         dataset=dataset,
@@ -152,7 +172,7 @@ async def assemble(
             max_new_tokens=settings.sampling.max_new_tokens,
         ),
         run_id=start.run_id,
-        trainer_epoch=uuid.uuid4().hex[:8],
+        trainer_epoch=trainer_epoch,
         samples_per_group=config.samples_per_group,
     )
     collector.on_received = feeder.wake
@@ -216,7 +236,8 @@ async def assemble(
             saved_version=start.version,
         ),
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
-        trackers=await _open_trackers(settings, start, stack),
+        trackers=trackers,
+        evaluator=evaluator,
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
     )
 
@@ -242,6 +263,10 @@ def _open_dataset(settings: TrainerSettings) -> Dataset:
         keep=settings.filters.overlong_prompts == "keep",
     )
     return open_dataset(settings.data, seed=settings.run.seed, limit=limit)
+
+
+def _open_evaluation_sets(settings: TrainerSettings) -> dict[str, EvaluationSet]:
+    return open_sets(settings.evaluation, settings.data) if settings.evaluation.is_in_training else {}
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

@@ -16,6 +16,7 @@ from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.data.config import DataConfig
+from services.trainer.evaluation.config import EvaluationConfig
 
 
 class ScheduleConfig(Axis):
@@ -208,5 +209,6 @@ class TrainerSettings:
     data: DataConfig
     sampling: SamplingConfig
     trackers: TrackersConfig
+    evaluation: EvaluationConfig
     context_length: int
     """The most tokens of prompt and response together that engines take; 0: what the model allows."""

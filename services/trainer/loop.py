@@ -9,7 +9,8 @@ While the backend computes a chunk of groups, others arrive and make the next ch
 batch is one chunk.
 
 Invariants: one optimizer step per published version; at most one push and one checkpoint are under way; a checkpoint's
-weights, ledger and step are of one moment, so an update waits until the files of the one before are written.
+weights, ledger and step are of one moment, so an update waits until the files of the one before are written. An update
+also waits for the evaluation of the weights that it changes.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from services.trainer.backend.base import TrainBackend
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver, Moment
 from services.trainer.config import TrainerConfig
+from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.crash_record import CrashRecord
@@ -80,6 +82,8 @@ class TrainingLoop:
     recorder: StepRecorder | None
     """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
     gradients: GradientStreak = field(default_factory=GradientStreak)
+    evaluator: Evaluator | None = None
+    """Measures the policy, while the next update waits for it; None where the recipe does not evaluate."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
@@ -99,11 +103,18 @@ class TrainingLoop:
             await self.feeder.publish_again()
 
     async def _train_until(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
-        pushes, writes, settlements, samples = (Lane(tasks) for _ in range(4))
+        pushes, writes, settlements, samples, evaluations = (Lane(tasks) for _ in range(5))
         while self.position.num_steps_left and not stop.is_set():
             clock = StepClock()
+            if self._is_evaluation_due():
+                evaluations.start(self._evaluate(pushes, stop))
             batch = await self._compute_batch(stop, clock)
+            await evaluations.free()
             if batch is None:
+                break
+            clock.lap("evaluation_wait_s")
+            if self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
+                await self._abort_batch()
                 break
             await writes.free()
             clock.lap("checkpoint_wait_s")
@@ -129,6 +140,20 @@ class TrainingLoop:
         if self.checkpoints.saved_version != self.position.version:
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
             await settlements.free()
+        if not self.position.num_steps_left and self._is_evaluation_due():
+            await self._evaluate(pushes, stop)
+
+    def _is_evaluation_due(self) -> bool:
+        return self.evaluator is not None and self.evaluator.is_due(self.position.step)
+
+    async def _evaluate(self, pushes: Lane, stop: asyncio.Event) -> None:
+        """Evaluate the weights of the last step, once they are announced, or until `stop`."""
+        assert self.evaluator is not None, "nothing is due without an evaluator"
+        step, version = self.position.step, self.position.version
+        await pushes.free()
+        await unless_stopped(
+            self.evaluator.evaluate(step, version, has_received_all=self.collector.has_everything), stop
+        )
 
     async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""
@@ -138,8 +163,7 @@ class TrainingLoop:
             self.progress.phase = trainer_pb2.RUN_PHASE_COLLECTING
             chunk = await unless_stopped(self.batches.next_chunk(clock), stop)
             if chunk is None:
-                await asyncio.to_thread(self._abort)
-                self.ledger.abort_training()
+                await self._abort_batch()
                 return None
             self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
             if self.recorder is not None:
@@ -160,6 +184,11 @@ class TrainingLoop:
             self.recorder.add([finished.played for finished in chunk], images)
         with self.crashes.training([finished.ready.index for finished in chunk]):
             self.backend.accumulate([finished.ready for finished in chunk])
+
+    async def _abort_batch(self) -> None:
+        """Hold the groups of a begun step again, as if it had not begun."""
+        await asyncio.to_thread(self._abort)
+        self.ledger.abort_training()
 
     def _abort(self) -> None:
         self.backend.abort_step()

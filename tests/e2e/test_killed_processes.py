@@ -1,5 +1,6 @@
 """kill -9 of any process in the middle of a run: no group is lost, none is trained twice, none is stale."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -34,17 +35,43 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     """An engine, the worker, the router, the reward service and the trainer die in turn; the run goes to its end.
 
-    Weights are broadcast, the one way in which the members of a push wait for each other.
+    Weights are broadcast, the one way in which the members of a push wait for each other. The run evaluates itself, and
+    the trainer dies inside an evaluation.
     """
     num_steps = 40
-    settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__weight_sync__transport="broadcast")
+    evaluation = {"every": 23, "at_end": "true", "sets__geometry__num_prompts": 24}
+    settings = overrides(
+        tmp_path,
+        trainer__num_steps=num_steps,
+        trainer__weight_sync__transport="broadcast",
+        **{f"evaluation__{key}": value for key, value in evaluation.items()},
+    )
     with started(tmp_path, str(RECIPE), *settings) as train:
         for step, victim in ((3, "rollout"), (8, "worker"), (13, "router"), (18, "reward"), (23, "trainer")):
             train.wait_for_step(step, timeout_s=240)
+            if victim == "trainer":
+                begun = train.folder / f"evaluations/step-{step:06d}/samples.jsonl"
+                train.wait_until(lambda begun=begun: begun.exists() and begun.read_bytes(), "an evaluation", 120)
             train.kill(victim)
-        assert train.wait(400) == 0, train.tail()
+        assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
+        assert_evaluated(train.folder, [23, 40], num_prompts=24)
         assert train.pids() == []
+
+
+def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: int) -> None:
+    """Each evaluation once, whole, and every token of the one version that it names."""
+    rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == steps
+    for row in rows:
+        assert (row["sets"]["geometry"]["num_prompts"], row["sets"]["geometry"]["num_failed_prompts"]) == (
+            num_prompts,
+            0,
+        )
+        samples = (folder / f"evaluations/step-{row['step']:06d}/samples.jsonl").read_text().splitlines()
+        played = [json.loads(line) for line in samples]
+        assert sorted(line["row"] for line in played) == list(range(num_prompts))
+        assert {tuple(line["versions"]) for line in played} == {(row["policy_version"],) * 2}
 
 
 def test_killing_halves_of_pairs_loses_nothing(tmp_path: Path) -> None:

@@ -64,6 +64,29 @@ async def test_groups_in_hand_are_not_played_again_after_a_restart(bus: Bus, tin
     assert await num_prompts(bus) == 2
 
 
+async def test_groups_of_evaluations_never_reach_the_ledger(bus: Bus, tiny_model_path: Path) -> None:
+    """They go to the evaluator, are acknowledged at once, and a training group of the same index is still wanted."""
+    received: list[Group] = []
+
+    async def receive(group: Group) -> None:
+        received.append(group)
+
+    evaluated = msgspec.structs.replace(make_group(tiny_model_path, index=0, version=1), purpose="geo3k-test")
+    await publish(bus, evaluated)
+    async with running(bus, tiny_model_path) as flow:
+        flow.collector.evaluator = SimpleNamespace(receive=receive)  # type: ignore[assignment]
+        await until(lambda: num_stored_is(bus, 0))
+        await publish(bus, make_group(tiny_model_path, index=0, version=1), copy="/train")
+        [finished] = await flow.next_batch(1)
+    assert [each.purpose for each in received] == ["geo3k-test"]
+    assert (finished.ready.index, flow.collector.num_duplicate, flow.collector.num_foreign) == (0, 0, 0)
+
+
+async def num_stored_is(bus: Bus, number: int) -> bool:
+    """Whether the queue of groups holds so many."""
+    return await num_stored(bus) == number
+
+
 async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> None:
     """A second copy, of a group that is held or was trained, is counted and dropped."""
     group = make_group(tiny_model_path, index=0, version=1)

@@ -130,7 +130,13 @@ class Run:
 
 @asynccontextmanager
 async def running(
-    folder: Path, *, streams: bool = True, groups_per_step: int = 4, min_chunk_tokens: int = 0, **settings: Any
+    folder: Path,
+    *,
+    streams: bool = True,
+    groups_per_step: int = 4,
+    min_chunk_tokens: int = 0,
+    evaluator: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Run]:
     """A loop of three steps, with max_staleness 1."""
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
@@ -144,7 +150,7 @@ async def running(
     batches = BatchSource(
         ledger=ledger,
         feeder=SimpleNamespace(wake=admit),  # type: ignore[arg-type]
-        collector=UNUSED,
+        collector=SimpleNamespace(has_everything=UNUSED),  # type: ignore[arg-type]
         changes=changes,
         position=position,
         streak=UNUSED,
@@ -157,6 +163,7 @@ async def running(
         backend=backend,
         crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
         checkpoints=checkpoints,
+        evaluator=evaluator,
         loop_type=Loop,
         **settings,
     )
@@ -292,3 +299,70 @@ async def test_a_stop_does_not_throw_away_a_batch_that_is_there(tmp_path: Path) 
         run.checkpoints.on_disk.set()
         await promptly(run.task)
         assert (run.position.step, run.checkpoints.moments) == (1, [2])
+
+
+class GatedEvaluator:
+    """Evaluates the given steps, each until the test says that it is played."""
+
+    def __init__(self, *steps: int) -> None:
+        """Nothing has been evaluated."""
+        self._due = set(steps)
+        self.began: list[tuple[int, int]] = []
+        self.done: list[int] = []
+        self.is_played = asyncio.Event()
+
+    def is_due(self, step: int) -> bool:
+        """Until it is done."""
+        return step in self._due
+
+    async def evaluate(self, step: int, version: int, *, has_received_all: Any) -> None:
+        """Wait for the test."""
+        self.began.append((step, version))
+        await promptly(self.is_played.wait())
+        self._due.remove(step)
+        self.done.append(step)
+
+
+async def test_an_update_waits_for_the_evaluation_of_the_weights_that_it_changes(tmp_path: Path) -> None:
+    """The batch is computed meanwhile; afterwards the run goes on as without one."""
+    evaluator = GatedEvaluator(0)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.finish(0, 1, 2, 3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+        assert evaluator.began == [(0, 1)]
+        run.backend.go_on(2)
+        await settled()
+        assert (run.position.step, evaluator.done) == (0, [])
+        evaluator.is_played.set()
+        assert await run.backend.next_call() == "finish_step"
+        assert evaluator.done == [0]
+
+
+async def test_an_evaluation_that_is_stopped_comes_again(tmp_path: Path) -> None:
+    """Its step's weights are what the run continues from: the batch that was computed meanwhile is not trained."""
+    evaluator = GatedEvaluator(0)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.saved_version = 1
+        run.finish(0, 1, 2, 3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+        run.backend.go_on()
+        run.stop.set()
+        assert await run.backend.next_call() == "abort_step"
+        await promptly(run.task)
+        assert (run.position.step, evaluator.done, evaluator.is_due(0)) == (0, [], True)
+        assert {run.ledger.status(index) for index in range(4)} == {GroupStatus.HELD}
+
+
+async def test_the_last_weights_are_evaluated_once_they_are_saved(tmp_path: Path) -> None:
+    """A run that dies in its last evaluation then has it before it when it is continued."""
+    evaluator = GatedEvaluator(3)
+    evaluator.is_played.set()
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.backend.go_on(100)
+        for first in (0, 4, 8):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+        await promptly(run.task)
+        assert (run.checkpoints.saved_version, evaluator.began, evaluator.done) == (4, [(3, 4)], [3])

@@ -38,24 +38,27 @@ async def play_on_bus(sets: Mapping[str, EvaluationSet], bus: Bus, *, version: i
     await images.ensure()
     for stream in (bus.prompts, bus.groups):
         await bus.purge(stream)
-    evaluation = Evaluation(
-        sets,
-        bus=bus,
-        images=images,
-        run_id="evaluation",
-        epoch=uuid.uuid4().hex[:8],
-        version=version,
-        on_played=on_played,
-    )
-    async with (
-        consuming(
-            bus, bus.groups, _CONSUMER, ack_wait_s=_ACK_WAIT_S, max_ack_pending=_MAX_IN_HAND, fresh=True
-        ) as consumer,
-        asyncio.TaskGroup() as tasks,
-    ):
-        collecting = tasks.create_task(_collect(consumer, evaluation))
-        await evaluation.run()
-        await end_task(collecting)
+    async with consuming(
+        bus, bus.groups, _CONSUMER, ack_wait_s=_ACK_WAIT_S, max_ack_pending=_MAX_IN_HAND, fresh=True
+    ) as consumer:
+
+        async def has_received_all() -> bool:
+            return await consumer.has_delivered_all() and consumer.num_in_hand == 0
+
+        evaluation = Evaluation(
+            sets,
+            bus=bus,
+            images=images,
+            run_id="evaluation",
+            epoch=uuid.uuid4().hex[:8],
+            version=version,
+            on_played=on_played,
+            has_received_all=has_received_all,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            collecting = tasks.create_task(_collect(consumer, evaluation))
+            await evaluation.run()
+            await end_task(collecting)
 
 
 async def _collect(consumer: Consumer, evaluation: Evaluation) -> None:

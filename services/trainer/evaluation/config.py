@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import pydantic
 
@@ -45,10 +45,30 @@ class EvaluationSetConfig(SourceConfig):
 
 
 class EvaluationConfig(Config):
-    """Sets of prompts on which a policy is measured, by `penstock eval`."""
+    """Sets of prompts on which a policy is measured: by `penstock eval`, and while a run trains if it says when.
 
+    An evaluation is of one policy version: the next update waits until it is played.
+    """
+
+    every: int = pydantic.Field(default=0, ge=0)
+    """Steps between the evaluations of a run. 0: none by steps."""
+    at_start: bool = False
+    """Evaluate the model with which the run begins."""
+    at_end: bool = False
+    """Evaluate after the last step."""
     sets: dict[str, EvaluationSetConfig] = pydantic.Field(default_factory=dict)
     """The sets, by name."""
+
+    @property
+    def is_in_training(self) -> bool:
+        """Whether a run evaluates at all."""
+        return self.every > 0 or self.at_start or self.at_end
+
+    @pydantic.model_validator(mode="after")
+    def _has_sets(self) -> Self:
+        if self.is_in_training and not self.sets:
+            raise ValueError("every, at_start and at_end need a set; add one, [evaluation.sets.NAME]")
+        return self
 
     @pydantic.field_validator("sets")
     @classmethod

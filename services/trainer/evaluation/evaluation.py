@@ -5,17 +5,20 @@ Invariant: each row has exactly one outcome, whatever is delivered twice, lost o
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 import structlog
 
 from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS
 from penstock.bus.image_store import ImageStore
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Group, GroupId
 from penstock.records.codec import encode
+from penstock.runtime.process import end_task
 from services.trainer.evaluation.outcome import PlayedPrompt, samples_of
 from services.trainer.evaluation.sets import EvaluationSet
 
@@ -25,6 +28,9 @@ MAX_IN_PLAY: Final = 256
 """Prompts that are published and not yet played: enough for every worker, few enough for their images to be stored."""
 MAX_FAILURES_AT_FIRST: Final = 8
 """If all of the first rows of a set fail, its settings are wrong, and the others would fail, too."""
+
+SILENCE_S: Final = 30.0
+"""Seconds without any group after which the bus is asked whether what is awaited still exists."""
 
 OnPlayed = Callable[[PlayedPrompt], None]
 """Takes the outcome of a row."""
@@ -68,6 +74,8 @@ class Evaluation:
         epoch: str,
         version: int,
         on_played: OnPlayed,
+        has_received_all: Callable[[], Awaitable[bool]],
+        silence_s: float = SILENCE_S,
     ) -> None:
         """Evaluate on these parts.
 
@@ -79,7 +87,15 @@ class Evaluation:
             epoch: This start of the process.
             version: The only policy version that may play.
             on_played: Is given each row's outcome.
+            has_received_all: Whether every group that the bus holds has been given to `receive` or `fail`.
+            silence_s: Seconds without a group after which lost prompts are looked for.
         """
+        self._has_received_all = has_received_all
+        self._silence_s = silence_s
+        self._attempts: dict[int, int] = {}
+        """By index, of what is in play."""
+        self._heard = asyncio.Event()
+        """A group has arrived since somebody looked."""
         self._sets = sets
         self._bus = bus
         self._images = images
@@ -93,6 +109,8 @@ class Evaluation:
         self._places = asyncio.Semaphore(MAX_IN_PLAY)
         self._failures = FailureCheck()
         self._num_left = len(self._rows)
+        self._publishing = asyncio.Lock()
+        """Held while a prompt is on its way to the bus: until then a missing one is not lost."""
         self._is_done = asyncio.Event()
 
     async def run(self) -> None:
@@ -102,11 +120,16 @@ class Evaluation:
             DataError: a row cannot be read or sent.
             SetupError: the server no longer has the queue.
         """
-        for index in range(len(self._rows)):
-            await self._places.acquire()
-            await self._publish(index, attempt=0)
-        if self._rows:
-            await self._is_done.wait()
+        replacing = asyncio.create_task(self._replace_lost())
+        publishing = asyncio.create_task(self._publish_all())
+        try:
+            await asyncio.wait({replacing, publishing}, return_when=asyncio.FIRST_COMPLETED)
+            if replacing.done():
+                replacing.result()
+            await publishing
+        finally:
+            await end_task(publishing)
+            await end_task(replacing)
 
     def owns(self, group_id: GroupId) -> bool:
         """Whether the group is this evaluation's."""
@@ -119,6 +142,7 @@ class Evaluation:
             DataError: nothing of its set can be played.
         """
         index = group.id.index
+        self._heard.set()
         if not self.owns(group.id) or index not in self._in_play:
             log.info("evaluation.group_ignored", group=group.id.message)
         elif group.is_lost:
@@ -155,12 +179,47 @@ class Evaluation:
         if self._num_left == 0:
             self._is_done.set()
 
+    async def _publish_all(self) -> None:
+        for index in range(len(self._rows)):
+            await self._places.acquire()
+            await self._publish(index, attempt=0)
+        if self._rows:
+            await self._is_done.wait()
+
+    async def _replace_lost(self) -> None:
+        """Publish again what is in neither queue: a worker stores a group before it acknowledges the prompt, so what is
+        missing from PROMPTS and then from GROUPS was lost by the server."""
+        while True:
+            self._heard.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._heard.wait(), self._silence_s)
+                continue
+            async with self._publishing:
+                if await self._has_prompts() or not await self._has_received_all():
+                    continue
+                lost = sorted(self._in_play)
+            for index in lost:
+                log.warning("evaluation.prompt_lost", index=index)
+                await self._publish(index, attempt=self._attempts[index] + 1)
+
+    async def _has_prompts(self) -> bool:
+        """Whether the queue holds prompts, with a worker or not; True if the server does not answer."""
+        try:
+            return int((await self._bus.jetstream.stream_info(self._bus.prompts.name)).state.messages) > 0
+        except BUS_ERRORS:
+            return True
+
     async def _publish(self, index: int, *, attempt: int) -> None:
+        async with self._publishing:
+            await self._publish_one(index, attempt)
+
+    async def _publish_one(self, index: int, attempt: int) -> None:
         name, row = self._rows[index]
         played = self._sets[name]
         example = await asyncio.to_thread(played.__getitem__, row)
         group_id = GroupId(run_id=self._run_id, index=index, attempt=attempt, trainer_epoch=self._epoch)
         self._in_play[index] = played.described(row, example)
+        self._attempts[index] = attempt
         try:
             hashes = tuple([await self._images.put(group_id.scope, image) for image in example.images])
             prompt = played.prompt(example, group_id, version=self._version, images=hashes)

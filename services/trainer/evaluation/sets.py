@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, DataError, SetupError
 from penstock.records import GroupId, Prompt, Sampling, TextPart
 from services.trainer.data.config import DataConfig
 from services.trainer.data.example import Example
-from services.trainer.data.files import pin
+from services.trainer.data.files import pin, require_files
 from services.trainer.data.messages import IMAGE_MARK
 from services.trainer.data.opening import built_in, open_sources
 from services.trainer.data.source import Source
@@ -148,6 +148,17 @@ def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, Evaluatio
         opened[name] = EvaluationSet(name, each, source)
         opened[name].check()
     return opened
+
+
+def require_sets(config: EvaluationConfig) -> None:
+    """Check that the sets' files exist, as far as this machine knows; cheap enough to do before anything else starts.
+
+    Raises:
+        ConfigError: a file does not exist.
+    """
+    for name, each in config.sets.items():
+        with _named(name):
+            require_files(each)
 
 
 def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:

@@ -14,13 +14,14 @@ from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.image_store import ImageStore
 from penstock.bus.lock import Lock
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
-from penstock.records import Group, GroupId
+from penstock.records import TRAIN, Group, GroupId
 from penstock.records.codec import decode
 from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.filters import FilterReason, Screening, screen
 from services.trainer.admission.group_state import Arrival
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.batching.sequences import GroupReader, TrainGroup
+from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
@@ -61,6 +62,8 @@ class Collector:
     filters: FilterConfig
     tally: FilterTally
     """Ends the run when nearly everything is filtered."""
+    evaluator: Evaluator | None = None
+    """Takes the groups that are not trained on."""
     on_received: Callable[[], None] = lambda: None
     """Called after each group, which may have made room for another: it failed or was filtered."""
     num_duplicate: int = 0
@@ -102,11 +105,15 @@ class Collector:
         except CorruptMessageError as error:
             await self._receive_undecodable(delivery, str(error))
             return
+        if group.purpose != TRAIN:
+            if self.evaluator is not None:
+                await self.evaluator.receive(group)
+            await self._release(delivery)
+            return
         index, attempt = group.id.index, group.id.attempt
         if group.id.run_id != self.run_id:
             self.num_foreign += 1
-            await self.lock.confirm()  # a trainer that was replaced would remove its successor's groups
-            await delivery.ack()
+            await self._release(delivery)
             return
         if not self.ledger.wants(index, attempt):
             is_of_use = False
@@ -135,6 +142,11 @@ class Collector:
             log.info("group.duplicate_ignored", group=group.id.message)
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
+
+    async def _release(self, delivery: Delivery) -> None:
+        """Acknowledge what no checkpoint accounts for. A trainer that was replaced would remove its successor's."""
+        await self.lock.confirm()
+        await delivery.ack()
 
     def _read(self, group: Group, images: Mapping[str, bytes], screening: Screening) -> TrainGroup:
         with self.crashes.reading(group.id.index):
@@ -194,7 +206,10 @@ class Collector:
     async def _receive_undecodable(self, delivery: Delivery, reason: str) -> None:
         """Give up the group that the message id names; bury a message that names none."""
         group_id = GroupId.parse(delivery.message_id)
-        if group_id is not None and group_id.run_id == self.run_id:
+        if group_id is not None and self.evaluator is not None and await self.evaluator.fail(group_id, reason):
+            await delivery.write_dead_letter(reason)
+            await self._release(delivery)
+        elif group_id is not None and group_id.run_id == self.run_id:
             await self._give_up(delivery, group_id.index, group_id.attempt, reason)
         else:
             await self.lock.confirm()

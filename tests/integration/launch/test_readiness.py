@@ -1,6 +1,7 @@
 """When a process of a run counts as up, and what a run says of itself."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -84,8 +85,8 @@ async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None
         await promptly(running)
 
 
-async def test_a_trained_step_clears_the_deaths_before_it(tmp_path: Path) -> None:
-    """The launcher sees steps in the metrics that the trainer writes."""
+async def test_the_launcher_follows_what_the_trainer_writes(tmp_path: Path) -> None:
+    """A trained step clears the deaths before it; an evaluation gets a line of its own."""
     nobody: list[Child] = []
     num_steps_noted = 0
 
@@ -94,13 +95,17 @@ async def test_a_trained_step_clears_the_deaths_before_it(tmp_path: Path) -> Non
         num_steps_noted += 1
 
     supervisor: Any = SimpleNamespace(children=nobody, note_progress=note)
-    display: Any = SimpleNamespace(show=lambda *_: None, write=lambda _: None)
-    file = tmp_path / "metrics.jsonl"
-    metrics = MetricsFollower(file)
-    async with launcher._watched(supervisor, metrics, display, BoundedLog(tmp_path / "launcher.log")):
+    lines: list[str] = []
+    display: Any = SimpleNamespace(show=lambda *_: None, write=lines.append)
+    file, evaluated = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
+    metrics, evaluations = MetricsFollower(file), MetricsFollower(evaluated)
+    async with launcher._watched(supervisor, metrics, evaluations, display, BoundedLog(tmp_path / "launcher.log")):
         assert num_steps_noted == 0
         file.write_text('{"step": 1, "num_steps": 9}\n')
         await until(lambda: num_steps_noted == 1)
+        sets = {"a": {"score": {"value": 0.5, "standard_error": 0.125}}, "b": {"score": None}}
+        evaluated.write_text(json.dumps({"step": 1, "elapsed_s": 2.5, "sets": sets}) + "\n")
+        await until(lambda: lines == ["evaluation of step 1  a 0.500 ± 0.125  b not played  2.5 s"])
 
 
 async def test_a_grpc_server_is_ready_when_its_health_says_so(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -116,34 +118,79 @@ async def test_a_set_that_cannot_be_played_ends_the_evaluation(
     assert "no-such" in str(error)
 
 
-async def test_a_lost_group_is_published_again_and_a_copy_is_ignored(bus: Bus, tmp_path: Path) -> None:
-    """Whatever comes twice, a row has one outcome."""
-    played: list[PlayedPrompt] = []
+@contextlib.asynccontextmanager
+async def published(
+    bus: Bus, sets: dict[str, EvaluationSet], played: list[PlayedPrompt], **changes: Any
+) -> AsyncIterator[Evaluation]:
+    """An evaluation of version 7 that runs without workers, and is over at the end of the context."""
     images = ImageStore(bus)
     await images.ensure()
+
+    async def has_received_all() -> bool:
+        return True
+
     evaluation = Evaluation(
-        make_sets(tmp_path, ["3"]),
+        sets,
         bus=bus,
         images=images,
         run_id="e",
         epoch="a",
         version=7,
         on_played=played.append,
+        **{"has_received_all": has_received_all, **changes},
     )
     running = asyncio.create_task(evaluation.run())
     await until(lambda: _has_prompts(bus, 1))
-    [prompt] = [decode(each, Prompt) for each in await read(bus, bus.prompts)]
-    assert (prompt.exact_version, prompt.purpose, prompt.id.attempt) == (7, "s", 0)
-    lost = Group(id=prompt.id, purpose="s", num_samples=1, samples=(), worker_id="w", error="gone", is_lost=True)
-    await evaluation.receive(lost)
-    [again] = [decode(each, Prompt) for each in await read(bus, bus.prompts)][1:]
-    assert again.id.attempt == 1
-    failed = Group(id=again.id, purpose="s", num_samples=1, samples=(), worker_id="w", error="broken")
-    await evaluation.receive(failed)
-    await evaluation.receive(failed)
+    yield evaluation
     await promptly(running)
+
+
+async def prompts(bus: Bus) -> list[Prompt]:
+    """What the queue holds."""
+    return [decode(each, Prompt) for each in await read(bus, bus.prompts)]
+
+
+def broken(prompt: Prompt, **changes: Any) -> Group:
+    """Its group, without samples."""
+    fields = {"samples": (), "worker_id": "w", "error": "broken", **changes}
+    return Group(id=prompt.id, purpose=prompt.purpose, num_samples=1, **fields)
+
+
+async def test_a_lost_group_is_published_again_and_a_copy_is_ignored(bus: Bus, tmp_path: Path) -> None:
+    """Whatever comes twice, a row has one outcome; no image is left."""
+    played: list[PlayedPrompt] = []
+    async with published(bus, make_sets(tmp_path, ["3"]), played) as evaluation:
+        [prompt] = await prompts(bus)
+        assert (prompt.exact_version, prompt.purpose, prompt.id.attempt) == (7, "s", 0)
+        await evaluation.receive(broken(prompt, error="gone", is_lost=True))
+        [_, again] = await prompts(bus)
+        assert again.id.attempt == 1
+        await evaluation.receive(broken(again))
+        await evaluation.receive(broken(again))
     assert [(each.row, each.error) for each in played] == [(0, "broken")]
     assert await count(bus, bus.images) == 0
+
+
+async def test_a_prompt_that_the_server_lost_is_published_again(bus: Bus, tmp_path: Path) -> None:
+    """Once nothing arrives any more and neither queue holds it; not while a group may still be on its way."""
+    played: list[PlayedPrompt] = []
+    has_all = asyncio.Event()
+
+    async def has_received_all() -> bool:
+        return has_all.is_set()
+
+    sets = make_sets(tmp_path, ["3"])
+    async with published(bus, sets, played, has_received_all=has_received_all, silence_s=0.05) as evaluation:
+        [prompt] = await prompts(bus)
+        await bus.purge(bus.prompts)
+        await asyncio.sleep(0.3)  # several looks, which must not find it lost
+        assert await count(bus, bus.prompts) == 0
+        has_all.set()
+        await until(lambda: _has_prompts(bus, 1))
+        [again] = await prompts(bus)
+        assert (again.id.index, again.id.attempt) == (prompt.id.index, 1)
+        await evaluation.receive(broken(again))
+    assert [each.error for each in played] == ["broken"]
 
 
 async def _is_empty(bus: Bus) -> bool:

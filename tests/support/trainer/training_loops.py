@@ -20,6 +20,7 @@ def training_loop(
     backend: Any,
     crashes: CrashRecord,
     checkpoints: Any = UNUSED,
+    evaluator: Any = None,
     loop_type: type[TrainingLoop] = TrainingLoop,
     **settings: Any,
 ) -> TrainingLoop:
@@ -41,4 +42,5 @@ def training_loop(
         metrics=UNUSED,
         trackers=UNUSED,
         recorder=None,
+        evaluator=evaluator,
     )

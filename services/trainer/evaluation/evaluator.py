@@ -1,0 +1,204 @@
+"""Evaluations while a run trains: which are due, played at the announced version, and kept in the run folder.
+
+    evaluations.jsonl           one line for each evaluation: step, version, and each set's numbers
+    evaluations/step-000020/    samples.jsonl: the answers
+
+Invariants: each step has at most one line; a step's line is of the weights that the surviving history has at that
+step. The loop must not publish another version before `evaluate` has returned (docs/adr/0016).
+"""
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
+from penstock.records import Group, GroupId
+from services.trainer.evaluation.config import EvaluationConfig
+from services.trainer.evaluation.evaluation import Evaluation
+from services.trainer.evaluation.outcome import PlayedPrompt
+from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
+from services.trainer.evaluation.sets import EvaluationSet
+from services.trainer.evaluation.summary import Summary, summarize
+from services.trainer.telemetry.trackers import Trackers
+
+log = structlog.get_logger()
+
+EVALUATIONS_FILE: Final = "evaluations.jsonl"
+DISCARDED_FILE: Final = "evaluations-discarded.jsonl"
+
+
+class Evaluator:
+    """The evaluations of a run."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        sets: Mapping[str, EvaluationSet],
+        *,
+        bus: Bus,
+        images: ImageStore,
+        trackers: Trackers,
+        folder: Path,
+        run_id: str,
+        epoch: str,
+        step: int,
+        num_steps: int,
+    ) -> None:
+        """Go on after the checkpoint of `step`; what was evaluated after it is of lost weights.
+
+        Args:
+            config: When evaluations are due.
+            sets: What is played.
+            bus: Has the workers.
+            images: Stores the prompts' images.
+            trackers: Get each evaluation's numbers.
+            folder: The run folder.
+            run_id: Identity of the run.
+            epoch: This start of the trainer.
+            step: Optimizer steps taken.
+            num_steps: Optimizer steps of the whole run.
+        """
+        self._config = config
+        self._sets = sets
+        self._bus = bus
+        self._images = images
+        self._trackers = trackers
+        self._folder = folder
+        self._run_id = run_id
+        self._epoch = epoch
+        self._num_steps = num_steps
+        self._done = _keep_until(folder, step)
+        self._current: Evaluation | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of `step` are to be evaluated, and have not been."""
+        config = self._config
+        wanted = (
+            (config.at_start and step == 0)
+            or (config.at_end and step == self._num_steps)
+            or (config.every > 0 and step > 0 and step % config.every == 0)
+        )
+        return wanted and step not in self._done
+
+    async def evaluate(self, step: int, version: int, *, has_received_all: Callable[[], Awaitable[bool]]) -> None:
+        """Play every set with `version`, which must be announced and stay the published one until this returns.
+
+        Args:
+            step: Optimizer steps behind the version.
+            version: What plays.
+            has_received_all: As of `Evaluation`.
+
+        Raises:
+            DataError: a row cannot be read or sent, or nothing of a set can be played.
+            SetupError: NATS lost the run's state.
+        """
+        started = time.monotonic()
+        outcomes: dict[str, list[PlayedPrompt]] = defaultdict(list)
+        folder = self._folder / "evaluations" / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        log.info("evaluation.began", step=step, version=version, num_prompts=sum(map(len, self._sets.values())))
+        with closing(SamplesFile(folder / SAMPLES_FILE)) as samples:
+
+            def on_played(outcome: PlayedPrompt) -> None:
+                samples.add(outcome)
+                outcomes[outcome.set_name].append(outcome)
+
+            self._current = Evaluation(
+                self._sets,
+                bus=self._bus,
+                images=self._images,
+                run_id=f"{self._run_id}-step-{step}",
+                epoch=self._epoch,
+                version=version,
+                on_played=on_played,
+                has_received_all=has_received_all,
+            )
+            try:
+                await self._current.run()
+            finally:
+                self._current = None
+        self._report(step, version, time.monotonic() - started, outcomes)
+
+    async def receive(self, group: Group) -> None:
+        """Take a group of an evaluation; one that nobody waits for any more is ignored.
+
+        Raises:
+            DataError: nothing of its set can be played.
+        """
+        if self._current is not None:
+            await self._current.receive(group)
+
+    async def fail(self, group_id: GroupId, reason: str) -> bool:
+        """Give up a row whose group cannot be read; return False if it is not of the present evaluation.
+
+        Raises:
+            DataError: nothing of its set can be played.
+        """
+        if self._current is None or not self._current.owns(group_id):
+            return False
+        await self._current.fail(group_id, reason)
+        return True
+
+    def _report(self, step: int, version: int, elapsed_s: float, outcomes: Mapping[str, list[PlayedPrompt]]) -> None:
+        summaries = {name: self._summary(name, outcomes[name]) for name in self._sets}
+        row = {
+            "step": step,
+            "policy_version": version,
+            "elapsed_s": round(elapsed_s, 3),
+            "sets": {name: each.as_json() for name, each in summaries.items()},
+        }
+        with (self._folder / EVALUATIONS_FILE).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._done.add(step)
+        values = dict(pair for name, each in summaries.items() for pair in _values(name, each))
+        log.info("evaluation.ended", step=step, version=version, elapsed_s=round(elapsed_s, 3), **values)
+        self._trackers.log({"step": step, **values})
+
+    def _summary(self, name: str, outcomes: list[PlayedPrompt]) -> Summary:
+        config = self._sets[name].config
+        return summarize(outcomes, samples_per_prompt=config.samples_per_prompt, pass_score=config.pass_score)
+
+
+def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:
+    """The numbers of a set for trackers and logs."""
+    if summary.score is not None:
+        yield f"eval/{name}/score", summary.score.value
+        if summary.score.standard_error is not None:
+            yield f"eval/{name}/score_error", summary.score.standard_error
+    yield from ((f"eval/{name}/pass_at_{k}", each.value) for k, each in summary.pass_at.items() if k > 1)
+    yield from ((f"eval/{name}/maj_at_{k}", each.value) for k, each in summary.majority_at.items())
+    yield f"eval/{name}/truncated_fraction", summary.truncated_fraction
+    yield f"eval/{name}/num_failed_prompts", summary.num_failed_prompts
+
+
+def _keep_until(folder: Path, step: int) -> set[int]:
+    """Move the lines of later steps to a file of their own, and return the steps of the others."""
+    path = folder / EVALUATIONS_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, each in zip(lines, steps, strict=True) if each is not None and each <= step]
+    if len(kept) < len(lines):
+        with (folder / DISCARDED_FILE).open("a") as discarded:
+            discarded.writelines(f"{line}\n" for line in lines if line not in kept)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(temporary, path)
+    return {each for each in steps if each is not None and each <= step}
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        found: Any = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None  # a line that a crash cut short
+    return found if isinstance(found, int) else None

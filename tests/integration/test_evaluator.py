@@ -1,0 +1,119 @@
+"""Evaluations of a run over the bus, and what a crash leaves of one."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
+from penstock.records import Group, Prompt
+from penstock.records.codec import decode
+from penstock.runtime.process import end_task
+from services.trainer.data.config import DataConfig
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
+from services.trainer.evaluation.sets import open_sets
+from tests.support.trainer.groups import make_group
+from tests.support.waiting import promptly, until
+
+NUM_PROMPTS = 3
+
+
+async def is_complete() -> bool:
+    """Every group has been received."""
+    return True
+
+
+async def open_evaluator(bus: Bus, folder: Path, *, epoch: str, logged: list[dict[str, Any]]) -> Evaluator:
+    """Of a run at step 4, which is evaluated every 2 steps on three pictures, two samples each."""
+    config = EvaluationConfig(every=2, sets={"s": EvaluationSetConfig(num_prompts=NUM_PROMPTS, samples_per_prompt=2)})
+    images = ImageStore(bus)
+    await images.ensure()
+    trackers: Any = SimpleNamespace(log=logged.append)
+    return Evaluator(
+        config,
+        open_sets(config, DataConfig()),
+        bus=bus,
+        images=images,
+        trackers=trackers,
+        folder=folder,
+        run_id="run",
+        epoch=epoch,
+        step=4,
+        num_steps=10,
+    )
+
+
+async def take_prompts(bus: Bus) -> list[Prompt]:
+    """All prompts of an evaluation, in the order of their rows; the queue is empty afterwards."""
+
+    async def are_there() -> bool:
+        return (await bus.jetstream.stream_info(bus.prompts.name)).state.messages == NUM_PROMPTS
+
+    await until(are_there)
+    state = (await bus.jetstream.stream_info(bus.prompts.name)).state
+    numbers = range(state.first_seq, state.last_seq + 1)
+    messages = [await bus.jetstream.get_msg(bus.prompts.name, number) for number in numbers]
+    await bus.purge(bus.prompts)
+    return sorted((decode(each.data or b"", Prompt) for each in messages), key=lambda each: each.id.index)
+
+
+def played(prompt: Prompt, model: Path) -> Group:
+    """The prompt's group, of which the first sample is right."""
+    assert prompt.exact_version is not None
+    group = make_group(model, index=0, version=prompt.exact_version, rewards=[1.0, 0.0])
+    return msgspec.structs.replace(group, id=prompt.id, purpose=prompt.purpose)
+
+
+async def test_an_evaluation_is_one_line(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
+    """With step, version and the sets' numbers; trackers get them too, and the step is not due again."""
+    logged: list[dict[str, Any]] = []
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=logged)
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete))
+    for prompt in await take_prompts(bus):
+        assert (prompt.exact_version, prompt.purpose, prompt.num_samples) == (7, "s", 2)
+        await evaluator.receive(played(prompt, tiny_model_path))
+    await promptly(evaluating)
+    [row] = map(json.loads, (tmp_path / EVALUATIONS_FILE).read_text().splitlines())
+    assert (row["step"], row["policy_version"], row["sets"]["s"]["score"]["value"]) == (4, 7, 0.5)
+    lines = (tmp_path / "evaluations/step-000004/samples.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["row"] for line in lines) == [0, 1, 2]
+    assert {tuple(json.loads(line)["versions"]) for line in lines} == {(7, 7)}
+    [values] = logged
+    assert (values["step"], values["eval/s/score"], values["eval/s/pass_at_2"]) == (4, 0.5, 1.0)
+    assert not evaluator.is_due(4)
+
+
+async def test_an_evaluation_that_a_crash_ends_is_played_anew(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
+    """Under the version that the resumed trainer announces; nothing that was played before it counts."""
+    logged: list[dict[str, Any]] = []
+    dying = await open_evaluator(bus, tmp_path, epoch="a", logged=logged)
+    evaluating = asyncio.create_task(dying.evaluate(4, 7, has_received_all=is_complete))
+    first, second, _ = await take_prompts(bus)
+    await dying.receive(played(first, tiny_model_path))
+    await end_task(evaluating)
+    resumed = await open_evaluator(bus, tmp_path, epoch="b", logged=logged)
+    assert resumed.is_due(4)
+    evaluating = asyncio.create_task(resumed.evaluate(4, 9, has_received_all=is_complete))
+    prompts = await take_prompts(bus)
+    await resumed.receive(played(second, tiny_model_path))  # it was in play when the trainer died
+    for prompt in prompts:
+        await resumed.receive(played(prompt, tiny_model_path))
+    await promptly(evaluating)
+    [row] = map(json.loads, (tmp_path / EVALUATIONS_FILE).read_text().splitlines())
+    assert (row["policy_version"], row["sets"]["s"]["num_prompts"]) == (9, NUM_PROMPTS)
+    lines = (tmp_path / "evaluations/step-000004/samples.jsonl").read_text().splitlines()
+    assert [tuple(json.loads(line)["versions"]) for line in lines] == [(9, 9)] * NUM_PROMPTS
+
+
+async def test_a_group_of_no_evaluation_is_ignored(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
+    """It is of an evaluation that is over, or of another trainer's."""
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=[])
+    group = msgspec.structs.replace(make_group(tiny_model_path, index=0), purpose="s")
+    await evaluator.receive(group)
+    assert not await evaluator.fail(group.id, "cannot be read")
+    assert not (tmp_path / EVALUATIONS_FILE).exists()

@@ -1,0 +1,62 @@
+"""When a run evaluates, and which evaluations a resumed run keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.recipe import Recipe
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.evaluator import DISCARDED_FILE, EVALUATIONS_FILE, Evaluator
+
+NOBODY: Any = None
+
+
+def evaluator(folder: Path, *, step: int = 0, **settings: Any) -> Evaluator:
+    """Of a run of ten steps."""
+    config = EvaluationConfig(sets={"s": EvaluationSetConfig()}, **settings)
+    return Evaluator(
+        config,
+        {},
+        bus=NOBODY,
+        images=NOBODY,
+        trackers=NOBODY,
+        folder=folder,
+        run_id="run",
+        epoch="a",
+        step=step,
+        num_steps=10,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, []),
+        ({"every": 4}, [4, 8]),
+        ({"at_start": True}, [0]),
+        ({"at_end": True}, [10]),
+        ({"every": 5, "at_start": True, "at_end": True}, [0, 5, 10]),
+    ],
+)
+def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
+    """Not at all unless the recipe says when."""
+    found = evaluator(tmp_path, **settings)
+    assert [step for step in range(11) if found.is_due(step)] == steps
+
+
+def test_a_resumed_run_keeps_what_is_of_its_own_weights(tmp_path: Path) -> None:
+    """Lines of later steps, and one that a crash cut short, are moved; those steps are due again."""
+    lines = [json.dumps({"step": step}) for step in (2, 4, 6)]
+    (tmp_path / EVALUATIONS_FILE).write_text("\n".join([*lines, '{"step": 8, "se']))
+    found = evaluator(tmp_path, step=4, every=2)
+    assert [step for step in range(11) if found.is_due(step)] == [6, 8, 10]
+    assert (tmp_path / EVALUATIONS_FILE).read_text().splitlines() == lines[:2]
+    assert (tmp_path / DISCARDED_FILE).read_text().splitlines() == [lines[2], '{"step": 8, "se']
+
+
+def test_a_run_cannot_evaluate_without_sets() -> None:
+    """A recipe that says when must say what."""
+    with pytest.raises(ValueError, match="need a set; add one"):
+        Recipe.model_validate({"evaluation": {"every": 5}})
