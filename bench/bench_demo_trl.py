@@ -120,6 +120,8 @@ def main() -> int:
     parser.add_argument("--trl", type=Path, help="interpreter with TRL, instead of .venv-trl")
     parser.add_argument("overrides", nargs="*", help="--section.key=value for both, after a --")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps}: seconds count from the end of the first step; give 2 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run ends too
     os.chdir(ROOT)
     overrides = [f"--trainer.num_steps={arguments.steps}", f"--run.seed={arguments.seed}", *arguments.overrides]

@@ -34,6 +34,8 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=10, help="steps at the beginning that are not counted")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
+    if not 0 < arguments.warm_up < arguments.steps - 1:
+        parser.error(f"--warm-up {arguments.warm_up} must be above 0 and leave two of the {arguments.steps} --steps")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run ends too
     with tempfile.TemporaryDirectory(prefix="core-seconds-") as scratch:
         folder = Path(scratch) / "run"
