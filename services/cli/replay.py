@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from services.cli.console import open_console
 from services.trainer.replay.comparison import Line, Value, compare, verdict
 from services.trainer.replay.replay import replay_step, start_of
-from services.trainer.replay.run import export_step, opened_run
+from services.trainer.replay.run import export_step, opened_run, require_new
 
 _EXIT_DIFFERS = 1
 
@@ -31,6 +31,8 @@ def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: 
     other_settings = [override for override in overrides if not override.startswith("--model.")]
     if export is not None and other_settings:
         raise ConfigError(f"--export writes the step as recorded; leave out {other_settings[0]}")
+    if export is not None:
+        require_new(export)
     with opened_run(source) as run, TemporaryDirectory(prefix="penstock-replay-") as scratch:
         step = run.only_step() if step is None else step
         recording, wanted = run.recording(step), run.recording(step, overrides).settings

@@ -222,8 +222,26 @@ def test_an_exported_step_is_replayed_without_run_and_model(run: RecordedRun, tm
     assert again.metrics["loss"] == expected.metrics["loss"]
     same_environment = again.environment == RecordedRun(RECORDED).recording(3).inputs.environment
     assert code == 0 or not same_environment
-    with pytest.raises(SetupError, match="exists already"):
-        replay(RECORDED, step=1, overrides=overrides, export=file)
+
+
+def test_an_export_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    """Before the run is even looked at: a replay takes minutes."""
+    (tmp_path / "there.tar").write_text("")
+    for name, words in (("there.tar", "exists already; give another name"), ("no/x.tar", "there is no folder .*no;")):
+        with pytest.raises(SetupError, match=words):
+            replay(tmp_path / "no run", step=1, overrides=[], export=tmp_path / name)
+
+
+@pytest.mark.parametrize("file", ["step.json", "group", "image-"])
+def test_a_damaged_recording_is_named(run: RecordedRun, file: str) -> None:
+    """Whichever of its files is cut short, or gone."""
+    (damaged, *_) = sorted(each for each in (run.groups / "step-000002").iterdir() if each.name.startswith(file))
+    if file == "image-":
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+    with pytest.raises(SetupError, match=r"the recording .*step-000002 is incomplete or damaged: .*; take another"):
+        run.recording(2)
 
 
 def test_says_what_is_missing(run: RecordedRun, tmp_path: Path) -> None:

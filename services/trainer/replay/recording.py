@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import config as configuration
-from penstock.errors import SetupError
+from penstock.errors import CorruptMessageError, SetupError
 from penstock.records import Group
 from penstock.records.codec import decode, encode
 from services.trainer.backend.environment import Environment
@@ -108,7 +108,7 @@ def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Re
         inputs = msgspec.json.decode((path / "step.json").read_bytes(), type=StepInputs)
         groups = tuple(decode(_group_file(path, index).read_bytes(), Group) for index in inputs.groups)
         images = {sha256: _image_file(path, sha256).read_bytes() for group in groups for sha256 in sorted(group.images)}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, CorruptMessageError) as error:
         raise SetupError(f"the recording {path} is incomplete or damaged: {error}; take another step") from None
     return Recording(inputs=inputs, settings=settings, groups=groups, images=images)
 

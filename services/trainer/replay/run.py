@@ -103,6 +103,18 @@ def opened_run(path: Path) -> Iterator[RecordedRun]:
         yield RecordedRun(Path(folder))
 
 
+def require_new(file: Path) -> None:
+    """Check that `export_step` can make `file`, before a replay that takes long.
+
+    Raises:
+        SetupError: it exists, or its folder does not.
+    """
+    if file.exists():
+        raise SetupError(f"--export {file} exists already; give another name")
+    if not file.parent.is_dir():
+        raise SetupError(f"--export {file}: there is no folder {file.parent}; make it, or give another place")
+
+
 def export_step(run: RecordedRun, step: int, checkpoint: Checkpoint, file: Path) -> None:
     """Write `step` of `run` and everything its replay needs to `file`, an uncompressed tar.
 
@@ -110,13 +122,11 @@ def export_step(run: RecordedRun, step: int, checkpoint: Checkpoint, file: Path)
         run: The run.
         step: A recorded step of it.
         checkpoint: Of the step before.
-        file: Must not exist yet.
+        file: Where to write; see `require_new`.
 
     Raises:
-        SetupError: `file` exists or cannot be written.
+        SetupError: `file` cannot be written.
     """
-    if file.exists():
-        raise SetupError(f"--export {file} exists already; give another name")
     partial = file.with_name(f".{file.name}.partial")
     try:
         with TemporaryDirectory(prefix="penstock-replay-") as folder, tarfile.open(partial, "w") as archive:
