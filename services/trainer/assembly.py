@@ -21,6 +21,7 @@ from penstock.weights import nccl
 from services.trainer.admission.config import doubts
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.admission.pools import RowPools
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.statistics import whole_batch_setting
 from services.trainer.backend.base import TrainBackend
@@ -103,6 +104,7 @@ async def assemble(
         log.warning("settings.doubtful", reason=doubt)
     dataset = await asyncio.to_thread(_open_dataset, settings)
     evaluated = await asyncio.to_thread(_open_evaluation_sets, settings)
+    pools = _open_pools(settings, dataset, start.checkpoint, next_position=ledger.next_index)
     backend = open_backend(settings)
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
@@ -156,6 +158,7 @@ async def assemble(
         filters=settings.filters,
         tally=tally,
         evaluator=evaluator,
+        pools=pools,
     )
     feeder = Feeder(
         dataset=dataset,
@@ -174,6 +177,7 @@ async def assemble(
         run_id=start.run_id,
         trainer_epoch=trainer_epoch,
         samples_per_group=config.samples_per_group,
+        pools=pools,
     )
     collector.on_received = feeder.wake
     publisher = _publisher(
@@ -229,6 +233,7 @@ async def assemble(
             base_model=settings.model.path,
             backend=backend,
             ledger=ledger,
+            pools=pools,
             lock=lock,
             images=images,
             publication=publication,
@@ -272,6 +277,19 @@ def _open_evaluation_sets(settings: TrainerSettings) -> dict[str, EvaluationSet]
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:
     gate = Gate(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
+
+
+def _open_pools(
+    settings: TrainerSettings, dataset: Dataset, checkpoint: Checkpoint | None, *, next_position: int
+) -> RowPools | None:
+    config, seed = settings.data.pools, settings.run.seed
+    if not config.are_used:
+        return None
+    num_rows = {name: len(source) for name, source in dataset.sources.items()}
+    state = None if checkpoint is None else checkpoint.state.get("pools")
+    if state is None:
+        return RowPools(config, seed=seed, num_rows=num_rows, next_position=next_position)
+    return RowPools.from_state(state, config, seed=seed, num_rows=num_rows, next_position=next_position)
 
 
 async def _open_trackers(settings: TrainerSettings, start: StartingPoint, stack: AsyncExitStack) -> Trackers:

@@ -47,6 +47,7 @@ from services.trainer.telemetry.step_metrics import (
     describe_batch,
     describe_filters,
     describe_groups,
+    describe_pools,
     describe_push,
 )
 from services.trainer.telemetry.trackers import Trackers
@@ -221,6 +222,7 @@ class TrainingLoop:
                 num_duplicate=self.collector.num_duplicate,
                 num_unreadable=self.collector.num_unreadable,
             )
+            | ({} if self.feeder.pools is None else describe_pools(self.feeder.pools.shares()))
             | {"max_staleness": self.config.max_staleness}
         )
 

@@ -116,6 +116,7 @@ async def open_controller(
         base_model=folder,
         backend=backend,
         ledger=ledger,
+        pools=None,
         lock=lock,
         images=images,
         publication=publication,

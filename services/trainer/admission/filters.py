@@ -30,6 +30,10 @@ class FilterReason(enum.StrEnum):
     """Its prompt leaves no room for an answer; it was never played."""
     WRONG_ROW = "wrong_row"
     """Its row of the data is wrong; it was never played."""
+    EASY_POOL = "easy_pool"
+    """Its row is in the easy pool and was not drawn; it was never played."""
+    HARD_POOL = "hard_pool"
+    """Its row is in the hard pool and was not drawn; it was never played."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

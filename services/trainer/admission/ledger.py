@@ -97,6 +97,16 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         """Groups admitted and not yet trained."""
         return len(self._admissions)
 
+    @property
+    def next_index(self) -> int:
+        """The first index that was never admitted."""
+        return self._next_index
+
+    @property
+    def has_rejected(self) -> bool:
+        """Whether a rejected group waits to be admitted again, before any new one."""
+        return bool(self._rejected)
+
     def num_admissible(self, num_steps_left: int, *, num_steps_ahead: int = 0) -> int:
         """Return how many groups the gate lets in now; see `Gate.num_admissible`."""
         return self.gate.num_admissible(

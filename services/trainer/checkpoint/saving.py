@@ -20,6 +20,7 @@ from penstock.bus.lock import Lock
 from penstock.records import GroupId
 from services.trainer.admission.group_state import LedgerCheckpoint
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.admission.pools import RowPools
 from services.trainer.backend.base import TrainBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.flow.collector import Finished
@@ -39,6 +40,8 @@ class Moment:
     step: int
     version: int
     ledger: LedgerCheckpoint
+    pools: Mapping[str, Any] | None
+    """State of the row pools; None where there are none."""
     metrics: Mapping[str, Any]
     """Of the step, for `MetricsLog`, which may not have them yet; empty if it has."""
 
@@ -52,6 +55,7 @@ class CheckpointSaver:
     """Folder of the model that the run began with; every checkpoint names it."""
     backend: TrainBackend
     ledger: GroupLedger[Finished, Delivery]
+    pools: RowPools | None
     lock: Lock
     """Only its holder may write and acknowledge."""
     images: ImageStore
@@ -68,7 +72,13 @@ class CheckpointSaver:
         Raises:
             ValueError: a batch is being trained.
         """
-        return Moment(step=position.step, version=position.version, ledger=self.ledger.checkpoint(), metrics=metrics)
+        return Moment(
+            step=position.step,
+            version=position.version,
+            ledger=self.ledger.checkpoint(),
+            pools=None if self.pools is None else self.pools.state(),
+            metrics=metrics,
+        )
 
     async def write(self, moment: Moment) -> None:
         """Write the checkpoint of `moment`. The weights must not change until this returns.
@@ -83,6 +93,7 @@ class CheckpointSaver:
             "version": moment.version,
             "base_model": str(self.base_model),
             "ledger": moment.ledger.state,
+            "pools": moment.pools,
             "metrics": dict(moment.metrics),
         }
         started = time.monotonic()

@@ -85,6 +85,34 @@ class MixedSourceConfig(SourceConfig):
     """Its prompts among all, in proportion to the other sources' weights, rounded to a thousandth."""
 
 
+class PoolConfig(Config):
+    """Rows that the policy always or never solves, and how often they are played."""
+
+    easy_rate: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """A row is in the easy pool if at least this share of its samples passed at its last play: had a reward of at least
+    0.5."""
+    hard_rate: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """A row is in the hard pool if at most this share of its samples passed at its last play."""
+    easy_chance: float = pydantic.Field(default=1.0, ge=0, le=1)
+    """Probability with which a row of the easy pool is played when it comes up. 0: never again."""
+    hard_chance: float = pydantic.Field(default=1.0, ge=0, le=1)
+    """Probability with which a row of the hard pool is played when it comes up. 0: never again."""
+
+    @property
+    def are_used(self) -> bool:
+        """Whether any row is ever passed over."""
+        return min(self.easy_chance, self.hard_chance) < 1
+
+    @pydantic.model_validator(mode="after")
+    def _bounds_are_apart(self) -> Self:
+        if self.hard_rate >= self.easy_rate:
+            raise ValueError(
+                f"hard_rate = {self.hard_rate:g} is not below easy_rate = {self.easy_rate:g}: a row would be in both "
+                "pools; lower hard_rate or raise easy_rate"
+            )
+        return self
+
+
 class DataConfig(SourceConfig):
     """Where the prompts come from. With `sources`, what is said here holds for each source that does not say it."""
 
@@ -100,6 +128,7 @@ class DataConfig(SourceConfig):
     """Memory for decoded rows, in GiB. Files that are larger are read piece by piece, as rows are played."""
     cache_dir: Path | None = None
     """Folder for lengths of prompts and downloaded images. Unset: `penstock` in XDG_CACHE_HOME or ~/.cache."""
+    pools: PoolConfig = PoolConfig()
     sources: dict[str, MixedSourceConfig] = pydantic.Field(default_factory=dict)
     """Several sources to mix, by name, instead of `path`."""
 

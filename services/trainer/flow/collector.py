@@ -20,6 +20,7 @@ from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.filters import FilterReason, Screening, screen
 from services.trainer.admission.group_state import Arrival
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.admission.pools import RowPools, pass_rate
 from services.trainer.batching.sequences import GroupReader, TrainGroup
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.flow.changes import Changes
@@ -64,6 +65,8 @@ class Collector:
     """Ends the run when nearly everything is filtered."""
     evaluator: Evaluator | None = None
     """Takes the groups that are not trained on."""
+    pools: RowPools | None = None
+    """Learns how each row was solved."""
     on_received: Callable[[], None] = lambda: None
     """Called after each group, which may have made room for another: it failed or was filtered."""
     num_duplicate: int = 0
@@ -167,6 +170,7 @@ class Collector:
         )
         if is_of_use:
             self.tally.keep(sample.reward for sample in group.samples)
+            self._end_play(group)
         return is_of_use
 
     def _filter(self, group: Group, reason: FilterReason) -> bool:
@@ -182,7 +186,12 @@ class Collector:
         if is_of_use:
             log.debug("group.filtered", group=group.id.message, reason=reason)
             self.tally.filter_out(reason, (sample.reward for sample in group.samples))
+            self._end_play(group)
         return is_of_use
+
+    def _end_play(self, group: Group) -> None:
+        if self.pools is not None:
+            self.pools.end(group.id.index, pass_rate([sample.reward for sample in group.samples]))
 
     async def _fetch_images(self, group: Group) -> dict[str, bytes]:
         """Fetch what the group's samples show, waiting out a server that is away.
@@ -239,5 +248,7 @@ class Collector:
     def _drop(self, index: int, attempt: int, reason: str) -> bool:
         if not self.ledger.fail(index, attempt):
             return False
+        if self.pools is not None:
+            self.pools.end(index, None)
         log.error("group.failed", index=index, attempt=attempt, reason=reason)
         return True

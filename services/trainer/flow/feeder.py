@@ -22,6 +22,7 @@ from penstock.records.codec import encode
 from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.group_state import Admission, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.admission.pools import Pool, Row, RowPools
 from services.trainer.data.dataset import Dataset
 from services.trainer.data.example import Example
 from services.trainer.flow.changes import Changes
@@ -29,6 +30,8 @@ from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
 
 log = structlog.get_logger()
+
+_POOL_REASONS = {Pool.EASY: FilterReason.EASY_POOL, Pool.HARD: FilterReason.HARD_POOL}
 
 _PUBLISHES_AT_A_TIME = 32
 """Enough to hide the round trips; more would only queue up in the server."""
@@ -50,6 +53,8 @@ class Feeder:
     trainer_epoch: str
     """This start of the trainer."""
     samples_per_group: int
+    pools: RowPools | None = None
+    """Which rows are played less often; None: every row whenever it comes up."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,13 +81,44 @@ class Feeder:
             DataError: a row of the data is wrong, or too large to send.
         """
         async with self.publishing:
-            while num := self._num_admissible():
-                version = self._admission_version()
-                admissions = [self.ledger.admit(version) for _ in range(num)]
+            while self._num_admissible():
+                rows = [] if self.pools is None else await asyncio.to_thread(self._rows, self.ledger.next_index)
+                if not (admissions := self._admit(rows)):
+                    return  # the next row is still being played
                 self.changes.notify()  # one of them may have been in hand before it was admitted
                 await self._publish(
                     [each for each in admissions if self.ledger.status(each.index) is GroupStatus.ADMITTED]
                 )
+
+    def _rows(self, first: int) -> list[Row]:
+        """The rows of the groups that the gate lets in at most."""
+        return [self.dataset.row_at(index) for index in range(first, first + self.ledger.gate.capacity)]
+
+    def _admit(self, rows: Sequence[Row]) -> list[Admission]:
+        """Admit what the gate allows, up to the first group whose row is still being played.
+
+        Args:
+            rows: Of the next groups, if there are pools.
+        """
+        version, first = self._admission_version(), self.ledger.next_index
+        admissions = []
+        for _ in range(self._num_admissible()):
+            row = None
+            if self.pools is not None and not self.ledger.has_rejected:
+                row = rows[self.ledger.next_index - first]
+                if self.pools.is_in_play(row):
+                    break
+            admissions.append(self.ledger.admit(version))
+            if row is not None:
+                self._draw(admissions[-1], row)
+        return admissions
+
+    def _draw(self, admission: Admission, row: Row) -> None:
+        assert self.pools is not None
+        is_in_hand = self.ledger.status(admission.index) is not GroupStatus.ADMITTED
+        pool = self.pools.draw(admission.index, row, is_in_hand=is_in_hand)
+        if pool is not None:
+            self.ledger.filter_out(admission.index, admission.attempt, reason=_POOL_REASONS[pool])
 
     async def publish_again(self) -> None:
         """After a restart: publish every admitted group that is not in hand, in place of what the queue holds.
@@ -168,4 +204,6 @@ class Feeder:
         if self.ledger.filter_out(admission.index, admission.attempt, reason=reason):
             log.info("prompt.passed_over", index=admission.index, reason=reason)
             self.tally.filter_out(reason)
+            if self.pools is not None:
+                self.pools.pass_over(admission.index)
             self.changes.notify()

@@ -1,13 +1,14 @@
 """The metrics of a step that are not the backend's: its batch, its push, its times, and the groups of the run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from penstock.records import Group
 from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.group_state import GroupCounts
+from services.trainer.admission.pools import Pool
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.flow.filter_tally import Interval
 from services.trainer.weight_sync.publisher import PushReport
@@ -126,3 +127,8 @@ def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: 
         "num_duplicate_groups": num_duplicate,
         "num_unreadable_groups": num_unreadable,
     }
+
+
+def describe_pools(shares: Mapping[Pool, float]) -> dict[str, float]:
+    """Describe the row pools by the shares of all rows that they hold."""
+    return {f"{pool}_pool_share": share for pool, share in shares.items()}

@@ -19,6 +19,7 @@ from penstock.runtime.process import end_task
 from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.admission.pools import RowPools
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens
 from services.trainer.data.config import DataConfig
@@ -82,6 +83,7 @@ async def open_flow(
     patcher: ImagePatcher | None = None,
     filters: FilterConfig = FilterConfig(),  # noqa: B008 - it is frozen
     dataset: Dataset | None = None,
+    pools: RowPools | None = None,
     state: dict[str, Any] | None = None,
     trainer_epoch: str = "a",
 ) -> AsyncIterator[Flow]:
@@ -112,6 +114,7 @@ async def open_flow(
         run_id=run_id,
         trainer_epoch=trainer_epoch,
         samples_per_group=4,
+        pools=pools,
     )
     streak = FailureStreak(max_in_a_row=2)
     consumer = consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True)
@@ -129,6 +132,7 @@ async def open_flow(
                 crashes=CrashRecord(Path(folder) / "in_hand.json", run_id="run", is_resumed=False),
                 filters=filters,
                 tally=tally,
+                pools=pools,
                 on_received=feeder.wake,
             )
             batches = BatchSource(
