@@ -216,7 +216,7 @@ class SlotPool:
         """A slot, if there is one and nobody waits for it."""
         query.min_version = max(query.min_version, self._pool.min_version)
         self._measure(query)
-        return None if query.need in self._queues else self._choose(query)
+        return None if query.home or query.need in self._queues else self._choose(query)
 
     def _measure(self, query: Query) -> None:
         query.num_small = bisect.bisect_left(self._sizes, query.num_tokens)

@@ -1,11 +1,12 @@
 """What `make bench-async` compares Penstock with, on cases small enough to be computed by hand."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 
 from bench.async_loop.peer_loops import one_step_off, synchronous
-from bench.async_loop.perfect_loop import step_ends
+from bench.async_loop.perfect_loop import Push, step_ends
 from bench.async_loop.workload import Scenario, Workload, scenario
 
 
@@ -86,3 +87,23 @@ def test_no_bound_lets_a_run_be_faster_than_its_slots_and_its_trainer() -> None:
     assert all(ends[bound] < whole[bound] for bound in (0, 1, 4))
     assert ends[16] >= pool.train_s(batches)
     assert ends[16] >= 0.9 * pool.rollout_s(batches)  # which groups are trained by then differs a little
+
+
+def test_groups_begin_when_a_slot_has_the_weights() -> None:
+    """Two seconds of rollout and one of training: a push of one second is added, or one of two until the first slot."""
+    one, two = _given(2, slots=1), _given(2, slots=2)
+    assert step_ends(one, max_staleness=0, num_steps=3, push=Push(total_s=1.0)) == [3.0, 7.0, 11.0]
+    assert step_ends(two, max_staleness=0, num_steps=2, push=Push(total_s=2.0)) == [3.0, 8.0]
+    assert step_ends(two, max_staleness=0, num_steps=2, push=Push(total_s=2.0, rolls=True)) == [3.0, 7.0]
+
+
+def test_staleness_hides_a_push_as_long_as_there_is_slack() -> None:
+    """With one version, the slot has a second while the trainer computes; half a second more costs half a second."""
+    ends = [step_ends(_given(2, slots=1), max_staleness=1, num_steps=4, push=Push(total_s=s)) for s in (0.0, 1.0, 1.5)]
+    assert ends == [[3.0, 5.0, 7.0, 9.0], [3.0, 5.0, 7.0, 9.0], [3.0, 5.0, 7.5, 9.5]]
+
+
+def test_the_next_step_waits_for_a_push_that_is_longer_than_it() -> None:
+    """At most one push is under way."""
+    ends = step_ends(_given(1, slots=4), max_staleness=3, num_steps=12, push=Push(total_s=5.0))
+    assert [later - earlier for earlier, later in itertools.pairwise(ends[6:])] == [5.0] * 5
