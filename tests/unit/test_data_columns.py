@@ -31,6 +31,7 @@ PICTURE = {"bytes": png(), "path": None}
             Columns(text="prompt", gold="reward_spec", images=()),
         ),
         ({"input": "?", "label": "1", "metadata": {}}, Columns(text="input", gold="label", images=())),
+        ({"conversations": [], "label": "1"}, Columns(text="conversations", gold="label", images=())),
         ({"question": "?", "answer": 1, "image": None}, Columns(text="question", gold="answer", images=("image",))),
     ],
 )

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,11 @@ def rows(first: int, last: int) -> Rows:
 def write(file: Path, content: Rows) -> Path:
     """A file in the format that its name says."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    match file.suffix:
+    match "".join(file.suffixes):
+        case ".jsonl.gz" | ".json.gz":
+            plain = write(file.with_suffix(""), content)
+            file.write_bytes(gzip.compress(plain.read_bytes()))
+            plain.unlink()
         case ".parquet":
             pq.write_table(pa.Table.from_pylist(content), file)
         case ".arrow":
@@ -61,7 +66,7 @@ def answers(path: str | Path | tuple[str, ...], **settings: Any) -> list[str]:
     return [dataset[position].golds[0] for position in range(dataset.num_rows)]
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "json", "csv"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "json", "csv", "jsonl.gz", "json.gz"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     """A picture in base64 comes through each of them, text with line ends too."""
     picture = base64.b64encode(png(size=(300, 300))).decode()
@@ -324,6 +329,24 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(DataError, match=r"a\.jsonl' cannot be read: No such file"):
         dataset.playable(0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "cannot be unzipped: Not a gzipped file"),
+        (gzip.compress(b"[1]")[:-9], "cannot be unzipped"),
+        (gzip.compress(b'{"problem": 1}\n{"problem"'), "is not JSON"),
+        (gzip.compress(b"[1]"), "is not a JSON list of objects: a row is int"),
+        (gzip.compress(b" " * 2_000_000), r"more than 1073741 bytes when unzipped.*unzip it to \.jsonl"),
+    ],
+    ids=["plain", "cut short", "broken line", "no objects", "bomb"],
+)
+def test_a_zipped_file_that_is_wrong_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    """Before a bomb fills the memory."""
+    (tmp_path / "a.json.gz").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        open_dataset(DataConfig(path=str(tmp_path / "a.json.gz"), memory_gib=0.001))
 
 
 def test_what_must_be_read_as_a_whole_has_to_fit(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.records import ImagePart, Message, TextPart
-from services.trainer.data.messages import make_messages, place_images, read_turns
+from services.trainer.data.messages import make_messages, place_images, read_turns, split_answer
 
 
 def prompt(cell: Any, images: list[Any] | None = None, **settings: Any) -> tuple[tuple[Message, ...], list[Any]]:
@@ -29,6 +29,7 @@ FIRST, SECOND = ImagePart(index=0), ImagePart(index=1)
         ("a", [], user(A), []),
         ("a<image>b<image>", [1, 2], user(A, FIRST, B, SECOND), [1, 2]),
         ([{"role": "user", "content": "<image>a"}], [1], user(FIRST, A), [1]),
+        ([{"from": "human", "value": "<image>a"}], [1], user(FIRST, A), [1]),
         (
             [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "a"}]}],
             [1],
@@ -74,6 +75,29 @@ def test_all_roles_and_the_suffix_of_the_last_user_message() -> None:
     assert messages[4].parts == (TextPart(text="ab"),)
 
 
+def test_roles_of_sharegpt() -> None:
+    """Its own names and the usual ones."""
+    roles = ("system", "human", "gpt", "observation", "user", "assistant", "tool")
+    messages, _ = prompt([{"from": role, "value": "a"} for role in roles])
+    assert [message.role for message in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "user",
+        "assistant",
+        "tool",
+    ]
+
+
+def test_the_last_message_can_be_the_answer() -> None:
+    """It is then no part of the prompt."""
+    turns = read_turns([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}])
+    assert split_answer(turns) == (turns[:1], "b")
+    with pytest.raises(ValueError, match="end with no text of the assistant's"):
+        split_answer(turns[:1])
+
+
 def test_images_first_is_asked_for() -> None:
     """Rows without marks, as some publish them; a row with marks keeps them."""
     conversation = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
@@ -91,7 +115,9 @@ def test_images_first_is_asked_for() -> None:
     [
         ([], "list; want text, or a list of messages"),
         ([{"role": "developer", "content": "a"}], "want messages of role"),
-        ([{"from": "human", "value": "a"}], "want messages of role"),
+        ([{"from": "function_call", "value": "{}"}], "want messages of role"),
+        ([{"from": "human", "value": None}], "want its content as text"),
+        ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "last message is the assistant's"),
         ([{"role": "user", "content": None}], "want its content as text"),
         (
             [{"role": "user", "content": [{"type": "video", "video": "v"}]}],

@@ -1,6 +1,7 @@
 """What a row says for itself: profile, environment, length of answers, and the columns that travel with it."""
 
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def test_a_row_has_its_own_profile_environment_and_length(tmp_path: Path) -> Non
     ]
 
 
+TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("cell", [json.dumps([TOOL]), [{**TOOL, "function": {**TOOL["function"], "strict": None}}]])
+def test_a_row_may_have_tools(tmp_path: Path, cell: Any) -> None:
+    """As JSON text, or as structs, where a field of another row's tool is null."""
+    found = examples(tmp_path, [{"tools": cell}, {"tools": None}], tools_column="tools")
+    assert [each.tools for each in found] == [(TOOL,), ()]
+
+
+def test_a_conversation_may_end_with_the_answer(tmp_path: Path) -> None:
+    """The assistant's last message, if the settings say so; the policy never sees it."""
+    conversation = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "<answer>5</answer>"}]
+    pq.write_table(pa.Table.from_pylist([{"conversations": conversation}]), tmp_path / "a.parquet")
+    config = DataConfig(path=str(tmp_path / "a.parquet"), answer_column="conversations")
+    example = open_dataset(config)[0]
+    assert [message.role for message in example.messages] == ["user"]
+    assert example.golds == ("5",)
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "words"),
     [
@@ -47,6 +68,8 @@ def test_a_row_has_its_own_profile_environment_and_length(tmp_path: Path) -> Non
             "column 's' holds .*temperature.* a row may have its own",
         ),
         ({"s": {"max_new_tokens": 0}}, {"sampling_column": "s"}, "row 0: column 's' holds"),
+        ({"t": "[{"}, {"tools_column": "t"}, "row 0: column 't' holds text that is no JSON"),
+        ({"t": ["zoom"]}, {"tools_column": "t"}, "row 0: column 't' holds .*; want a list of tools in OpenAI's form"),
         ({"p": 3}, {"profile_column": "p"}, "row 0: column 'p' holds int; want a name as text"),
         ({}, {"environment_column": "env_class"}, "no column 'env_class'; .* --data.environment_column="),
         ({}, {"extra_columns": ("tools",)}, "no column 'tools'; .* --data.extra_columns="),

@@ -63,6 +63,8 @@ SLIME_KEYS = {
 }
 SINGULAR = {"image": CELL, "problem": f"<image>{QUESTION}", "answer": "90"}
 
+SHAREGPT = {"conversations": [{"from": "human", "value": f"<image>{QUESTION}"}], "images": [CELL], "answer": "90"}
+
 IMAGE, TEXT = ImagePart(index=0), TextPart(text=QUESTION)
 
 
@@ -90,6 +92,7 @@ def jsonl(row: dict[str, Any], folder: Path) -> Path:
         pytest.param(parquet, SKYRL, (IMAGE, TextPart(text=TOOL_PROTOCOL + QUESTION)), JPEG, id="SkyRL"),
         pytest.param(jsonl, SLIME, (IMAGE, TEXT), PNG, id="slime"),
         pytest.param(jsonl, SLIME_KEYS, (IMAGE, TEXT), PNG, id="slime-with-its-default-keys"),
+        pytest.param(parquet, SHAREGPT, (IMAGE, TEXT), PNG, id="ShareGPT"),
         pytest.param(parquet, SINGULAR, (IMAGE, TEXT), PNG, id="one-image-column"),
     ],
 )

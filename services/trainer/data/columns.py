@@ -7,6 +7,7 @@
     verl, prepared                   prompt list<struct<role, content>>, images, reward_model.ground_truth
     SkyRL, prepared                  prompt of messages with parts, reward_spec.ground_truth
     slime                            problem or prompt or input, answer or label, images
+    ShareGPT                         conversations list<struct<from, value>>, images
 
 Invariant: a column is chosen without settings only if no other one could be meant. What looks like images is never
 left unread in silence.
@@ -20,7 +21,7 @@ from penstock.errors import DataError
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.images import looks_like_image
 
-_TEXT = (("problem", "prompt"), ("question", "query", "input", "messages"))
+_TEXT = (("problem", "prompt"), ("question", "query", "input", "messages", "conversations"))
 _GOLD = (("answer", "reward_model", "reward_spec"), ("label", "ground_truth", "target"))
 _IMAGES = (("images", "image"),)
 """Names by rank: those of the second rank are read if there is none of the first."""
@@ -53,7 +54,7 @@ def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> 
         gold=_one(row, config.answer_column, _GOLD, "answer_column", name=name, what="the correct answer"),
         images=_image_columns(row, config, name=name),
     )
-    for key in ("profile_column", "environment_column", "sampling_column"):
+    for key in ("profile_column", "environment_column", "sampling_column", "tools_column"):
         if wanted := getattr(config, key):
             _one(row, wanted, (), key, name=name, what="")
     if not columns.images and config.images_column == "":

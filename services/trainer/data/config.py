@@ -30,17 +30,20 @@ class SourceConfig(Config):
     none, the prompts are text."""
     problem_column: str = ""
     """Column with the text, one `<image>` per image, or with a list of messages. A dot leads into a struct. Empty:
-    `problem` or `prompt`, else `question`, `query`, `input` or `messages`."""
+    `problem` or `prompt`, else `question`, `query`, `input`, `messages` or `conversations`."""
     answer_column: str = ""
     """Column with the correct answer, or a list of those that count. A dot leads into a struct:
     `reward_model.ground_truth`. Empty: `answer`, `reward_model` or `reward_spec`, else `label`, `ground_truth` or
-    `target`."""
+    `target`. If it is the text's column, of messages, the last message is the answer."""
     profile_column: str = ""
     """Column with a row's reward profile. Empty, or where a row has none: `profile`."""
     environment_column: str = ""
     """Column with a row's environment. Empty, or where a row has none: `environment`."""
     sampling_column: str = ""
     """Column with a struct of a row's own sampling; `max_new_tokens` may be lower than the run's. Empty: none."""
+    tools_column: str = ""
+    """Column with the tools that the policy may call, as a list in OpenAI's form or the same as JSON text. The model's
+    chat template shows them. Empty: none."""
     extra_columns: tuple[str, ...] = ("*",)
     """Columns that travel with the prompt, for environments and reports; `*` is all that are not read otherwise. Bytes
     are left out."""

@@ -3,6 +3,7 @@
 Invariant: the images that an example's messages refer to are exactly the images beside them, in order.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from services.trainer.data.columns import Columns, cell
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.golds import read_golds
 from services.trainer.data.images import ImageReader
-from services.trainer.data.messages import make_messages, place_images, read_turns
+from services.trainer.data.messages import make_messages, place_images, read_turns, split_answer
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ class Example:
     """The reward service's profile that judges it."""
     environment: str
     """The environment that plays it."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the policy may call, each in OpenAI's form."""
     max_new_tokens: int | None = None
     """Most tokens of a turn; None: as many as the run allows."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +55,11 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
     turns = _read(read_turns, row, columns.text)
-    golds = _read(read_golds, row, columns.gold)
+    if columns.gold == columns.text:
+        turns, answer = _read(lambda _: split_answer(turns), row, columns.text)
+        golds = _read(lambda _: read_golds(answer), row, columns.gold)
+    else:
+        golds = _read(read_golds, row, columns.gold)
     _require_unicode(*golds, *(piece for turn in turns for piece in turn.pieces if isinstance(piece, str)))
     placed, cells = place_images(
         turns,
@@ -68,6 +75,7 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         golds=golds,
         profile=_named(row, config.profile_column) or config.profile,
         environment=_named(row, config.environment_column) or config.environment,
+        tools=_tools(row, config.tools_column),
         max_new_tokens=_max_new_tokens(row, config.sampling_column),
         extra={
             name: as_json(value)
@@ -98,6 +106,28 @@ def _named(row: Mapping[str, Any], column: str) -> str:
     if isinstance(value, str | None):
         return value or ""
     raise ValueError(f"column {column!r} holds {type(value).__name__}; want a name as text")
+
+
+def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
+    """The tools of a row. A struct's fields that are null belong to other tools: columns have one type for all."""
+    given = cell(row, column) if column else None
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given else given or []
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"column {column!r} holds text that is no JSON: {error}") from None
+    match tools:
+        case [*found] if all(isinstance(tool, Mapping) and tool.get("function") for tool in found):
+            return tuple(_without_nulls(as_json(tool)) for tool in found)
+    raise ValueError(f"column {column!r} holds {str(given)[:80]}; want a list of tools in OpenAI's form, or its JSON")
+
+
+def _without_nulls(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        case list():
+            return [_without_nulls(each) for each in value]
+    return value
 
 
 def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:

@@ -1,6 +1,6 @@
 r"""Correct answers as data sets publish them, to the plain text that verifiers compare with.
 
-    "5"  5  5.0  [5, "5.0"]  {"ground_truth": "5"}  "$5$"  "\\boxed{5}"  "Answer: \\boxed{5}"
+    "5"  5  5.0  [5, "5.0"]  {"ground_truth": "5"}  "$5$"  "\\boxed{5}"  "Answer: \\boxed{5}"  "...<answer>5</answer>"
 
 Invariant: a value that does not say which answer is meant is refused; none is graded as something else.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{")
 
 
@@ -23,7 +24,7 @@ def read_golds(cell: Any) -> tuple[str, ...]:
         cell: Text, a number, a struct with `ground_truth`, or a list of texts and numbers.
 
     Raises:
-        ValueError: it is none of these, is empty, or holds several boxes.
+        ValueError: it is none of these, is empty, or holds several boxes or `<answer>`.
     """
     value = cell.get("ground_truth") if isinstance(cell, Mapping) else cell
     values = value if isinstance(value, list) else [value]
@@ -56,6 +57,10 @@ def _plain(number: Decimal) -> str:
 def _bare(text: str) -> str:
     """The answer without label, box and the signs of mathematics around it."""
     text = text.strip()
+    if tagged := _TAG.findall(text):
+        if len(tagged) > 1:
+            raise ValueError(f"{len(tagged)} <answer>; want one answer, or a list of those that count")
+        return _bare(tagged[0])
     boxes = [_inside(text, match.end()) for match in _BOX.finditer(text)]
     if len(boxes) > 1:
         raise ValueError(f"{len(boxes)} boxes; want one answer, or a list of those that count")

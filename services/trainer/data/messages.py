@@ -3,6 +3,7 @@
     "<image>Find x."
     [{"role": "user", "content": "<image>Find x."}]
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ...}}, {"type": "text", "text": ...}]}]
+    [{"from": "human", "value": "<image>Find x."}]
 
 Invariant: each image of a row has exactly one place in its messages, in order.
 """
@@ -19,6 +20,7 @@ IMAGE_MARK = "<image>"
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 _ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image_url", "image", "url")
 
@@ -55,6 +57,18 @@ def read_turns(cell: Any) -> tuple[Turn, ...]:
             num_parts = sum(isinstance(piece, Place) for turn in turns for piece in turn.pieces)
             return _unmarked(turns, num_parts) if num_parts else _marked(turns)
     raise ValueError(f"{_kind(cell)}; want text, or a list of messages with role and content")
+
+
+def split_answer(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], str]:
+    """Return the messages before the last one, and its text: conversations that end with the correct answer.
+
+    Raises:
+        ValueError: the last message is not the assistant's, or it has an image.
+    """
+    *before, last = turns
+    if last.role != "assistant" or not all(isinstance(piece, str) for piece in last.pieces):
+        raise ValueError("messages that end with no text of the assistant's, which would be the correct answer")
+    return tuple(before), "".join(cast(Sequence[str], last.pieces))
 
 
 def place_images(
@@ -126,6 +140,9 @@ def make_messages(turns: Sequence[Turn], *, prompt_suffix: str = "", system_prom
 
 
 def _turn(message: Any) -> Turn:
+    if isinstance(message, Mapping) and {"from", "value"} <= message.keys():  # ShareGPT's form
+        role = _SHAREGPT_ROLES.get(message["from"], message["from"])
+        message = {"role": role, "content": message["value"]}
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise ValueError(f"a list with {_shown(message)}; want messages of role ({', '.join(_ROLES)}) and content")
     if message.get("tool_calls"):

@@ -79,7 +79,8 @@ class PromptLimit:
             InvalidRequestError: the chat template refuses the messages, or the model an image.
         """
         with self._lock:
-            num_tokens = len(self._renderer.render_prompt(example.messages, num_images=len(example.images)))
+            ids = self._renderer.render_prompt(example.messages, num_images=len(example.images), tools=example.tools)
+            num_tokens = len(ids)
         if self._grid is not None:
             num_tokens += self._grid.num_added_tokens(read_sizes(example.images))
         return num_tokens

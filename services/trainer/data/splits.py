@@ -144,17 +144,23 @@ def _named_by_files(names: Sequence[str], config: str, name: str) -> dict[str, l
 
 def _split_of(name: str) -> str:
     path = PurePosixPath(name)
-    if shard := _SHARD.fullmatch(path.stem):
+    if shard := _SHARD.fullmatch(_stem(path)):
         return shard["split"]
-    words = [word for part in (path.stem, *reversed(path.parts[:-1])) for word in re.split(r"[^a-z0-9]+", part.lower())]
+    words = [
+        word for part in (_stem(path), *reversed(path.parts[:-1])) for word in re.split(r"[^a-z0-9]+", part.lower())
+    ]
     return next((split for word in words for split, known in _WORDS.items() if word in known), DEFAULT_SPLIT)
+
+
+def _stem(path: PurePosixPath) -> str:
+    return path.name.removesuffix(path.suffix if path.suffix != ".gz" else "".join(path.suffixes[-2:]))
 
 
 def _require_all_shards(names: Sequence[str], name: str) -> None:
     found: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
     for each in names:
-        if shard := _SHARD.fullmatch(PurePosixPath(each).stem):
+        if shard := _SHARD.fullmatch(_stem(PurePosixPath(each))):
             series = f"{PurePosixPath(each).parent}/{shard['split']}"
             found.setdefault(series, set()).add(shard["number"])
             counts[series] = int(shard["count"])

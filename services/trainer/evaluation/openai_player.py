@@ -144,6 +144,7 @@ class OpenAiPlayer:
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_new_tokens,
             **({"top_k": sampling.top_k} if sampling.top_k else {}),
+            **({"tools": list(example.tools)} if example.tools else {}),
         }
 
     async def _ask(self, request: Mapping[str, Any]) -> PlayedSample:

@@ -102,6 +102,7 @@ class EvaluationSet:
             num_samples=self.config.samples_per_prompt,
             sampling=self.sampling(example),
             messages=example.messages,
+            tools=example.tools,
             images=images,
             golds=example.golds,
             profile=example.profile,

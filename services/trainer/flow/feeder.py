@@ -178,6 +178,7 @@ class Feeder:
                 num_samples=self.samples_per_group,
                 sampling=self._sampling(example),
                 messages=example.messages,
+                tools=example.tools,
                 images=tuple([await self.images.put(group_id.scope, image) for image in example.images]),
                 golds=example.golds,
                 profile=example.profile,

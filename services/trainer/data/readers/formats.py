@@ -7,11 +7,11 @@ from penstock.errors import DataError
 from services.trainer.data.readers.arrow import ArrowTable
 from services.trainer.data.readers.blocks import BlockCache
 from services.trainer.data.readers.csv import CsvTable
-from services.trainer.data.readers.jsonl import LinesTable, open_json
+from services.trainer.data.readers.jsonl import LinesTable, open_json, open_zipped_json
 from services.trainer.data.readers.parquet import ParquetTable
 from services.trainer.data.table import Table
 
-SUFFIXES: Final = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
+SUFFIXES: Final = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz")
 """In the order in which they are preferred where a folder has several."""
 
 
@@ -25,6 +25,8 @@ def open_table(file: Path, blocks: BlockCache) -> Table:
     Raises:
         DataError: its suffix is not known, or it is not what its suffix says.
     """
+    if file.name.lower().endswith((".jsonl.gz", ".json.gz")):
+        return open_zipped_json(file, max_bytes=blocks.max_bytes)
     match file.suffix.lower():
         case ".parquet":
             return ParquetTable(file, blocks)

@@ -1,6 +1,8 @@
 """JSON Lines, and JSON files that hold a list of objects."""
 
+import gzip
 import json
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -63,19 +65,17 @@ class LinesTable:
 class ListTable:
     """A file that is one JSON list of objects, which is held in memory."""
 
-    def __init__(self, file: Path, *, max_bytes: int) -> None:
-        """Read the file.
+    def __init__(self, file: Path, rows: Any) -> None:
+        """Hold the rows of a file.
 
         Raises:
-            DataError: it is too large, or no list of objects.
+            DataError: they are no list of objects.
         """
-        require_size(file, max_bytes)
         try:
-            rows = json.loads(file.read_bytes())
             if not isinstance(rows, list):
                 raise ValueError(f"it holds {type(rows).__name__}")
             self._rows = [_object(row) for row in rows]
-        except (ValueError, RecursionError, OSError) as error:
+        except ValueError as error:
             raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
         self.columns = _keys(self._rows[:NUM_SHOWN_ROWS])
 
@@ -97,7 +97,38 @@ def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
             is_list = opened.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     except OSError as error:
         raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
-    return ListTable(file, max_bytes=max_bytes) if is_list else LinesTable(file)
+    if not is_list:
+        return LinesTable(file)
+    require_size(file, max_bytes)
+    try:
+        return ListTable(file, json.loads(file.read_bytes()))
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
+
+
+def open_zipped_json(file: Path, *, max_bytes: int) -> ListTable:
+    """Open a `.json.gz` or `.jsonl.gz` file: a list if it begins as one, else lines. It is held in memory.
+
+    Raises:
+        DataError: it is no gzip file, too large when unzipped, or holds no objects.
+    """
+    try:
+        with gzip.open(file) as opened:
+            content = opened.read(max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data.path {str(file)!r} cannot be unzipped: {error}") from None
+    if len(content) > max_bytes:
+        raise DataError(
+            f"data.path {str(file)!r} has more than {max_bytes} bytes when unzipped, and is read as a whole; unzip it "
+            "to .jsonl, which is read row by row, or raise data.memory_gib"
+        )
+    text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    try:
+        is_list = text.startswith(b"[")
+        rows = json.loads(text) if is_list else [json.loads(line) for line in text.split(b"\n") if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data.path {str(file)!r} is not JSON: {error}") from None
+    return ListTable(file, rows)
 
 
 def require_size(file: Path, max_bytes: int) -> None:
