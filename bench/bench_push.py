@@ -236,7 +236,9 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         raw_s, push_s = statistics.median(row.raw_s), statistics.median(row.publish_s)
         stages = {
-            name: statistics.median(report.stages_s[name] for report in row.reports)
+            name: statistics.median(
+                report.stages_s.get(name, 0.0) for report in row.reports
+            )  # not all transports upload
             for name in ("prepare", "upload", "pause", "transfer", "verify", "commit", "resume")
         }
         pause_s = statistics.median(report.pause_s for report in row.reports)
