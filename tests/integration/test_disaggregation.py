@@ -199,14 +199,15 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         each.sampling.max_new_tokens = 1
         await pair.generate(each)
         each.sampling.max_new_tokens = 400
-    turns = [ResumableTurn(each) for each in made]
-    playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
-    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 6, timeout_s=60.0)
     newer = older.perturbed(seed=11)
     pushed = [pair.prefill, pair.decode][:: 1 if first == "prefill" else -1]
-    for engine in pushed:
-        push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode))
+    pushes = [Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode)) for engine in pushed]
+    for push in pushes:
         await push.prepare()
+    turns = [ResumableTurn(each) for each in made]
+    playing = [asyncio.ensure_future(pair.play(each)) for each in turns]
+    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 6)
+    for engine, push in zip(pushed, pushes, strict=True):
         await push.pause()
         waiting = [
             asyncio.ensure_future(

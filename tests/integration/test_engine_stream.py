@@ -25,6 +25,7 @@ from tests.support.engine.reference import (
     require_logprobs,
     until_replica,
 )
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -141,11 +142,12 @@ async def test_a_push_during_a_stream_shows_where_it_came(
         for chunk_tokens in (0, 5, 64)
         for _ in range(3)
     ]
-    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
-    await until_replica(engine, lambda replica: replica.num_running >= 20)
-    await asyncio.sleep(0.5)  # a few tokens each, which leases do not show
     newer = current.perturbed(seed=3)
-    await Push(engine, newer.weights, old_version + 2).complete()
+    push = Push(engine, newer.weights, old_version + 2)
+    await push.prepare()
+    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
+    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 20)
+    await push.finish()
     await asyncio.gather(*plays)
     versions = [[span.policy_version for span in each.response().version_spans] for each in turns]
     assert versions.count([old_version, old_version + 2]) >= 4

@@ -119,6 +119,10 @@ class Push:
     async def complete(self) -> None:
         """All stages, and leave the group."""
         await self.prepare()
+        await self.finish()
+
+    async def finish(self) -> None:
+        """All stages after `prepare`, and leave the group."""
         try:
             for stage in (self.pause, self.transfer, self.verify, self.commit, self.resume):
                 await stage()
