@@ -184,14 +184,16 @@ def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:
 def _keep_until(folder: Path, step: int) -> set[int]:
     """Move the lines of later steps to a file of their own, and return the steps of the others."""
     path = folder / EVALUATIONS_FILE
-    lines = path.read_text().splitlines() if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    lines = text.splitlines()
     steps = [_step_of(line) for line in lines]
     kept = [line for line, each in zip(lines, steps, strict=True) if each is not None and each <= step]
-    if len(kept) < len(lines):
+    kept_text = "".join(f"{line}\n" for line in kept)
+    if kept_text != text:  # a crash may have cut off no more than the last newline
         with (folder / DISCARDED_FILE).open("a") as discarded:
             discarded.writelines(f"{line}\n" for line in lines if line not in kept)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.write_text(kept_text)
         os.replace(temporary, path)
     return {each for each in steps if each is not None and each <= step}
 

@@ -56,6 +56,15 @@ def test_a_resumed_run_keeps_what_is_of_its_own_weights(tmp_path: Path) -> None:
     assert (tmp_path / DISCARDED_FILE).read_text().splitlines() == [lines[2], '{"step": 8, "se']
 
 
+def test_a_line_that_lost_only_its_newline_is_kept_and_ended(tmp_path: Path) -> None:
+    """The next line does not go on where it stopped."""
+    path = tmp_path / EVALUATIONS_FILE
+    path.write_text('{"step": 2}')
+    found = evaluator(tmp_path, step=4, every=2)
+    assert not found.is_due(2)
+    assert path.read_text() == '{"step": 2}\n'
+
+
 def test_a_run_cannot_evaluate_without_sets() -> None:
     """A recipe that says when must say what."""
     with pytest.raises(ValueError, match="need a set; add one"):
