@@ -20,9 +20,9 @@ from services.trainer.weight_sync.push_stages import PushStages
 
 _AT_ONCE = 16
 """Members that begin together. Fewer would leave the trainer idle while calls travel."""
-_PATIENCE_S = 0.25
+_PATIENCE_S = 1.0
 """If no member ends for so long, they are busy with their own part, and twice as many take part: all of 512 begin
-within 1.5 s."""
+within 5 s."""
 
 
 class RollingPush:
