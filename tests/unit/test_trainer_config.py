@@ -41,10 +41,10 @@ def test_refuses_values_out_of_range(tmp_path: Path, override: str, message: str
         load(Both, [tmp_path / "r.toml"], [override])
 
 
-def test_every_setting_is_explained() -> None:
-    """Field docstrings are the help text."""
-    for model in (TrainerConfig, DataConfig, SamplingConfig):
-        assert [name for name, field in model.model_fields.items() if not field.description] in (
-            [],
-            ["optimizer", "weight_sync"],
-        )
+@pytest.mark.parametrize("model", [TrainerConfig, DataConfig, SamplingConfig])
+def test_every_setting_is_explained(model: type[Config]) -> None:
+    """Field docstrings are the help text; a sub-section is explained by its own docstring."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        is_section = isinstance(kind, type) and issubclass(kind, Config) and bool(kind.__doc__)
+        assert field.description or is_section, name
