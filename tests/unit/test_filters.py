@@ -236,6 +236,8 @@ def test_metrics_count_what_the_filters_did(tiny_model_path: Path) -> None:
         "num_filtered_groups_repetition": 1,
         "num_filtered_groups_overlong_prompt": 0,
         "num_filtered_groups_wrong_row": 0,
+        "num_filtered_groups_easy_pool": 0,
+        "num_filtered_groups_hard_pool": 0,
     }
 
 

@@ -122,6 +122,8 @@ async def test_what_may_pass_is_tried_again_until_the_wait_timeout() -> None:
     assert list(turn.response.output_ids) == [10]
     with pytest.raises(UnavailableError, match="away"):
         await play(ScriptedStreams([[UnavailableError("away")]] * 100), wait_timeout_s=0.01)
+    with pytest.raises(DeadlineError, match=r"no token came within 1 s.*refused: away"):
+        await play(ScriptedStreams([[UnavailableError("away")], [HANG]]), wait_timeout_s=1.0)
 
 
 async def test_a_turn_that_breaks_replicas_is_never_tried_again() -> None:

@@ -9,7 +9,8 @@ _READERS = {
     # Ages that a person is shown, measured against the stamps of the NATS server.
     "penstock/bus/dead_letters.py",
     "penstock/bus/stream_report.py",
-    # Stamps of records and answers, and names of runs.
+    # Stamps of records, answers and evaluations, and names of runs.
+    "services/cli/evaluate.py",
     "services/launch/run_folder.py",
     "services/rollout/worker/episode.py",
     "services/router/frontends/openai/chat_api.py",

@@ -82,6 +82,8 @@ class _Progress:
     waited_s: float = 0.0
     generated_s: float = 0.0
     failure: str = ""
+    refusal: str = ""
+    """Why the last attempt was refused; empty if none was."""
     restored_at: int | None = None
     """How many tokens it had when its images were last stored again."""
 
@@ -113,8 +115,8 @@ class TurnPlayer:
             MissingImageError: an image is lost for good.
             InvalidRequestError: the request can never succeed.
             PoisonError: it broke every replica that tried it.
-            DeadlineError: no token came within the wait timeout; UnavailableError, OverloadedError and NotReadyError
-                if the servers gave a reason.
+            DeadlineError: no token came within the wait timeout, and the last attempt was still waiting;
+                UnavailableError, OverloadedError and NotReadyError if it was refused.
             PenstockError: the server broke its contract.
         """
         progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s, on_first_token)
@@ -135,6 +137,7 @@ class TurnPlayer:
                 is_full = isinstance(error, PromptTooLongError)
                 resumable.cut(generate_pb2.FINISH_REASON_LENGTH if is_full else generate_pb2.FINISH_REASON_DEADLINE)
             except (UnavailableError, OverloadedError, NotReadyError) as error:
+                progress.refusal = str(error)
                 if resumable.num_tokens > num_before:
                     backoff_s, progress.give_up_at = _FIRST_BACKOFF_S, time.monotonic() + self._wait_timeout_s
                 pause_s = backoff_s * random.uniform(0.5, 1.0)
@@ -179,9 +182,9 @@ class TurnPlayer:
                     resumable.add(chunk)
         except TimeoutError:
             if began is None:
-                raise DeadlineError(
-                    f"no token came within {self._wait_timeout_s:g} s; add engines, or lower worker.concurrency"
-                ) from None
+                refused = f"; the attempt before was refused: {progress.refusal}" if progress.refusal else ""
+                wait = f"no token came within {self._wait_timeout_s:g} s"
+                raise DeadlineError(f"{wait}; add engines, or lower worker.concurrency{refused}") from None
             if not resumable.is_finished:
                 resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)
         except PenstockError:
