@@ -95,7 +95,7 @@ def main() -> None:
         max_completion_length=task["max_new_tokens"],
         temperature=task["temperature"],
         generation_kwargs={"suppress_tokens": task["forbidden_ids"]},
-        scale_rewards="none",
+        scale_rewards="group",
         learning_rate=task["learning_rate"],
         adam_beta1=task["betas"][0],
         adam_beta2=task["betas"][1],
