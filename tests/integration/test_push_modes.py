@@ -50,9 +50,11 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     """Tokens of the old span have the old policy's logprobs, those of the new span the new policy's over the old KV."""
     version = (await engine.replica()).policy_version
     ids = prompt(random.Random(2), num_images=len(images), image_id=current.image_id)
-    calls = await started(engine, request(ids, images, max_new_tokens=300), 24)
     newer = current.perturbed(seed=3)
-    await Push(engine, newer.weights, version + 1, mode=IN_PLACE).complete()
+    push = Push(engine, newer.weights, version + 1, mode=IN_PLACE)
+    await push.prepare()
+    calls = await started(engine, request(ids, images, max_new_tokens=400), 24)
+    await push.finish()
     num_two = 0
     for answer in await asyncio.gather(*calls):
         spans = spans_of(answer)
@@ -84,10 +86,11 @@ async def test_nothing_computed_by_older_weights_serves_a_new_request(
     before = await engine.generation.Generate(request(ids, images), timeout=60)
     again = await engine.generation.Generate(request(ids, images), timeout=60)
     assert again.usage.num_cached_tokens > before.usage.num_cached_tokens == 0
-    calls = await started(engine, request(ids, images, max_new_tokens=100), 56)  # 24 more than can run
     newer = current.perturbed(seed=4)
-    push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode), drain_s=0.2)
-    pushing = asyncio.ensure_future(push.complete())
+    push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode), drain_s=0.1)
+    await push.prepare()
+    calls = await started(engine, request(ids, images, max_new_tokens=400), 56)  # 24 more than can run
+    pushing = asyncio.ensure_future(push.finish())
     await until_replica(
         engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING or replica.policy_version > version
     )
@@ -139,9 +142,11 @@ async def test_drain_lets_requests_finish_under_the_weights_they_began_with(
     """One span each, while those that come meanwhile wait for the new weights."""
     version = (await engine.replica()).policy_version
     ids = prompt(random.Random(6), num_images=1, image_id=current.image_id)
-    calls = await started(engine, request(ids, IMAGES, max_new_tokens=200), 24)
     newer = current.perturbed(seed=6)
-    pushing = asyncio.ensure_future(Push(engine, newer.weights, version + 1, mode=DRAIN, drain_s=60.0).complete())
+    push = Push(engine, newer.weights, version + 1, mode=DRAIN, drain_s=60.0)
+    await push.prepare()
+    calls = await started(engine, request(ids, IMAGES, max_new_tokens=400), 24)
+    pushing = asyncio.ensure_future(push.finish())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
     late = await engine.generation.Generate(request(ids, IMAGES), timeout=120)
     assert spans_of(late) == [(version + 1, len(late.output_ids))]
@@ -155,9 +160,9 @@ async def test_drain_lets_requests_finish_under_the_weights_they_began_with(
 async def test_a_drain_that_is_given_up_lets_waiting_requests_go_on(engine: EngineProcess, current: Reference) -> None:
     """The trainer vanishes while it waits: the old weights serve on, those that waited included."""
     version = (await engine.replica()).policy_version
-    calls = await started(engine, request([3, 4, 5], max_new_tokens=300), 32)
     push = Push(engine, current.perturbed(7).weights, version + 1, mode=DRAIN, drain_s=60.0)
     await push.prepare()
+    calls = await started(engine, request([3, 4, 5], max_new_tokens=400), 32)
     pausing = asyncio.ensure_future(push.pause())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
     late = asyncio.ensure_future(engine.generation.Generate(request([3, 4, 5]), timeout=60))
@@ -173,9 +178,9 @@ async def test_a_broken_push_in_place_is_healed_in_place(engine: EngineProcess, 
     """Requests that ran have failed, and nothing that they left behind serves a later one."""
     version = (await engine.replica()).policy_version
     ids = prompt(random.Random(8), num_images=1, image_id=current.image_id, length=60)
-    calls = await started(engine, request(ids, IMAGES, max_new_tokens=300), 32)
     push = Push(engine, current.perturbed(8).weights, version + 1, bucket_bytes=200_000, mode=IN_PLACE)
     await push.prepare()
+    calls = await started(engine, request(ids, IMAGES, max_new_tokens=400), 32)
     await push.pause()
     receiving = asyncio.ensure_future(push.receive_only())
     await asyncio.to_thread(lambda: push.group.broadcast([pack(push.manifest.buckets[0], push.weights)], timeout_s=30))
