@@ -334,7 +334,7 @@ async def test_a_run_loses_nothing_when_both_halves_are_killed(
     """Real router, kill -9 of the prefill and then of the decode engine in mid-flight: the caller sees one answer, and
     each token has the policy's logprob; pairs and the unified engine had their part in it."""
     version = await share_policy(engine, pair)
-    made = [turn(kind, max_new_tokens=150, seed=seed) for kind in PICTURES for seed in range(5)]
+    made = [turn(kind, max_new_tokens=300, seed=seed) for kind in PICTURES for seed in range(5)]
     async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus, router(bus) as caller:
         await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 3)
         playing = [

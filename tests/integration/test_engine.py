@@ -198,14 +198,16 @@ async def test_a_push_during_generation_loses_nothing(engine: EngineProcess, cur
     old_version = (await engine.replica()).policy_version
     images = [picture(150, 101, seed=1)]
     ids = prompt(random.Random(2), num_images=1, image_id=current.image_id)
+    newer = current.perturbed(seed=3)
+    push = Push(engine, newer.weights, old_version + 5)
+    await push.prepare()
     calls = [
-        asyncio.ensure_future(engine.generation.Generate(request(ids, images, max_new_tokens=300), timeout=120))
+        asyncio.ensure_future(engine.generation.Generate(request(ids, images, max_new_tokens=400), timeout=120))
         for _ in range(32)
     ]
     await until_replica(engine, lambda replica: replica.num_running >= 24)
     await asyncio.sleep(0.3)  # a few tokens each, which leases do not show
-    newer = current.perturbed(seed=3)
-    await Push(engine, newer.weights, old_version + 5).complete()
+    await push.finish()
     answers = await asyncio.gather(*calls)
     replica = await engine.replica()
     assert (replica.policy_version, replica.state) == (old_version + 5, common_pb2.REPLICA_STATE_READY)
@@ -246,10 +248,10 @@ async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
 ) -> None:
     """The trainer dies after the first bucket: running requests fail, nothing is served, the next push repairs it."""
     version = (await engine.replica()).policy_version
-    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
-    await until_replica(engine, lambda replica: replica.num_running >= 12)
     push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
     await push.prepare()
+    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
+    await until_replica(engine, lambda replica: replica.num_running >= 12)
     await push.pause()
     assert (await engine.replica()).state == common_pb2.REPLICA_STATE_UPDATING
     sent = push.manifest
@@ -285,13 +287,13 @@ async def test_a_push_aborted_before_it_touched_weights_changes_nothing(
 ) -> None:
     """Running requests go on under the old version."""
     version = (await engine.replica()).policy_version
+    push = Push(engine, current.perturbed(8).weights, version + 1)
+    await push.prepare()
     calls = [
-        asyncio.ensure_future(engine.generation.Generate(request([1, 2, 3], max_new_tokens=100), timeout=60))
+        asyncio.ensure_future(engine.generation.Generate(request([1, 2, 3], max_new_tokens=400), timeout=60))
         for _ in range(16)
     ]
     await until_replica(engine, lambda replica: replica.num_running >= 8)
-    push = Push(engine, current.perturbed(8).weights, version + 1)
-    await push.prepare()
     with pytest.raises(grpc.aio.AioRpcError, match="needs it VERIFIED") as caught:
         await push.commit()
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION

@@ -193,10 +193,10 @@ async def test_what_a_broken_push_interrupts_goes_on_where_it_was(
     version = (await engine.replica()).policy_version
     made = turn(current, "image", max_new_tokens=400, temperature=1.0, chunk_tokens=400)
     turns = [ResumableTurn(made) for _ in range(12)]
-    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
-    await until_replica(engine, lambda replica: replica.num_running >= 6)
     push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
     await push.prepare()
+    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
+    await until_replica(engine, lambda replica: replica.num_running >= 6)
     await push.pause()
     push.manifest = type(push.manifest)(push.manifest.buckets[:1])
     with pytest.raises(grpc.aio.AioRpcError):
