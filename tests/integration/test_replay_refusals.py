@@ -1,0 +1,76 @@
+"""Replay refuses what cannot be computed again, and names it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, SetupError
+from services.cli.replay import replay
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.replay.replay import start_of
+from services.trainer.replay.run import RecordedRun, opened_run
+from tests.support.trainer.recorded_run import MODEL, copied, replayed
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    """A copy of the recorded run, to change."""
+    return copied(tmp_path)
+
+
+def test_an_export_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    """Before the run is even looked at: a replay takes minutes."""
+    (tmp_path / "there.tar").write_text("")
+    for name, words in (("there.tar", "exists already; give another name"), ("no/x.tar", "there is no folder .*no;")):
+        with pytest.raises(SetupError, match=words):
+            replay(tmp_path / "no run", step=1, overrides=[], export=tmp_path / name)
+
+
+@pytest.mark.parametrize("file", ["step.json", "group", "image-"])
+def test_a_damaged_recording_is_named(run: RecordedRun, file: str) -> None:
+    """Whichever of its files is cut short, or gone."""
+    (damaged, *_) = sorted(each for each in (run.groups / "step-000002").iterdir() if each.name.startswith(file))
+    if file == "image-":
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+    with pytest.raises(SetupError, match=r"the recording .*step-000002 is incomplete or damaged: .*; take another"):
+        run.recording(2)
+
+
+def test_says_what_is_missing(run: RecordedRun, tmp_path: Path) -> None:
+    """A step that is not recorded, a gap before it, no step named, a file of something else."""
+    with pytest.raises(SetupError, match=r"step 9 is not recorded in .*; recorded: 1, 2, 3"):
+        replayed(run, 9, tmp_path)
+    with pytest.raises(SetupError, match="give --step N; recorded: 1, 2, 3"):
+        run.only_step()
+    shutil.rmtree(run.groups / "step-000002")
+    with pytest.raises(SetupError, match="no checkpoint before it is kept, and step 2 is not recorded"):
+        replayed(run, 3, tmp_path)
+    shutil.rmtree(run.groups)
+    with pytest.raises(SetupError, match=r"no step is recorded; train with --trainer\.record_groups=true"):
+        replayed(run, 1, tmp_path)
+    (tmp_path / "other").write_text("no tar")
+    with pytest.raises(SetupError, match="neither a run folder nor a file"), opened_run(tmp_path / "other"):
+        pass
+
+
+def test_refuses_another_model_and_another_history(run: RecordedRun, tiny_model_path: Path, tmp_path: Path) -> None:
+    """The weights to start from have the recorded digest, or nothing is computed."""
+    with pytest.raises(SetupError, match=r"holds another model .*; give the right one by --model\.path"):
+        start_of(run, 1, model_path=tiny_model_path, scratch=tmp_path)
+    with pytest.raises(SetupError, match=r"no checkpoint precedes the step, and model\.path = .* has no model"):
+        start_of(run, 1, model_path=tmp_path / "gone", scratch=tmp_path)
+    before_second = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
+    store = CheckpointStore(run.path / "checkpoints", keep=1)
+    own = shutil.ignore_patterns("manifest.json", "state.json")
+    store.save(2, {}, lambda folder: shutil.copytree(before_second.path, folder, ignore=own, dirs_exist_ok=True))
+    with pytest.raises(SetupError, match="is a checkpoint of another history than step 3"):
+        start_of(run, 3, model_path=MODEL, scratch=tmp_path)
+
+
+def test_refuses_settings_that_no_step_has(run: RecordedRun) -> None:
+    """An override that cannot change the step is a mistake."""
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.checkpoint_every; known here: .*optimizer"):
+        run.recording(1, ["--trainer.checkpoint_every=7"])
