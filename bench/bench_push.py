@@ -37,7 +37,7 @@ from penstock.bus.watch import watched  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
 from penstock.testing.engine_process import engine_process  # noqa: E402
-from penstock.weights.digest import tensor_digests  # noqa: E402
+from penstock.weights.digest import MULTILINEAR, XXH3, tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest  # noqa: E402
 from services.rollout.testing.simulated_replica import simulated_replica  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
@@ -217,12 +217,12 @@ def build_model(folder: Path, num_bytes: int) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def digest_rate(num_bytes: int) -> float:
+def digest_rate(num_bytes: int, kind: str) -> float:
     """GB/s of the digests that both sides compute, on this machine's cores."""
     tensors = [(str(index), torch.randn(num_bytes // 32)) for index in range(8)]
-    tensor_digests(tensors)
+    tensor_digests(tensors, kind)
     started = time.perf_counter()
-    tensor_digests(tensors)
+    tensor_digests(tensors, kind)
     return num_bytes / (time.perf_counter() - started) / 1e9
 
 
@@ -313,7 +313,8 @@ async def main() -> None:
     arguments = parser.parse_args()
     log.configure(LogConfig(level="warning"), service="bench")
     torch.set_num_threads(1)
-    say(f"digests: {digest_rate(int(arguments.gb * 1e9)):.1f} GB/s")
+    for kind in (XXH3, MULTILINEAR):
+        say(f"digests, {kind}: {digest_rate(int(arguments.gb * 1e9), kind):.1f} GB/s")
     stolen = StolenTime()
     rows = await measure_all(arguments)
     say(f"\n{table(rows)}\n\n{verdicts(rows)}")

