@@ -180,7 +180,7 @@ class CollectivePush:
             first = {member for member, task in started.items() if task.done() and task.exception() is not None}
             self._first |= first
             if not all(task.done() for task in tasks):
-                log.warning("push.group_closed", push_id=calls.push_id, reason=_reason(tasks))
+                log.warning("push.process_group_closed", push_id=calls.push_id, reason=_reason(tasks))
                 # Failed members leave the group when they are told, which ends the wait of the others.
                 await asyncio.gather(
                     calls.abort(first, "it has failed", self._deadlines.control_s),
@@ -207,7 +207,7 @@ class CollectivePush:
             return None
         if not isinstance(error, PenstockError):
             raise error
-        log.warning("push.group_failed", push_id=calls.push_id, reason=str(error))
+        log.warning("push.process_group_failed", push_id=calls.push_id, reason=str(error))
         return error
 
     async def _close_group(self, started: "Mapping[Member, asyncio.Task[Any]] | None" = None) -> None:
