@@ -152,6 +152,18 @@ async def test_a_watch_that_is_cancelled_while_it_opens_leaves_no_subscription(b
     assert len(bus.client._subs) == num_before
 
 
+async def test_a_watch_whose_connection_is_gone_leaves_no_task(bus_config: BusConfig, run_name: str) -> None:
+    """Nothing can be unsubscribed then, and nats-py keeps a subscription's tasks: one opens it again for ever."""
+    before = asyncio.all_tasks()
+    async with connect(bus_config, run=run_name) as bus:
+        bucket = await bus.bucket("policy")
+        connected = asyncio.all_tasks()
+        async with watched(bucket):
+            assert len(asyncio.all_tasks() - connected) > 1  # the watch's own, and those of nats-py
+            await bus.client.close()
+    assert asyncio.all_tasks() == before
+
+
 async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
     """Several may wait at once, and a change between two waits is not lost to either."""
     bucket = await bus.bucket("policy")

@@ -7,7 +7,8 @@ import pytest
 
 from penstock.records import Group, Turn
 from penstock.verdict_status import UNJUDGED
-from services.trainer.telemetry.step_metrics import StepClock, describe_batch, prefill_ratio
+from services.trainer.admission.group_state import GroupCounts
+from services.trainer.telemetry.step_metrics import StepClock, describe_batch, describe_groups, prefill_ratio
 from tests.support.trainer.groups import make_group
 
 
@@ -26,6 +27,29 @@ def test_unjudged_samples_are_those_of_the_records(tiny_model_path: Path) -> Non
     described = describe_batch([msgspec.structs.replace(group, samples=tuple(samples))])
     assert described["num_unjudged_samples"] == len(UNJUDGED) == 4
     assert described["groups"] == [3]
+
+
+def test_samples_that_ran_out_of_time_are_counted_apart_from_truncated_ones(tiny_model_path: Path) -> None:
+    """A deadline says nothing of a response's length: it is slow, not long."""
+    group = make_group(tiny_model_path)
+    endings = ("stop", "length", "deadline", "deadline")
+    samples = tuple(
+        msgspec.structs.replace(sample, finish_reason=ending)
+        for sample, ending in zip(group.samples, endings, strict=True)
+    )
+    described = describe_batch([msgspec.structs.replace(group, samples=samples)])
+    assert (described["num_truncated_samples"], described["num_deadline_samples"]) == (1, 2)
+    assert described["truncated_fraction"] == 1 / 4
+
+
+def test_what_became_of_groups_is_told_in_groups_and_tokens() -> None:
+    """Work that was done twice or for nothing shows in metrics.jsonl with its price."""
+    counts = GroupCounts(rejected=3, rejected_tokens=30, redrawn=4, redrawn_tokens=40, lost=5, failed=6)
+    told = describe_groups(counts, num_duplicate=7, num_unreadable=8)
+    assert (told["num_stale_groups"], told["num_stale_tokens"]) == (3, 30)
+    assert (told["num_redrawn_groups"], told["num_redrawn_tokens"]) == (4, 40)
+    assert (told["num_lost_groups"], told["num_failed_groups"]) == (5, 6)
+    assert (told["num_duplicate_groups"], told["num_unreadable_groups"]) == (7, 8)
 
 
 def test_the_parts_of_a_step_add_up() -> None:
