@@ -114,12 +114,8 @@ class PacedEngine(SimulatedEngine):
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
         """Read the weights."""
-        push = self._require(request.push_id)
-        self._weights.read(push)
-        return rollout_pb2.ReceiveWeightsResponse(
-            num_tensors=sum(len(bucket.tensors) for bucket in push.manifest.buckets),
-            num_bytes=push.shared_memory.size_bytes,
-        )
+        self._weights.read(self._require(request.push_id))
+        return rollout_pb2.ReceiveWeightsResponse()
 
     async def VerifyWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.VerifyWeightsRequest, context: Any

@@ -577,21 +577,12 @@ class ReceiveWeightsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_TENSORS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    num_tensors: _builtins.int
-    """Tensors loaded."""
-    num_bytes: _builtins.int
-    """Bytes loaded."""
     def __init__(
         self,
-        *,
-        num_tensors: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "num_tensors", b"num_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

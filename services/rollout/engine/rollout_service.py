@@ -69,8 +69,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
     ) -> rollout_pb2.ReceiveWeightsResponse:
         """Take all buckets."""
-        manifest = await self._receiver.receive(request.push_id)
-        return rollout_pb2.ReceiveWeightsResponse(num_tensors=len(manifest.tensors), num_bytes=manifest.num_bytes)
+        await self._receiver.receive(request.push_id)
+        return rollout_pb2.ReceiveWeightsResponse()
 
     async def VerifyWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.VerifyWeightsRequest, context: Context

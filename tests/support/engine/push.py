@@ -91,8 +91,7 @@ class Push:
             self.engine.control.ReceiveWeights(rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id), timeout=60)
         )
         await asyncio.to_thread(self._broadcast)
-        answer = await receiving
-        assert (answer.num_tensors, answer.num_bytes) == (len(self.weights), self.manifest.num_bytes)
+        await receiving
 
     async def verify(self) -> None:
         """Compare digests, name by name."""

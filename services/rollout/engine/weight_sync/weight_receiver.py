@@ -180,15 +180,14 @@ class WeightReceiver:
             self._enter(REPLICA_STATE_UPDATING)
             await self._sink.pause(mode, drain_s)
 
-    async def receive(self, push_id: str) -> Manifest:
-        """Load all buckets; return the manifest."""
+    async def receive(self, push_id: str) -> None:
+        """Load all buckets."""
         async with self._stage(push_id, Stage.PAUSED, Stage.RECEIVED) as push:
             await self._sink.begin()
             push.stage = Stage.RECEIVING
             self._sound = False
             await self._sink.load(push.manifest, push.transport)
             await self._sink.end()
-            return push.manifest
 
     async def verify(self, push_id: str) -> dict[str, int]:
         """The digest of every parameter that the engine now holds."""
