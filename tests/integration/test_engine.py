@@ -24,6 +24,7 @@ from tests.support.engine.reference import (
     request,
     until_replica,
 )
+from tests.support.engine.traffic import Traffic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -201,14 +202,13 @@ async def test_a_push_during_generation_loses_nothing(engine: EngineProcess, cur
     newer = current.perturbed(seed=3)
     push = Push(engine, newer.weights, old_version + 5)
     await push.prepare()
-    calls = [
-        asyncio.ensure_future(engine.generation.Generate(request(ids, images, max_new_tokens=400), timeout=120))
-        for _ in range(32)
-    ]
-    await until_replica(engine, lambda replica: replica.num_running >= 24)
-    await asyncio.sleep(0.3)  # a few tokens each, which leases do not show
-    await push.finish()
-    answers = await asyncio.gather(*calls)
+    made = request(ids, images, max_new_tokens=400)
+    traffic = Traffic(lambda _: engine.generation.Generate(made, timeout=120), 32)
+    await traffic.under_way()
+    await push.pause()
+    traffic.stop()
+    await push.deliver()
+    answers = await asyncio.gather(*traffic.calls)
     replica = await engine.replica()
     assert (replica.policy_version, replica.state) == (old_version + 5, common_pb2.REPLICA_STATE_READY)
     num_two = 0
@@ -250,18 +250,17 @@ async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
     version = (await engine.replica()).policy_version
     push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
     await push.prepare()
-    calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(24)]
+    traffic = Traffic(lambda _: engine.generation.Generate(long_request(), timeout=60), 24)
     await until_replica(engine, lambda replica: replica.num_running >= 12)
     await push.pause()
+    traffic.stop()
     assert (await engine.replica()).state == common_pb2.REPLICA_STATE_UPDATING
-    sent = push.manifest
-    push.manifest = type(sent)(sent.buckets[:1])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.gather(push.transfer(), _close_soon(push))
+        await push.break_off()
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     replica = await engine.replica()
     assert (replica.state, replica.policy_version) == (common_pb2.REPLICA_STATE_BROKEN, version)
-    results = await asyncio.gather(*calls, return_exceptions=True)
+    results = await asyncio.gather(*traffic.calls, return_exceptions=True)
     codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
     assert codes == {grpc.StatusCode.UNAVAILABLE}
     with pytest.raises(grpc.aio.AioRpcError, match="BROKEN") as refused:
@@ -277,11 +276,6 @@ async def test_an_abandoned_push_leaves_the_engine_broken_and_the_next_heals_it(
     assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE
 
 
-async def _close_soon(push: Push) -> None:
-    await asyncio.sleep(1.0)  # the engine waits for weights by then, which nothing shows
-    await asyncio.to_thread(push.group.close)
-
-
 async def test_a_push_aborted_before_it_touched_weights_changes_nothing(
     engine: EngineProcess, current: Reference
 ) -> None:
@@ -289,18 +283,17 @@ async def test_a_push_aborted_before_it_touched_weights_changes_nothing(
     version = (await engine.replica()).policy_version
     push = Push(engine, current.perturbed(8).weights, version + 1)
     await push.prepare()
-    calls = [
-        asyncio.ensure_future(engine.generation.Generate(request([1, 2, 3], max_new_tokens=400), timeout=60))
-        for _ in range(16)
-    ]
+    made = request([1, 2, 3], max_new_tokens=400)
+    traffic = Traffic(lambda _: engine.generation.Generate(made, timeout=60), 16)
     await until_replica(engine, lambda replica: replica.num_running >= 8)
     with pytest.raises(grpc.aio.AioRpcError, match="needs it VERIFIED") as caught:
         await push.commit()
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     await push.pause()
+    traffic.stop()
     assert await push.abort("changed its mind") == common_pb2.REPLICA_STATE_READY
     await asyncio.to_thread(push.group.close)
-    for answer in await asyncio.gather(*calls):
+    for answer in await asyncio.gather(*traffic.calls):
         assert [span.policy_version for span in answer.version_spans] == [version]
         expected, _ = current.logprobs([1, 2, 3], [], answer.output_ids, temperature=1.0)
         assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE

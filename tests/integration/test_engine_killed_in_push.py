@@ -21,6 +21,7 @@ from services.trainer.weight_sync.process_group import WeightProcessGroup
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.reference import Reference, picture, prompt, request, require_logprobs, until_replica
+from tests.support.engine.traffic import Traffic
 from tests.support.router.routers import Caller, router
 from tests.support.waiting import HANG_S
 from tests.support.weights.publishing import kept_current
@@ -43,12 +44,11 @@ def turn(index: int) -> generate_pb2.GenerateRequest:
     return request(ids, images, max_new_tokens=400)
 
 
-def play(
-    caller: Caller, index: int, made: generate_pb2.GenerateRequest
-) -> "asyncio.Future[generate_pb2.GenerateResponse]":
-    """By the router, in a session of its own."""
+async def play(caller: Caller, index: int) -> generate_pb2.GenerateResponse:
+    """The turn by the router, in a session of its own."""
+    made = turn(index)
     fields = {"input_ids": made.input_ids, "images": made.images, "sampling": made.sampling}
-    return asyncio.ensure_future(caller.generate(f"session-{index}", timeout_s=200.0, **fields))
+    return await caller.generate(f"session-{index}", timeout_s=200.0, **fields)
 
 
 def killing(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -108,25 +108,21 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         first = await publisher.publish(publisher.take(1, policies[1].weights.items()))
         assert (first.num_replicas, first.num_failed) == (2, 0)
 
-        made: list[generate_pb2.GenerateRequest] = []
-        playing: list[asyncio.Future[generate_pb2.GenerateResponse]] = []
-        async with asyncio.timeout(HANG_S):
-            while min([(await engine.replica()).num_running for engine in (survivor, victim)]) < 3:
-                for index in range(len(made), len(made) + 6):  # more, for some turns of this policy end at once
-                    made.append(turn(index))
-                    playing.append(play(caller, index, made[-1]))
-                await asyncio.sleep(0.2)  # these may be enough
+        traffic = Traffic(lambda index: play(caller, index), 16)
+        for engine in (survivor, victim):
+            await until_replica(engine, lambda replica: replica.num_running >= 3)
         sent = killing(victim, monkeypatch)
         second = await publisher.publish(publisher.take(2, policies[2].weights.items()))
         monkeypatch.undo()
+        traffic.stop()
         assert (second.num_replicas, second.num_failed) == (1, 1)
         assert len(sent) > 3
         assert await victim.process.wait() == -signal.SIGKILL
         await until_serving(survivor, 2)
-        answers = await asyncio.gather(*playing)
-        for each, answer in zip(made, answers, strict=True):
+        answers = await asyncio.gather(*traffic.calls)
+        for index, answer in enumerate(answers):
             assert answer.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
-            require_logprobs(policies, each, answer)
+            require_logprobs(policies, turn(index), answer)
         spans = [[span.policy_version for span in answer.version_spans] for answer in answers]
         assert [1, 2] in spans, "no turn ran while weights changed"
 
@@ -134,9 +130,9 @@ async def test_an_engine_is_killed_while_it_receives_weights(
             successor = await start("successor")
             await until_serving(successor, 2)
         await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 2)
-        short = [turn(len(made) + index) for index in range(NUM_TURNS)]
-        answers = await asyncio.gather(*(play(caller, len(made) + index, each) for index, each in enumerate(short)))
-        for each, answer in zip(short, answers, strict=True):
-            require_logprobs({2: policies[2]}, each, answer)
+        later = range(len(answers), len(answers) + NUM_TURNS)
+        answers = await asyncio.gather(*(play(caller, index) for index in later))
+        for index, answer in zip(later, answers, strict=True):
+            require_logprobs({2: policies[2]}, turn(index), answer)
         expected = {(await engine.replica()).replica_id for engine in (survivor, successor)}
         assert {answer.replica_id for answer in answers} == expected

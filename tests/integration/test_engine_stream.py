@@ -25,6 +25,7 @@ from tests.support.engine.reference import (
     require_logprobs,
     until_replica,
 )
+from tests.support.engine.traffic import Traffic
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
@@ -136,24 +137,30 @@ async def test_a_push_during_a_stream_shows_where_it_came(
 ) -> None:
     """Spans come with the tokens, chunk by chunk, and each token has its version's logprob; text and images."""
     old_version = (await engine.replica()).policy_version
-    turns = [
-        ResumableTurn(turn(current, kind, max_new_tokens=300, temperature=1.0, chunk_tokens=chunk_tokens))
+    made = [
+        turn(current, kind, max_new_tokens=300, temperature=1.0, chunk_tokens=chunk_tokens)
         for kind in PICTURES
         for chunk_tokens in (0, 5, 64)
-        for _ in range(3)
     ]
+    turns: list[ResumableTurn] = []
+
+    async def play_another(index: int) -> None:
+        turns.append(ResumableTurn(made[index % len(made)]))
+        await play(client, turns[-1])
+
     newer = current.perturbed(seed=3)
     push = Push(engine, newer.weights, old_version + 2)
     await push.prepare()
-    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
+    traffic = Traffic(play_another, 3 * len(made))
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 20)
-    await push.finish()
-    await asyncio.gather(*plays)
+    await push.pause()
+    traffic.stop()
+    await push.deliver()
+    await asyncio.gather(*traffic.calls)
     versions = [[span.policy_version for span in each.response().version_spans] for each in turns]
     assert versions.count([old_version, old_version + 2]) >= 4
-    for index, continuation in enumerate(turns):
-        made = turn(current, list(PICTURES)[index // 9], max_new_tokens=300, temperature=1.0)
-        require_logprobs({old_version: current, old_version + 2: newer}, made, continuation.response())
+    for index, each in enumerate(turns):
+        require_logprobs({old_version: current, old_version + 2: newer}, made[index % len(made)], each.response())
 
 
 async def test_a_caller_that_leaves_frees_the_engine(engine: EngineProcess, client: GenerateClient) -> None:
@@ -192,31 +199,34 @@ async def test_what_a_broken_push_interrupts_goes_on_where_it_was(
     """Streams deliver all they have, then UNAVAILABLE; with the tokens so far the next push's policy plays the rest."""
     version = (await engine.replica()).policy_version
     made = turn(current, "image", max_new_tokens=400, temperature=1.0, chunk_tokens=400)
-    turns = [ResumableTurn(made) for _ in range(12)]
+    turns: list[ResumableTurn] = []
+
+    async def play_another(_: int) -> None:
+        turns.append(ResumableTurn(made))
+        await play(client, turns[-1])
+
     push = Push(engine, current.perturbed(6).weights, version + 1, bucket_bytes=200_000)
     await push.prepare()
-    plays = [asyncio.create_task(play(client, continuation)) for continuation in turns]
-    await until_replica(engine, lambda replica: replica.num_running >= 6)
+    traffic = Traffic(play_another, 12)
+    await traffic.under_way()
     await push.pause()
-    push.manifest = type(push.manifest)(push.manifest.buckets[:1])
+    traffic.stop()
     with pytest.raises(grpc.aio.AioRpcError):
-        await asyncio.gather(push.transfer(), _close_soon(push))
-    results = await asyncio.gather(*plays, return_exceptions=True)
+        await push.break_off()
+    results = await asyncio.gather(*traffic.calls, return_exceptions=True)
     interrupted = [each for each, result in zip(turns, results, strict=True) if isinstance(result, Exception)]
     assert {type(result) for result in results if isinstance(result, Exception)} == {UnavailableError}
-    assert all(each.num_tokens > 0 and not each.is_finished for each in interrupted)
+    assert not any(each.is_finished for each in interrupted)
     newer = current.perturbed(7)
     await Push(engine, newer.weights, version + 1).complete()
     assert (await engine.replica()).state == common_pb2.REPLICA_STATE_READY
     await asyncio.gather(*(play(client, each) for each in interrupted))
+    begun_before = [each for each in interrupted if each.response().version_spans[0].policy_version == version]
+    assert begun_before
     for each in interrupted:
-        assert [span.policy_version for span in each.response().version_spans] == [version, version + 1]
+        spans = [span.policy_version for span in each.response().version_spans]
+        assert spans == ([version, version + 1] if each in begun_before else [version + 1])
         require_logprobs({version: current, version + 1: newer}, made, each.response())
-
-
-async def _close_soon(push: Push) -> None:
-    await asyncio.sleep(1.0)  # the engine waits for weights by then, which nothing shows
-    await asyncio.to_thread(push.group.close)
 
 
 async def test_a_bad_stream_is_refused_as_a_call_is(client: GenerateClient) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
-from penstock.weights.manifest import pack
 from tests.support.engine.push import Push
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.support.engine.traffic import Traffic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -35,12 +35,13 @@ def assert_from(policy: Reference, ids: Sequence[int], images: Sequence[bytes], 
     assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE
 
 
-async def started(engine: EngineProcess, wanted: generate_pb2.GenerateRequest, num: int) -> list[asyncio.Future[Any]]:
+async def started(
+    engine: EngineProcess, wanted: generate_pb2.GenerateRequest, num: int
+) -> Traffic[generate_pb2.GenerateResponse]:
     """Calls that have begun to generate, as many as fit."""
-    calls = [asyncio.ensure_future(engine.generation.Generate(wanted, timeout=120)) for _ in range(num)]
-    await until_replica(engine, lambda replica: replica.num_running >= min(num, 32) // 2)
-    await asyncio.sleep(0.3)  # a few tokens each, which leases do not show
-    return calls
+    traffic = Traffic(lambda _: engine.generation.Generate(wanted, timeout=120), num)
+    await traffic.under_way()
+    return traffic
 
 
 @pytest.mark.parametrize("images", [[], IMAGES], ids=["text", "image"])
@@ -53,10 +54,12 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     newer = current.perturbed(seed=3)
     push = Push(engine, newer.weights, version + 1, mode=IN_PLACE)
     await push.prepare()
-    calls = await started(engine, request(ids, images, max_new_tokens=400), 24)
-    await push.finish()
+    traffic = await started(engine, request(ids, images, max_new_tokens=400), 24)
+    await push.pause()
+    traffic.stop()
+    await push.deliver()
     num_two = 0
-    for answer in await asyncio.gather(*calls):
+    for answer in await asyncio.gather(*traffic.calls):
         spans = spans_of(answer)
         num_old = spans[0][1] if spans[0][0] == version else 0
         assert [number for number, _ in spans] in ([version], [version, version + 1], [version + 1])
@@ -89,14 +92,12 @@ async def test_nothing_computed_by_older_weights_serves_a_new_request(
     newer = current.perturbed(seed=4)
     push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode), drain_s=0.1)
     await push.prepare()
-    calls = await started(engine, request(ids, images, max_new_tokens=400), 56)  # 24 more than can run
-    pushing = asyncio.ensure_future(push.finish())
-    await until_replica(
-        engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING or replica.policy_version > version
-    )
+    traffic = await started(engine, request(ids, images, max_new_tokens=400), 56)  # 24 more than can run
+    await push.pause()
+    traffic.stop()
     late = [asyncio.ensure_future(engine.generation.Generate(request(ids, images), timeout=120)) for _ in range(4)]
-    await pushing
-    answers = await asyncio.gather(*calls)
+    await push.deliver()
+    answers = await asyncio.gather(*traffic.calls)
     mixed = next(answer for answer in answers if len(answer.version_spans) == 2)
     for answer in await asyncio.gather(*late):
         assert spans_of(answer) == [(version + 1, len(answer.output_ids))]
@@ -145,16 +146,21 @@ async def test_drain_lets_requests_finish_under_the_weights_they_began_with(
     newer = current.perturbed(seed=6)
     push = Push(engine, newer.weights, version + 1, mode=DRAIN, drain_s=60.0)
     await push.prepare()
-    calls = await started(engine, request(ids, IMAGES, max_new_tokens=400), 24)
+    traffic = await started(engine, request(ids, IMAGES, max_new_tokens=400), 24)
     pushing = asyncio.ensure_future(push.finish())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
+    traffic.stop()
     late = await engine.generation.Generate(request(ids, IMAGES), timeout=120)
     assert spans_of(late) == [(version + 1, len(late.output_ids))]
     assert_from(newer, ids, IMAGES, late)
     await pushing
-    for answer in await asyncio.gather(*calls):
-        assert spans_of(answer) == [(version, len(answer.output_ids))]
-        assert_from(current, ids, IMAGES, answer)
+    policies = {version: current, version + 1: newer}
+    numbers = []
+    for answer in await asyncio.gather(*traffic.calls):
+        ((number, _),) = spans_of(answer)
+        assert_from(policies[number], ids, IMAGES, answer)
+        numbers.append(number)
+    assert numbers.count(version) >= 12
 
 
 async def test_a_drain_that_is_given_up_lets_waiting_requests_go_on(engine: EngineProcess, current: Reference) -> None:
@@ -162,13 +168,14 @@ async def test_a_drain_that_is_given_up_lets_waiting_requests_go_on(engine: Engi
     version = (await engine.replica()).policy_version
     push = Push(engine, current.perturbed(7).weights, version + 1, mode=DRAIN, drain_s=60.0)
     await push.prepare()
-    calls = await started(engine, request([3, 4, 5], max_new_tokens=400), 32)
+    traffic = await started(engine, request([3, 4, 5], max_new_tokens=900), 32)
     pausing = asyncio.ensure_future(push.pause())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
     late = asyncio.ensure_future(engine.generation.Generate(request([3, 4, 5]), timeout=60))
     pausing.cancel()
+    traffic.stop()
     assert spans_of(await late)[0][0] == version
-    for answer in await asyncio.gather(*calls):
+    for answer in await asyncio.gather(*traffic.calls):
         assert_from(current, [3, 4, 5], [], answer)
     await asyncio.to_thread(push.group.close)
     assert (await engine.replica()).state == common_pb2.REPLICA_STATE_READY
@@ -180,15 +187,13 @@ async def test_a_broken_push_in_place_is_healed_in_place(engine: EngineProcess, 
     ids = prompt(random.Random(8), num_images=1, image_id=current.image_id, length=60)
     push = Push(engine, current.perturbed(8).weights, version + 1, bucket_bytes=200_000, mode=IN_PLACE)
     await push.prepare()
-    calls = await started(engine, request(ids, IMAGES, max_new_tokens=400), 32)
+    traffic = await started(engine, request(ids, IMAGES, max_new_tokens=400), 32)
     await push.pause()
-    receiving = asyncio.ensure_future(push.receive_only())
-    await asyncio.to_thread(lambda: push.group.broadcast([pack(push.manifest.buckets[0], push.weights)], timeout_s=30))
-    await asyncio.to_thread(push.group.close)
+    traffic.stop()
     with pytest.raises(grpc.aio.AioRpcError):
-        await receiving
+        await push.break_off()
     assert (await engine.replica()).state == common_pb2.REPLICA_STATE_BROKEN
-    results = await asyncio.gather(*calls, return_exceptions=True)
+    results = await asyncio.gather(*traffic.calls, return_exceptions=True)
     failed = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
     assert failed
     assert {error.code() for error in failed} == {grpc.StatusCode.UNAVAILABLE}

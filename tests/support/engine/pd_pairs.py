@@ -69,9 +69,9 @@ class Pair:
         _, answer = await asyncio.gather(*(engine.generation.Generate(given, timeout=60) for engine in self.engines))
         return answer
 
-    async def play(self, continuation: ResumableTurn) -> None:
+    async def play(self, continuation: ResumableTurn, *, version: int | None = None) -> None:
         """Play one attempt at a turn; what was delivered is in `continuation`, whatever becomes of the rest."""
-        given = await self.bootstrapped(continuation.remaining())
+        given = await self.bootstrapped(continuation.remaining(), version=version)
         prefilling = asyncio.ensure_future(self.prefill.generation.Generate(given, timeout=60))
         decoding = self.decode.generation.GenerateStream(given, timeout=60)
         prefilling.add_done_callback(lambda call: decoding.cancel() if _has_failed(call) else None)

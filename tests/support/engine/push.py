@@ -122,11 +122,23 @@ class Push:
 
     async def finish(self) -> None:
         """All stages after `prepare`, and leave the group."""
+        await self.pause()
+        await self.deliver()
+
+    async def deliver(self) -> None:
+        """All stages after `pause`, and leave the group."""
         try:
-            for stage in (self.pause, self.transfer, self.verify, self.commit, self.resume):
+            for stage in (self.transfer, self.verify, self.commit, self.resume):
                 await stage()
         finally:
             await asyncio.to_thread(self.group.close)
+
+    async def break_off(self) -> None:
+        """Send the first bucket of several and vanish; raises what the engine says of it."""
+        receiving = asyncio.ensure_future(self.receive_only())
+        await asyncio.to_thread(self.group.broadcast, [pack(self.manifest.buckets[0], self.weights)], timeout_s=30)
+        await asyncio.to_thread(self.group.close)
+        await receiving
 
     def _listen(self) -> WeightProcessGroup:
         return WeightProcessGroup.listen(host="127.0.0.1", name=f"group-{self.push_id}", world_size=2, backend="gloo")

@@ -1,0 +1,36 @@
+"""Calls that never run dry, so that what is to interrupt them finds some at work however late it comes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Traffic(Generic[T]):
+    """`num` calls at a time: each one that ends well is followed by another until `stop`."""
+
+    def __init__(self, call: Callable[[int], Awaitable[T]], num: int) -> None:
+        """Start calls; `call` gets their numbers, from 0."""
+        self._call = call
+        self._stopped = False
+        self.calls: list[asyncio.Future[T]] = []
+        for _ in range(num):
+            self._start()
+
+    async def under_way(self) -> None:
+        """Return when a call has ended; those that began with it have tokens by then."""
+        await asyncio.wait(self.calls, return_when=asyncio.FIRST_COMPLETED)
+
+    def stop(self) -> None:
+        """Begin no further call."""
+        self._stopped = True
+
+    def _start(self) -> None:
+        call = asyncio.ensure_future(self._call(len(self.calls)))
+        self.calls.append(call)
+        call.add_done_callback(self._follow)
+
+    def _follow(self, ended: "asyncio.Future[T]") -> None:
+        if not self._stopped and not ended.cancelled() and ended.exception() is None:
+            self._start()
