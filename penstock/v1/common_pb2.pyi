@@ -176,9 +176,9 @@ class Disaggregation(_message.Message):
     BOOTSTRAP_HOST_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_PORT_FIELD_NUMBER: _builtins.int
     transfer_backend: _builtins.str
-    """What carries the KV cache from prefill to decode: "mooncake" or "nixl"; the same in both halves of a pair."""
+    """What carries the KV cache from prefill to decode: "mooncake" or "nixl"; the same in both peers of a pair."""
     tensor_parallel: _builtins.int
-    """Ranks over which each layer is spread; the same in both halves of a pair."""
+    """Ranks over which each layer is spread; the same in both peers of a pair."""
     bootstrap_host: _builtins.str
     """Prefill only: host of the server where decode replicas ask for the KV cache."""
     bootstrap_port: _builtins.int

@@ -74,7 +74,7 @@ def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: int) -> Non
         assert {tuple(line["versions"]) for line in played} == {(row["policy_version"],) * 2}
 
 
-def test_killing_halves_of_pairs_loses_nothing(tmp_path: Path) -> None:
+def test_killing_peers_of_pairs_loses_nothing(tmp_path: Path) -> None:
     """A run without a unified engine: its prefill engine and one of two decode engines die, and it goes to its end."""
     num_steps = 16
     pairs = {"rollout__replicas": 0, "rollout__prefill": 1, "rollout__decode": 2}

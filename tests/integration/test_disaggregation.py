@@ -343,9 +343,7 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
 
 
 @pytest.mark.kills_engine
-async def test_a_run_loses_nothing_when_both_halves_are_killed(
-    engine: EngineProcess, pair: Pair, nats_url: str
-) -> None:
+async def test_a_run_loses_nothing_when_both_peers_are_killed(engine: EngineProcess, pair: Pair, nats_url: str) -> None:
     """Real router, kill -9 of the prefill and then of the decode engine in mid-flight: the caller sees one answer, and
     each token has the policy's logprob; pairs and the unified engine had their part in it."""
     version = await share_policy(engine, pair)

@@ -142,7 +142,7 @@ async def test_a_turn_whose_replica_is_killed_goes_on_elsewhere_from_its_tokens(
             await until_idle(router)
 
 
-async def test_the_router_hears_what_became_of_a_place(steady_bus: Bus) -> None:
+async def test_the_router_hears_what_became_of_a_slot(steady_bus: Bus) -> None:
     """Failures open the breaker, though the router saw none of them."""
     async with (
         SimulatedEngine(steady_bus, replica_id="a-bad", error=UnavailableError("crashed")).running(),
@@ -156,7 +156,7 @@ async def test_the_router_hears_what_became_of_a_place(steady_bus: Bus) -> None:
         assert good.num_answered == 6
 
 
-async def test_replicas_that_cannot_be_reached_cost_no_try(steady_bus: Bus) -> None:
+async def test_replicas_that_cannot_be_reached_cost_no_attempt(steady_bus: Bus) -> None:
     """Leases of dead engines, more of them than attempts."""
     async with contextlib.AsyncExitStack() as stack:
         for n in range(5):

@@ -109,7 +109,7 @@ async def test_no_token_comes_twice_whatever_a_stream_breaks_off_with(steady_bus
             assert sum(engine.num_calls for engine in engines) == 4
 
 
-async def test_a_replica_that_delivered_tokens_is_no_try(steady_bus: Bus) -> None:
+async def test_a_replica_that_delivered_tokens_costs_no_attempt(steady_bus: Bus) -> None:
     """Also with max_attempts = 1, and also if nobody may wait: the call was let in already."""
     async with pool(steady_bus, 1, engine={"fail_after": 3}, max_attempts=1, max_waiting=0, chunk_tokens=1) as (
         caller,

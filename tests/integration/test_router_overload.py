@@ -11,7 +11,7 @@ from tests.support.router.routers import failure, pool
 from tests.support.waiting import HANG_S, promptly
 
 
-async def test_calls_beyond_the_limit_wait_in_line(steady_bus: Bus) -> None:
+async def test_calls_beyond_the_limit_wait_in_the_queue(steady_bus: Bus) -> None:
     """First come, first served, one slot at a time; a cancelled call leaves the queue, and all others are answered."""
     limit = {"factor": 1.0}
     async with pool(steady_bus, 1, engine={"max_running": 1, "hang_after": 0}, limit=limit) as (caller, [engine]):
@@ -29,7 +29,7 @@ async def test_calls_beyond_the_limit_wait_in_line(steady_bus: Bus) -> None:
         assert (await caller.replicas()).replicas[0].num_in_flight == 0
 
 
-async def test_a_full_line_turns_calls_away(steady_bus: Bus) -> None:
+async def test_a_full_wait_queue_rejects_calls(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED names the setting; waiting calls are answered, and then there is room again."""
     async with pool(
         steady_bus, 1, engine={"max_running": 1, "hang_after": 0}, limit={"factor": 1.0}, max_waiting=2

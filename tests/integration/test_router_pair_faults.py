@@ -133,7 +133,7 @@ async def test_a_decode_replica_that_is_killed_in_mid_stream_costs_nothing_deliv
             await until_idle(caller)
 
 
-async def test_the_half_that_fails_first_ends_the_other_at_once(steady_bus: Bus) -> None:
+async def test_the_peer_that_fails_first_ends_the_other_at_once(steady_bus: Bus) -> None:
     """It does not wait for a partner that will not come; and it is given the call again, for it did nothing wrong."""
     patient = {"pair_timeout_s": 30.0}
     async with paired(steady_bus, 2, 2, prefill=patient, decode=patient, breaker={"failures": 1}) as (
@@ -160,7 +160,7 @@ async def test_the_half_that_fails_first_ends_the_other_at_once(steady_bus: Bus)
         await until_idle(caller)
 
 
-async def test_a_half_that_turns_out_to_have_another_version_is_no_failure(steady_bus: Bus) -> None:
+async def test_a_peer_that_turns_out_to_have_another_version_is_no_failure(steady_bus: Bus) -> None:
     """Its lease is late: it rejects the call, which goes on elsewhere, and both breakers stay closed."""
     settings = {"policy_version": 3}
     async with paired(steady_bus, 2, 1, prefill=settings, decode=settings, breaker={"failures": 1}) as (

@@ -70,7 +70,7 @@ async def test_any_mix_serves(steady_bus: Bus, num_prefill: int, num_decode: int
             assert sorted(grown)[-1] == sum(grown) == 3
 
 
-async def test_calls_that_need_both_halves_never_wait_for_each_other(steady_bus: Bus) -> None:
+async def test_calls_that_need_both_peers_never_wait_for_each_other(steady_bus: Bus) -> None:
     """One slot here, two there: a waiting call holds none, so thirty calls get through."""
     settings = {"limit": {"factor": 1.0}}
     async with paired(

@@ -95,7 +95,7 @@ def test_any_cutting_gives_the_unbroken_response(
     assert turn.SerializeToString() == sent
 
 
-def test_a_leg_is_the_turn_itself_but_for_what_was_delivered() -> None:
+def test_an_attempt_is_the_turn_itself_but_for_what_was_delivered() -> None:
     """Images, sampling, session and version bound are kept; a attempt that delivered nothing changes the name only."""
     continuation = ResumableTurn(request(6))
     assert continuation.remaining() == request(6)
@@ -109,7 +109,7 @@ def test_a_leg_is_the_turn_itself_but_for_what_was_delivered() -> None:
     assert continuation.remaining() == expected
 
 
-def test_usage_counts_the_prompt_of_the_leg_that_began_it() -> None:
+def test_usage_counts_the_prompt_of_the_attempt_that_began_it() -> None:
     """Not the longer ones of later attempts, nor their caches; and a first attempt without tokens does not count."""
     whole = answer([2] * 4)
     continuation = ResumableTurn(request(4))

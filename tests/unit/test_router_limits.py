@@ -54,7 +54,7 @@ def test_shrinks_by_multiplication_when_the_cache_or_the_queue_is_full() -> None
     assert limit.max_in_flight == 4
 
 
-def test_shrinks_when_a_call_is_turned_away() -> None:
+def test_shrinks_when_a_call_is_rejected() -> None:
     """The replica knows better than its last lease."""
     limit = Limit(CONFIG, 16)
     limit.reject()
