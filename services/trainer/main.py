@@ -8,6 +8,7 @@ import structlog
 from penstock.bus.connection import connect
 from penstock.bus.lock import locked
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.disk_space import disk_full_told
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
@@ -31,7 +32,7 @@ async def serve(
     """Train with the backend of `open_backend` until the recipe's last step or until `stop`, then draw the curves.
 
     Raises:
-        UserError: the model, the data, NATS or the checkpoints are not as the run needs them.
+        UserError: the model, the data, NATS or the checkpoints are not as the run needs them, or the disk is full.
     """
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
@@ -40,12 +41,13 @@ async def serve(
         start = await find_starting_point(settings, bus)
         progress = Progress(run_id=start.run_id, num_steps=settings.trainer.num_steps)
         await _serve_progress(settings, progress, security, stack)
-        assembling = assemble(settings, start, bus, lock, progress, security, stack, open_backend=open_backend)
-        loop = await unless_stopped(assembling, stop)
-        if loop is None:
-            return
-        await _run_beside_its_tasks(loop, stop)
-        await _draw(loop)
+        with disk_full_told(start.folder, "make room and start the run again, which continues from its checkpoint"):
+            assembling = assemble(settings, start, bus, lock, progress, security, stack, open_backend=open_backend)
+            loop = await unless_stopped(assembling, stop)
+            if loop is None:
+                return
+            await _run_beside_its_tasks(loop, stop)
+            await _draw(loop)
         log.info("run.ended", step=loop.position.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
 
 

@@ -10,6 +10,7 @@ import xxhash
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.master_weights import MasterWeights
 from services.trainer.backend.model import PolicyModel
+from services.trainer.backend.tensor_files import writing_safetensors
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 
@@ -36,6 +37,9 @@ def save_model(policy: PolicyModel, weights: MasterWeights, base_path: Path, fol
         weights: Its master weights.
         base_path: Folder that the policy was loaded from, for tokenizer, processor and chat template.
         folder: Where to make `model`.
+
+    Raises:
+        OSError: a file cannot be written.
     """
     target = folder / "model"
     target.mkdir()
@@ -43,4 +47,5 @@ def save_model(policy: PolicyModel, weights: MasterWeights, base_path: Path, fol
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-    policy.model.save_pretrained(target, state_dict=weights.model_state())
+    with writing_safetensors():
+        policy.model.save_pretrained(target, state_dict=weights.model_state())

@@ -27,6 +27,7 @@ from services.trainer.backend.model import PolicyModel
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.reference import ReferencePolicy
+from services.trainer.backend.tensor_files import save_state
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
@@ -201,7 +202,11 @@ class InProcessBackend:
             yield name, parameter.to(dtype)
 
     def save(self, folder: Path) -> None:
-        """Write `model/`, `optimizer.pt` and where there is one the reference policy into `folder`."""
+        """Write `model/`, `optimizer.pt` and where there is one the reference policy into `folder`.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         save_model(self.policy, self._weights, self._model_path, folder)
         state = {
             "optimizer": self._optimizer.state_dict(),
@@ -209,7 +214,7 @@ class InProcessBackend:
             "random": self._random_state,
             "settings": self._settings(),
         }
-        torch.save(state, folder / _STATE_FILE)
+        save_state(state, folder / _STATE_FILE)
         if self._reference is not None:
             self._reference.save(folder)
 

@@ -18,6 +18,7 @@ import torch
 from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
 from services.trainer.backend.master_weights import MasterWeights
+from services.trainer.backend.tensor_files import save_state
 from services.trainer.batching.rows import PackedRow
 
 _FILE = "reference.pt"
@@ -76,7 +77,7 @@ class ReferencePolicy:
 
     def save(self, folder: Path) -> None:
         """Write `reference.pt` into a checkpoint."""
-        torch.save({"num_updates": self._num_updates, "weights": self._weights}, folder / _FILE)
+        save_state({"num_updates": self._num_updates, "weights": self._weights}, folder / _FILE)
 
     def load(self, folder: Path) -> None:
         """Read `reference.pt` from a checkpoint.

@@ -33,6 +33,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import SetupError, SupersededError
+from penstock.runtime.disk_space import is_disk_full
 
 log = structlog.get_logger()
 
@@ -96,6 +97,7 @@ class CheckpointStore:
 
         Raises:
             SupersededError: another store has claimed the folder; nothing of its checkpoints is changed.
+            SetupError: there is no room for the checkpoint. What was written of it is removed.
         """
         if not self._is_claimed:
             self.claim()
@@ -114,15 +116,34 @@ class CheckpointStore:
             self._put_in_place(partial, self.folder / name)
             self._point_at(name)
             self._delete_others(step)
-        except Exception:  # whatever the libraries raise whose folder is removed under them
-            if self._writer.exists():
-                raise
+        except Exception as error:  # also what the libraries raise whose folder is removed under them
+            is_superseded, is_full = not self._writer.exists(), is_disk_full(error)
+            problem = self._describe_lack_of_room(step, partial) if is_full and not is_superseded else ""
             shutil.rmtree(partial, ignore_errors=True)
-            raise SupersededError(
-                f"another trainer has taken over {self.folder} while this one was saving step {step}; let that one go "
-                "on, or stop it and start this one again"
-            ) from None
+            if is_superseded:
+                raise SupersededError(
+                    f"another trainer has taken over {self.folder} while this one was saving step {step}; let that one "
+                    "go on, or stop it and start this one again"
+                ) from None
+            if is_full:
+                raise SetupError(problem) from None
+            raise
         return Checkpoint(step=step, path=self.folder / name, state=state)
+
+    def _describe_lack_of_room(self, step: int, partial: Path) -> str:
+        """Say how much room the checkpoint of `step` had, of which `partial` is what was written."""
+        room_mib = (_size_bytes(partial) + shutil.disk_usage(self.folder).free) / 2**20
+        paths = sorted(self._paths(), key=self._preference)
+        needed, remedy, start = "", "make room there", "the beginning"
+        if paths:
+            needed = f", and {paths[0].name} takes {_size_bytes(paths[0]) / 2**20:,.0f} MiB"
+            start = paths[0].name
+        if len(paths) > 1:
+            remedy = f"make room there, for example by deleting {paths[-1].name},"
+        return (
+            f"no room for the checkpoint of step {step} in {self.folder}: it had {room_mib:,.0f} MiB{needed}; {remedy} "
+            f"and start the run again, which continues from {start}"
+        )
 
     def _put_in_place(self, partial: Path, final: Path) -> None:
         """Give a complete folder its name; the one that has it goes aside first."""
@@ -141,19 +162,16 @@ class CheckpointStore:
         Raises:
             SetupError: there are or were checkpoints, but none is complete.
         """
-        paths = self._paths()
-        pointer = self.folder / "latest"
-        newest = pointer.read_text().strip() if pointer.is_file() else ""
+        paths, newest = self._paths(), self._pointed()
         if not paths and newest:
             raise SetupError(
-                f"{pointer} names {newest}, but {self.folder} holds no checkpoint; restore one from a backup, or "
-                "delete the folder to start the run anew"
+                f"{self.folder / 'latest'} names {newest}, but {self.folder} holds no checkpoint; restore one from a "
+                "backup, or delete the folder to start the run anew"
             )
         if not paths:
             return None
-        ordered = sorted(paths, key=lambda path: (path.name != newest, -_step(path)))
         problems = []
-        for path in ordered:
+        for path in sorted(paths, key=self._preference):
             try:
                 checkpoint = _read(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -179,6 +197,15 @@ class CheckpointStore:
 
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+
+    def _pointed(self) -> str:
+        """Return what `latest` names; empty if there is none."""
+        pointer = self.folder / "latest"
+        return pointer.read_text().strip() if pointer.is_file() else ""
+
+    def _preference(self, path: Path) -> tuple[bool, int]:
+        """Order checkpoints as a run prefers to continue from them: what `latest` names, then the newest."""
+        return path.name != self._pointed(), -_step(path)
 
     def _point_at(self, name: str) -> None:
         temporary = self._writer / "latest"
@@ -208,6 +235,10 @@ def _read(path: Path) -> Checkpoint:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in _files(folder))
 
 
 def _step(path: Path) -> int:
