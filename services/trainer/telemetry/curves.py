@@ -1,40 +1,47 @@
 """Curves of a run: reward, staleness and |train - rollout logprob| over steps."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _SMOOTH_STEPS = 10
+_SMALLEST_GAP = 1e-9
+"""Drawn for smaller ones: a logarithmic axis has no place for 0."""
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Draw the metrics of a run (rows of metrics.jsonl) to a PNG at `path`."""
+    """Draw the metrics of a run (rows of metrics.jsonl) to a PNG at `path`.
+
+    A curve leaves out the steps that lack its metric: a step that trained no token has no log-probabilities.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    steps = [row["step"] for row in rows]
     figure, (reward, staleness, gap) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
     figure.suptitle(title)
 
-    values = [row["reward_mean"] for row in rows]
+    steps, values = _curve(rows, "reward_mean")
     reward.plot(steps, values, color="tab:blue", alpha=0.35, label="each step")
     reward.plot(steps, _smooth(values), color="tab:blue", label=f"mean of {_SMOOTH_STEPS} steps")
     reward.set(ylabel="reward", ylim=reward_limits(values))
     reward.legend(loc="lower right")
 
-    staleness.plot(steps, [row["staleness_max"] for row in rows], color="tab:red", label="oldest group")
-    staleness.plot(steps, [row["staleness_mean"] for row in rows], color="tab:orange", label="mean")
-    staleness.axhline(rows[-1]["max_staleness"] if rows else 0, color="black", linestyle=":", label="bound")
+    staleness.plot(*_curve(rows, "staleness_max"), color="tab:red", label="oldest group")
+    staleness.plot(*_curve(rows, "staleness_mean"), color="tab:orange", label="mean")
+    if bounds := _curve(rows, "max_staleness")[1]:
+        staleness.axhline(bounds[-1], color="black", linestyle=":", label="bound")
     staleness.set(ylabel="staleness (versions)", ylim=(0, None))
     staleness.legend(loc="lower right")
 
-    gap.semilogy(steps, [max(row["dlogp_max"], 1e-9) for row in rows], color="tab:red", label="largest")
-    gap.semilogy(steps, [max(row["dlogp_mean"], 1e-9) for row in rows], color="tab:green", label="mean")
-    same = [(row["step"], row["dlogp_max_current"]) for row in rows if row.get("dlogp_max_current")]
+    gap.semilogy(*_curve(rows, "dlogp_max", at_least=_SMALLEST_GAP), color="tab:red", label="largest")
+    gap.semilogy(*_curve(rows, "dlogp_mean", at_least=_SMALLEST_GAP), color="tab:green", label="mean")
+    same = [row for row in rows if row.get("dlogp_max_current")]
     if same:
-        gap.semilogy(*zip(*same, strict=True), ".", color="black", label="largest, tokens of the current version")
+        label = "largest, tokens of the current version"
+        gap.semilogy(*_curve(same, "dlogp_max_current"), ".", color="black", label=label)
     gap.set(xlabel="optimizer step", ylabel="|train - rollout logprob|")
     gap.legend(loc="center right")
 
@@ -47,6 +54,12 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
     """The ends of the reward's axis: 0 to 1, or as far beyond as a profile's scale goes (dapo: -1 to 1)."""
     return 1.02 * min([0.0, *rewards]), 1.02 * max([1.0, *rewards])
+
+
+def _curve(rows: Sequence[dict[str, Any]], name: str, *, at_least: float = -math.inf) -> tuple[list[int], list[float]]:
+    """Return the steps that have the metric, and its values."""
+    found = [(row["step"], max(row[name], at_least)) for row in rows if name in row]
+    return [step for step, _ in found], [value for _, value in found]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
