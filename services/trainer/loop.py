@@ -238,7 +238,7 @@ class TrainingLoop:
         """
         report = await self.publication.publish(weights.version, weights)
         self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
-        seconds = clock.seconds()
+        seconds = await clock.final_seconds()  # a push may end while the loop waits for a checkpoint
         row = (
             metrics
             | describe_push(report, num_live_replicas=self.publisher.num_live_replicas)

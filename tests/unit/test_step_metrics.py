@@ -1,5 +1,6 @@
 """The metrics of a step: what they count, and by whose definition."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from penstock.verdict_status import UNJUDGED
 from services.trainer.admission.group_state import GroupCounts
 from services.trainer.telemetry.step_metrics import StepClock, describe_batch, describe_groups, prefill_ratio
 from tests.support.trainer.groups import make_group
+from tests.support.waiting import settled
 
 
 def test_unjudged_samples_are_those_of_the_records(tiny_model_path: Path) -> None:
@@ -70,6 +72,20 @@ def test_a_stopped_clock_stands() -> None:
     clock.stop()
     assert clock.seconds() == clock.seconds()
     assert (clock.seconds()["wait_s"], clock.seconds()["step_s"]) == (2.0, 5.0)
+
+
+async def test_the_final_times_of_a_step_are_those_of_its_end() -> None:
+    """Whoever asks before the end waits for it."""
+    times = iter((10.0, 12.0, 15.0, 19.0))
+    clock = StepClock(now=lambda: next(times))
+    asking = asyncio.create_task(clock.final_seconds())
+    clock.lap("wait_s")
+    await settled()
+    assert not asking.done()
+    clock.lap("checkpoint_wait_s")
+    clock.stop()
+    seconds = await asking
+    assert (seconds["wait_s"], seconds["checkpoint_wait_s"], seconds["step_s"]) == (2.0, 3.0, 9.0)
 
 
 def test_the_prefill_ratio_counts_what_was_computed_twice(tiny_model_path: Path) -> None:

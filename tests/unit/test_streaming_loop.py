@@ -22,6 +22,7 @@ from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.telemetry.step_metrics import StepClock
+from services.trainer.weight_sync.publisher import PushReport
 from tests.support.trainer.training_loops import UNUSED, training_loop
 from tests.support.waiting import HANG_S, promptly, settled
 
@@ -69,11 +70,15 @@ class GatedCheckpoints:
     """Writes each checkpoint until the test says that it is on disk."""
 
     saved_version: int | None = None
+    write_s: float | None = None
     moments: list[Any] = field(default_factory=list)
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of each moment, by its version."""
     on_disk: asyncio.Event = field(default_factory=asyncio.Event)
 
     def moment(self, position: Position, metrics: Any = UNUSED) -> int:
         """The version."""
+        self.metrics[position.version] = metrics
         return position.version
 
     async def write(self, moment: int) -> None:
@@ -100,6 +105,61 @@ class Loop(TrainingLoop):
 
     def _write_samples(self, finished: Any, step: int) -> None:
         pass
+
+
+@dataclass
+class Rows:
+    """The metrics that were written."""
+
+    written: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Keep the row."""
+        self.written.append(row)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Trackers get the same."""
+
+
+@dataclass
+class PromptPublication:
+    """Pushes in no time."""
+
+    position: Position
+
+    async def publish(self, version: int, weights: Any) -> PushReport:
+        """Announce it at once."""
+        self.position.announced_version = version
+        return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=1, push_s=0.0, pause_s=0.0)
+
+
+class PushingLoop(TrainingLoop):
+    """With pushes and the metrics that follow from them."""
+
+    async def _copy_weights(self) -> Any:
+        return SimpleNamespace(version=self.position.version)
+
+    def _describe(self, batch: Sequence[Any]) -> dict[str, Any]:
+        return {"num_tokens": 1.0}
+
+    def _write_samples(self, finished: Any, step: int) -> None:
+        pass
+
+
+@dataclass
+class SlowSettlements(GatedCheckpoints):
+    """Settles when the test says so; the files are written at once."""
+
+    may_settle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def write(self, moment: int) -> None:
+        """It is on disk."""
+        self.moments.append(moment)
+
+    async def settle(self, moment: int) -> None:
+        """Wait for the test."""
+        await promptly(self.may_settle.wait())
+        self.saved_version = moment
 
 
 @dataclass
@@ -136,12 +196,15 @@ async def running(
     groups_per_step: int = 4,
     min_chunk_tokens: int = 0,
     evaluator: Any = None,
+    checkpoints: GatedCheckpoints | None = None,
+    rows: Rows | None = None,
     **settings: Any,
 ) -> AsyncIterator[Run]:
-    """A loop of three steps, with max_staleness 1."""
+    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics."""
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
     position = Position(num_steps=3, step=0, version=1, announced_version=1)
-    changes, backend, checkpoints, stop = Changes(), GatedBackend(), GatedCheckpoints(), asyncio.Event()
+    changes, backend, stop = Changes(), GatedBackend(), asyncio.Event()
+    checkpoints = checkpoints or GatedCheckpoints()
 
     def admit() -> None:
         while ledger.num_admissible(position.num_steps_left, num_steps_ahead=position.num_steps_ahead):
@@ -164,7 +227,11 @@ async def running(
         crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
         checkpoints=checkpoints,
         evaluator=evaluator,
-        loop_type=Loop,
+        loop_type=Loop if rows is None else PushingLoop,
+        publication=PromptPublication(position),
+        publisher=SimpleNamespace(num_live_replicas=1),
+        metrics=rows,
+        trackers=rows,
         **settings,
     )
 
@@ -267,6 +334,23 @@ async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path, monkeypatch
         assert await run.backend.next_call() == "finish_step"
         assert run.checkpoints.saved_version == 2
         run.backend.go_on()
+
+
+async def test_the_times_of_a_step_include_its_wait_for_the_checkpoint_before(tmp_path: Path) -> None:
+    """Its push ends during that wait; its metrics are written when the step has ended."""
+    checkpoints, rows = SlowSettlements(), Rows()
+    async with running(tmp_path, checkpoints=checkpoints, rows=rows, checkpoint_every=1) as run:
+        run.backend.go_on(100)
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            while run.position.announced_version != first // 4 + 2:
+                await asyncio.sleep(0)
+        await settled()
+        assert [row["step"] for row in rows.written] == [1]
+        checkpoints.may_settle.set()
+        while len(rows.written) < 2:
+            await asyncio.sleep(0)
+        assert rows.written[1]["checkpoint_wait_s"] == checkpoints.metrics[3]["checkpoint_wait_s"]
 
 
 async def test_a_run_that_is_stopped_in_a_batch_keeps_its_groups(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The metrics of a step that are not the backend's: its batch, its push, its times, and the groups of the run."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -26,6 +27,7 @@ class StepClock:
         self._started = self._lap_started = now()
         self._laps = dict.fromkeys(_PARTS, 0.0)
         self._stopped: float | None = None
+        self._has_stopped = asyncio.Event()
 
     def lap(self, name: str) -> None:
         """End a part of the step, and start the next; parts of the same name add up."""
@@ -36,11 +38,17 @@ class StepClock:
     def stop(self) -> None:
         """End the step."""
         self._stopped = self._now()
+        self._has_stopped.set()
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part, and of the whole step, until it was stopped or so far, as `step_s`."""
         ended = self._now() if self._stopped is None else self._stopped
         return self._laps | {"step_s": ended - self._started}
+
+    async def final_seconds(self) -> dict[str, float]:
+        """Wait until the step is stopped, and return its `seconds`."""
+        await self._has_stopped.wait()
+        return self.seconds()
 
 
 def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
