@@ -1,6 +1,8 @@
 """WeightPublisher: whatever becomes of one replica, the others get the version, and nothing hangs."""
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -200,3 +202,26 @@ async def test_a_replica_that_is_slower_than_a_step_comes_back(bus: Bus) -> None
             assert "push.retry_interrupted" not in [event["event"] for event in events]
         for replica in (first, second):
             await assert_serving(replica, 4)
+
+
+async def test_a_retry_that_is_interrupted_costs_its_replica_the_process_group(bus: Bus, tmp_path: Path) -> None:
+    """It went over files, and the replica left the group of the last broadcast when it was told; the next broadcast
+    takes another."""
+    files = tmp_path / "files"
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, files_dir=files, retry_after_s=0.1) as publisher:
+        assert (await publisher.publish(snapshot(1))).num_replicas == 1
+        await replica.set_faults(GetReplica=Fault("refuse"), ReceiveWeights=Fault("hang", times=100))
+        assert (await publisher.publish(snapshot(2))).num_failed == 1
+        await until(lambda: publisher.files.folder_of(2) is not None)
+        async with kept_current(publisher):
+            await until_reached(replica, "ReceiveWeights", 1)
+            shutil.rmtree(files)
+            files.touch()  # no version is written any more
+            with capture_logs() as events:
+                await publisher.publish(snapshot(3))
+                await replica.set_faults()
+                await until_serving(replica, 3)
+        names = [event["event"] for event in events]
+        assert (names.count("push.retry_interrupted"), names.count("push.replica_failed")) == (1, 0)
+        groups = (await replica.report()).groups
+        assert len(groups) == len(set(groups)) == 2

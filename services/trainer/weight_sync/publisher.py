@@ -251,7 +251,11 @@ class WeightPublisher:
             part, transport = await self._selector.next(
                 left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
             )
-            outcome = await self._run(transport, part, weights, on_served=count)
+            try:
+                outcome = await self._run(transport, part, weights, on_served=count)
+            except asyncio.CancelledError:
+                await self._selector.leave_group()  # a member that was told has left it, whatever it was pushed over
+                raise
             await self._selector.put_back(transport, outcome)
             done += outcome.done
             for member, seconds in outcome.paused_s.items():

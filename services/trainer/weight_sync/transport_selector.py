@@ -89,7 +89,7 @@ class TransportSelector:
         if isinstance(transport, BroadcastTransport):
             self._group = transport if outcome.is_reusable else None
         elif outcome.failed:
-            await self._leave_group()  # a member that aborts a push has left its process group
+            await self.leave_group()  # a member that aborts a push has left its process group
 
     def note_failure(self, transport: Transport, member: Member, error: PenstockError, *, stage: str) -> bool:
         """Stop using `transport` for `member` if it caused the failure and there is a fallback; return whether."""
@@ -112,9 +112,10 @@ class TransportSelector:
     async def close(self) -> None:
         """Leave the process group and close files."""
         self._deltas.close()
-        await self._leave_group()
+        await self.leave_group()
 
-    async def _leave_group(self) -> None:
+    async def leave_group(self) -> None:
+        """Leave the process group that was kept for another push, because a member has left it."""
         group, self._group = self._group, None
         if group is not None:
             await asyncio.to_thread(group.close)
