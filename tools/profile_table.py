@@ -16,7 +16,7 @@ from services.reward.verifier import Scored, Verifier
 
 _PAGE = Path(__file__).parents[1] / "docs" / "reward-profiles.md"
 _BEGIN, _END = "<!-- table: python -m tools.profile_table -->\n", "<!-- end of table -->\n"
-_PROFILES = ("math", "geo3k", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa")
+_PROFILES = ("math", "geo3k", "mcq", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa")
 _DEADLINE_S = 20.0
 """The table must not depend on how busy the machine is."""
 
@@ -27,8 +27,11 @@ PAIRS = (
     ("5", r"<think>It may be \boxed{5}"),
     ("5", r"<think>\boxed{4}</think> It is \boxed{5}"),
     ("5", r"First \boxed{4}, no: \boxed{5}"),
+    ("5", r"</think>\boxed{4}. No, the final answer is 5."),
+    ("5", r"</think>The answer is 4. The answer is 5."),
     ("5", r"</think>\boxed{5 \text{ or } 6}"),
     ("5", r"</think>\boxed{2+3}"),
+    ("5", r"</think>\boxed{2+3=5}"),
     ("5", r"</think>\boxed{\frac{10}{2}}"),
     ("5", r"</think>\boxed{5.0}"),
     ("5", r"</think>\boxed{5.04}"),
@@ -51,6 +54,9 @@ PAIRS = (
     ("x^2+2x+1", r"</think>\boxed{(x+1)^2}"),
     (r"$\frac{1}{2}$", "The final answer is $0.5$. I hope it is correct."),
     ("C", "</think>The answer is C."),
+    ("C", r"</think>\boxed{C}"),
+    ("C", "</think>The answer is A or C."),
+    ("2^{100}", r"</think>\boxed{4^{50}}"),
 )
 """Gold answer and response."""
 

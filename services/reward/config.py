@@ -13,8 +13,13 @@ _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
 
 class ProfileConfig(Config):
-    """The scale of one profile; what is not given is as in the framework that the profile is compatible with."""
+    """One profile: where it finds answers, and its scale. What is not given is as in the framework that the profile is
+    compatible with."""
 
+    answers_in: Literal["box", "marks", "words"] | None = None
+    r"""Profiles math, geo3k and mcq: in which forms an answer counts. box: \boxed{} only, for recipes that demand it.
+    marks: also <answer> and `Answer:` at the start of a line; by default of geo3k. words: also a sentence such as `the
+    final answer is 5`; by default of math and mcq. A later answer that contradicts an earlier one counts."""
     reward_max: float | None = None
     """Score of a right answer; by default 1."""
     reward_min: float | None = None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.exact.extraction import extract_answer
+from services.reward.exact.extraction import Forms, extract_answer
 
 
 def _extract(response: str) -> str | None:
@@ -36,7 +36,7 @@ def _extract(response: str) -> str | None:
         ("**Answer: 8**", "8"),
         (r"\fbox{5}", "5"),
         (r"<answer>so \boxed{5}</answer>", "5"),
-        (r"\boxed{4} <answer>5</answer>", "4"),
+        (r"\boxed{4} <answer>5</answer>", "5"),
         (r"$\boxed{5}$" + "\n\n" + r"$\boxed{5}$", "5"),
         (r"\boxed{5} \boxed{6}", "5 or 6"),
         (r"\boxed{5}\text{ or }\boxed{6}", "5 or 6"),
@@ -63,7 +63,7 @@ def _extract(response: str) -> str | None:
     ],
 )
 def test_the_answer_is_found(response: str, answer: str) -> None:
-    """The last balanced box, else <answer>, else the last Answer: line, all after </think>."""
+    """The last balanced box, <answer> or Answer: line after </think>; a later one that differs takes the place."""
     assert _extract(response) == answer
 
 
@@ -86,9 +86,10 @@ def test_there_is_no_answer(response: str) -> None:
     assert _extract(response) is None
 
 
-def test_the_answer_line_is_for_profiles_that_allow_it() -> None:
-    """Without leave, only boxes and <answer> count."""
-    assert extract_answer("Answer: 5", max_chars=100, answer_line=False) is None
+def test_a_box_may_be_all_that_counts() -> None:
+    """Then neither an <answer> nor an Answer: line does, and none of them takes a box back."""
+    assert extract_answer("<answer>5</answer>\nAnswer: 5", max_chars=100, forms=Forms.BOX) is None
+    assert extract_answer("\\boxed{4}\nAnswer: 5", max_chars=100, forms=Forms.BOX) == "4"
 
 
 def test_only_the_end_of_a_long_response_is_searched() -> None:

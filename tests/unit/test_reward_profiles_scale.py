@@ -18,7 +18,7 @@ from services.reward.profiles.format import Format
 from services.reward.profiles.registry import make_profiles
 from services.reward.verdict import Finding
 
-_BUILT_IN = {"math", "geo3k", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa"}
+_BUILT_IN = {"math", "geo3k", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa", "mcq"}
 
 
 def score(profile: str, response: str, **settings: object) -> float:
@@ -69,6 +69,10 @@ def test_what_could_not_be_judged_earns_nothing_by_its_format() -> None:
         (
             {"profiles": {"math": {"format_weight": 0.1}}},
             r"reward.profiles.math.format_weight = 0.1.*give format_pattern",
+        ),
+        (
+            {"profiles": {"dapo": {"answers_in": "box"}}},
+            r"reward.profiles.dapo.answers_in = 'box': this profile finds answers in its own way; remove it",
         ),
         ({"verifiers": {"math": "a.py:b"}}, r"custom verifier math = 'a.py:b' has the name of a built-in profile"),
         ({"verifiers": {"remote": "a.py:b"}}, r"custom verifier remote = .*built-in"),

@@ -37,7 +37,9 @@ from tests.support.reward.value_profiles import is_right
         ("x=3, y=4", r"\begin{cases} x=3 \\ y=4 \end{cases}"),
         (r"AB \parallel CD", r"\overline{AB} \parallel \overline{CD}"),
         (r"\begin{pmatrix}1&2\end{pmatrix}", r"\left[\begin{array}{cc}1&2\end{array}\right]"),
-        ("isosceles", "It is isosceles"),
+        ("isosceles", "It is isosceles"), ("5", "2+3=5"), ("5", r"5 = \frac{10}{2}"), ("70", r"\frac{180-40}{2} = 70"),
+        ("13", r"\sqrt{5^2+12^2} = \sqrt{169} = 13"), ("70", r"180^\circ - 110^\circ = 70^\circ"),
+        (r"\frac{3}{4}", r"\frac{1}{2}+\frac{1}{4} = \frac{3}{4}"), ("0", "5-5=0"),
     ],
 )  # fmt: skip
 def test_right_structures(gold: str, answer: str) -> None:
@@ -49,7 +51,7 @@ def test_right_structures(gold: str, answer: str) -> None:
     ("gold", "answer"),
     [
         ("B", "C"), ("Evelyn", "nylevE"), ("5", "5 or 6"), ("5", "5, 6"), ("5", r"\sum_{k=1}^{5} 1"),
-        ("5", "5 hundred"), ("5", "five"), ("5", "2+3=5"), ("(3,-2)", "(-2,3)"), ("(3,-2)", r"\{3,-2\}"),
+        ("5", "5 hundred"), ("5", "five"), ("5", "2+3=6"), ("(3,-2)", "(-2,3)"), ("(3,-2)", r"\{3,-2\}"),
         ("3", r"\pm 3"), (r"\pm 3", "3"), ("x>3", r"x \ge 3"), ("x>3", "x<3"), ("[1,2]", "(1,2)"), ("3:4", "4:3"),
         ("x>3", "y>3"), ("5", "x>5"), ("3", "(3,3)"), ("5", r"\int_0^5 1 dx"), ("12", r"\det A = 12"),
         ("5", "5 million"), ("B", "B or C"), ("B", "(B) or (C)"), ("5", "x+5=10"), ("5", r"5 \neq 6"), ("1,2", "1"),
@@ -68,7 +70,7 @@ def test_right_structures(gold: str, answer: str) -> None:
         ("f(2)=5", "f(3)=5"), (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
         (r"\{1,2\}", "x=1, y=2"), (r"y=\frac{2}{x}", "xy=3"), (r"y=\frac{2}{x}", "x^2y=2x"), ("5", r"x + 1 = \log 5"),
         ("-2<x<5", "x>-2 and x<4"), (r"(-\infty,3)\cup(3,\infty)", r"\mathbb{R}\setminus\{3,4\}"),
-        (r"5\text{ cm}", "5m"),
+        (r"5\text{ cm}", "5m"), ("5", "2+3=1+4"), ("5", "2+3=5=6"), ("5", "2+3=5 or 2+4=6"),
     ],
 )  # fmt: skip
 def test_wrong_structures(gold: str, answer: str) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from services.reward.exact.algebra import NoValueError
 from services.reward.exact.brackets import squeeze
+from services.reward.exact.large_powers import read_large
 from services.reward.exact.matching import Outcome, match
+from services.reward.exact.names import canonical_name, is_name
 from services.reward.exact.nodes import Named, Node, Opaque, Scalar, Set, Tuple
 from services.reward.exact.normalisation import normalise
 from services.reward.exact.scalars import Rules
@@ -79,11 +81,32 @@ def compare(gold: Side, answer: Side, rules: Rules) -> Outcome:
     if gold.is_too_large or answer.is_too_large:
         if "".join(gold.text.split()) == "".join(answer.text.split()):
             return Outcome.RIGHT
-        return Outcome.TOO_LARGE if answer.is_too_large else Outcome.WRONG
+        return _compare_large(gold, answer)
     try:
         return _compare(gold, answer, rules)
     except (ArithmeticError, NoValueError):
         return Outcome.TOO_LARGE
+
+
+def _compare_large(gold: Side, answer: Side) -> Outcome:
+    """Compare powers that are too large to write out. A sum counts only where the gold answer is one."""
+    (our_name, wanted), (name, found) = _read_large(gold.text), _read_large(answer.text)
+    if wanted is not None and found is not None and (not our_name or not name or our_name == name):
+        if wanted[0] == found[0] and (wanted[1] or not found[1]):
+            return Outcome.RIGHT
+        if gold.is_too_large:
+            return Outcome.WRONG
+    return Outcome.TOO_LARGE if answer.is_too_large else Outcome.WRONG
+
+
+def _read_large(text: str) -> tuple[str, tuple[int, bool] | None]:
+    """The name that is given to a number, and what stands for its value."""
+    name, equals, value = text.partition("=")
+    is_named = equals != "" and is_name(name.strip())
+    try:
+        return (canonical_name(name.strip()), read_large(value)) if is_named else ("", read_large(text))
+    except ArithmeticError:
+        return "", None
 
 
 def _compare(gold: Side, answer: Side, rules: Rules) -> Outcome:

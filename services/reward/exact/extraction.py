@@ -2,16 +2,19 @@ r"""Where in a response the answer is, found in time linear in the text.
 
 What counts is the text after the last `</think>`; a `<think>` that is never closed leaves no answer. In it: the last
 balanced `\boxed{}` or `\fbox{}` (the outermost, where they are nested), wherever it stands, else the last `<answer>`
-element, else the last line that begins with `Answer:`. Hedging does not pay: boxes (elements, lines) that stand side by
-side are one answer with several values. They do where hardly a word is between them (signs, labels, "or", "vs"), or a
-few words that offer a choice ("; option two: ") and none that correct ("but rechecking gives"). The same content twice
-counts once.
+element, else the last line that begins with `Answer:`, or, if words count, what a sentence states. A later answer that
+contradicts it, of a less formal kind, takes its place.
+
+Hedging does not pay: boxes (elements, lines, sentences) that stand side by side are one answer with several values.
+They do where hardly a word is between them (signs, labels, "or", "vs"), or a few words that offer a choice ("; option
+two: ") and none that correct ("but rechecking gives"). The same content twice counts once.
 """
 
+import enum
 import re
+from collections.abc import Callable, Sequence
 
-_Span = tuple[int, int, str]
-"""Start, end and content."""
+from services.reward.exact.statements import Span, find_statements
 
 _BOX = re.compile(
     r"\\(?:boxed|fbox)(?:\s*+(?P<open>\{)|\s*+(?P<bare>-?\d[\d.]*+)|\s++(?P<letter>[A-Za-z])(?![A-Za-z]))"
@@ -44,29 +47,73 @@ _ANSWER_LINE = re.compile(
 )
 
 
-def extract_answer(response: str, *, max_chars: int, answer_line: bool = True) -> str | None:
+class Forms(enum.StrEnum):
+    """In which forms an answer counts; each has those before it too."""
+
+    BOX = "box"
+    MARKS = "marks"
+    """`<answer>` and `Answer:` too."""
+    WORDS = "words"
+    """Sentences that say what the answer is, too."""
+
+
+Finder = Callable[[str], list[Span]]
+"""Finds answers of one form, in order."""
+
+
+def extract_answer(
+    response: str,
+    *,
+    max_chars: int,
+    forms: Forms = Forms.MARKS,
+    stated: Finder = find_statements,
+    contradicts: Callable[[str, str], bool] = str.__ne__,
+) -> str | None:
     """Return the answer as the response has it, stripped, or None if there is none.
 
     Args:
         response: The policy's own text.
         max_chars: Only the last `max_chars` characters are searched for the answer.
-        answer_line: Whether a line `Answer: ...` counts where there is neither box nor `<answer>`.
+        forms: In which forms an answer counts.
+        stated: Finds answers that are said in words.
+        contradicts: Whether the second answer, which comes later in a less formal form, takes back the first.
     """
     closed = response.rfind("</think>")
     if response.find("<think>", closed + 1) >= 0:
         return None
     start = max(len(response) - max_chars, closed + len("</think>") if closed >= 0 else 0)
     text = response[start:] if start else response
-    spans = _boxes(text) or _elements(text)
-    if not spans and answer_line:
-        spans = [(line.start(), line.end(), line[1].rstrip(" \t*_")) for line in _ANSWER_LINE.finditer(text)]
-    answer = _last_of(text, spans)
-    return (answer or "").strip() or None
+    finders: list[Finder] = [_boxes]
+    if forms is not Forms.BOX:
+        finders += [_elements, _lines if forms is Forms.MARKS else lambda text: stated(text) or _lines(text)]
+    for number, find in enumerate(finders):
+        spans = find(text)
+        if not any(span[2].strip() for span in spans):
+            continue  # an empty box is what a response repeats of its prompt
+        answer = _last_of(text, spans).strip()
+        later = _later(text, spans[-1][1], finders[number + 1 :])
+        if later is not None and answer and contradicts(answer, later[2]):
+            between = text[spans[-1][1] : later[0]]
+            is_choice = len(between) <= _MAX_CHOICE_CHARS and _offers_choice(between)
+            answer = f"{answer} or {later[2]}" if is_choice else later[2]
+        return answer or None
+    return None
 
 
-def _boxes(text: str) -> list[_Span]:
+def _later(text: str, position: int, finders: Sequence[Finder]) -> Span | None:
+    """The last answer of these forms from `position` on."""
+    found = sorted(span for find in finders for span in find(text) if span[0] >= position and span[2].strip())
+    spans = [span for number, span in enumerate(found) if not number or span[0] >= found[number - 1][1]]
+    return (spans[-1][0], spans[-1][1], _last_of(text, spans).strip()) if spans else None
+
+
+def _lines(text: str) -> list[Span]:
+    return [(line.start(), line.end(), line[1].rstrip(" \t*_")) for line in _ANSWER_LINE.finditer(text)]
+
+
+def _boxes(text: str) -> list[Span]:
     """The outermost boxes in order."""
-    boxes: list[_Span] = []
+    boxes: list[Span] = []
     position = 0
     while (box := _BOX.search(text, position)) is not None:
         if not box["open"]:
@@ -82,9 +129,9 @@ def _boxes(text: str) -> list[_Span]:
     return boxes
 
 
-def _elements(text: str) -> list[_Span]:
+def _elements(text: str) -> list[Span]:
     """The last few `<answer>` elements in order."""
-    elements: list[_Span] = []
+    elements: list[Span] = []
     start = len(text)
     while len(elements) < _MAX_ELEMENTS:
         end = text.rfind("</answer>", 0, start)
@@ -95,10 +142,8 @@ def _elements(text: str) -> list[_Span]:
     return elements[::-1]
 
 
-def _last_of(text: str, spans: list[_Span]) -> str | None:
+def _last_of(text: str, spans: list[Span]) -> str:
     """The content of the last of `spans`, and of those that it stands beside."""
-    if not spans:
-        return None
     start, _, content = spans[-1]
     contents = {content: None}  # a dictionary, to keep order
     for begin, end, content in reversed(spans[:-1]):
@@ -111,11 +156,18 @@ def _last_of(text: str, spans: list[_Span]) -> str | None:
 
 def _are_side_by_side(between: str) -> bool:
     """Whether what is on either side of this text is offered for the one answer."""
-    if _LABEL.search(between) or _OFFER.search(between):
+    if _offers_choice(between):
         return True
     if _CORRECTION.search(between):
         return False
-    return _CHOICE.search(between) is not None or len(_WORD.findall(_MARKUP.sub(" ", between))) <= _MAX_SIDE_WORDS
+    return len(_WORD.findall(_MARKUP.sub(" ", between))) <= _MAX_SIDE_WORDS
+
+
+def _offers_choice(between: str) -> bool:
+    """Whether words of this text, such as `or`, `option two`, offer both sides, and none corrects."""
+    if _LABEL.search(between) or _OFFER.search(between):
+        return True
+    return _CHOICE.search(between) is not None and _CORRECTION.search(between) is None
 
 
 def _closing_brace(text: str, position: int) -> int | None:
@@ -132,9 +184,9 @@ def _closing_brace(text: str, position: int) -> int | None:
     return None
 
 
-def _boxes_in_open_one(text: str, start: int) -> list[_Span]:
+def _boxes_in_open_one(text: str, start: int) -> list[Span]:
     """The outermost closed boxes from `start`, where a box opens that is never closed."""
-    boxes: list[_Span] = []
+    boxes: list[Span] = []
     open_braces: list[tuple[int, int] | None] = []  # start of a box and of its content; None for a plain brace
     for token in _TOKEN.finditer(text, start):
         sign = token[0]

@@ -132,10 +132,12 @@ def _same_chain(gold: Node, chain: Chain, rules: Rules) -> Outcome:
     """Values that are said to be equal must be, and one must be the gold's."""
     first = chain.parts[0]
     outcomes = [match(gold, part, rules) for part in chain.parts]
-    if not chain.is_named and not any(chain.is_approximate):  # an equality of numbers is a statement, unless both are
+    if not chain.is_named and not any(chain.is_approximate):
         whole = as_rational(gold.number.value) if isinstance(gold, Scalar) else None
-        is_whole = whole is not None and whole.denominator == 1
-        return Outcome.RIGHT if not is_whole and set(outcomes) == {Outcome.RIGHT} else Outcome.UNREADABLE
+        if whole is not None and whole.denominator == 1 and len({part.text for part in chain.parts}) == 1:
+            return Outcome.UNREADABLE  # 0 = 0 is what is left of an equation without a solution
+        is_right = set(outcomes) == {Outcome.RIGHT} or (Outcome.RIGHT in outcomes and _sides_agree(chain.parts))
+        return Outcome.RIGHT if is_right else Outcome.UNREADABLE
     for part, is_approximate in zip(chain.parts[1:], chain.is_approximate, strict=True):
         if not (isinstance(first, Scalar) and isinstance(part, Scalar)):
             return Outcome.UNREADABLE
@@ -144,6 +146,18 @@ def _same_chain(gold: Node, chain: Chain, rules: Rules) -> Outcome:
     if isinstance(gold, Scalar) and gold.number.places == 0 and outcomes[0] is not Outcome.RIGHT:
         return Outcome.WRONG  # 4.6 is not 5, though it rounds to it
     return Outcome.RIGHT if Outcome.RIGHT in outcomes else Outcome.WRONG
+
+
+def _sides_agree(sides: tuple[Node, ...]) -> bool:
+    """Whether all are numbers, and the same one: work and what it comes to."""
+    first = sides[0]
+    return isinstance(first, Scalar) and all(
+        isinstance(side, Scalar)
+        and (first.unit is None or side.unit is None or first.unit == side.unit)
+        and are_equal(first.number.value, side.number.value)
+        and not has_variables(side.number.value)
+        for side in sides
+    )
 
 
 def _same_choice(gold: Choice, answer: Node, rules: Rules) -> Outcome:

@@ -7,12 +7,14 @@ from functools import partial
 
 from penstock.errors import ConfigError, InvalidRequestError
 from services.reward.config import ProfileConfig, RewardConfig
+from services.reward.exact.extraction import Forms
 from services.reward.profiles.custom import CustomProfile
 from services.reward.profiles.dapo import DapoProfile
 from services.reward.profiles.f1 import F1Profile
 from services.reward.profiles.format import Format
 from services.reward.profiles.gpqa import GpqaProfile
 from services.reward.profiles.math_verify import MathVerifyProfile
+from services.reward.profiles.mcq import McqProfile
 from services.reward.profiles.prm800k import DEEPSCALER, SLIME_MATH, VERL_GEO3K, Prm800kProfile
 from services.reward.profiles.profile import MAX_RESPONSE_CHARS, Profile, Scoring
 from services.reward.profiles.remote import RemoteProfile
@@ -31,6 +33,8 @@ class _Kind:
     reward_min: float = 0.0
     format_weight: float = 0.0
     format_pattern: str | None = None
+    answers_in: Forms | None = None
+    """In which forms an answer counts; None where that cannot be chosen."""
 
 
 def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = None) -> dict[str, Profile]:
@@ -58,6 +62,7 @@ def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = No
             name=name,
             description=kind.description,
             scoring=_scoring(name, kind, config),
+            **_forms(name, kind, config),
         )
         for name, kind in kinds.items()
     }
@@ -78,15 +83,25 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
     kinds = {
         "math": _Kind(
             make=partial(ValueProfile, tolerance=Fraction(0)),
-            description="The last box, compared by value: 1 if equal to a gold answer, else 0.",
+            description="The final answer, in a box or said in words, compared by value: 1 if equal to a gold answer, "
+            "else 0.",
+            answers_in=Forms.WORDS,
         ),
         "geo3k": _Kind(
             make=partial(
                 ValueProfile,
                 tolerance=Fraction(config.geo3k_tolerance),
             ),
-            description="As math; where the gold answer is a rounded label (written with a decimal point, or an "
-            f"integer of at least 100), an answer within {config.geo3k_tolerance} of it is right.",
+            description="The last box, <answer> or `Answer:`, compared as by math; where the gold answer is a rounded "
+            "label (written with a decimal point, or an integer of at least 100), an answer within "
+            f"{config.geo3k_tolerance} of it is right.",
+            answers_in=Forms.MARKS,
+        ),
+        "mcq": _Kind(
+            make=McqProfile,
+            description="Multiple choice: the letter that a response chooses, in a box or in words; where a gold "
+            "answer is the choice's text, that too.",
+            answers_in=Forms.WORDS,
         ),
         "slime_math": _Kind(
             make=partial(Prm800kProfile, reading=SLIME_MATH),
@@ -128,6 +143,23 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
             description="The number that another service answers, asked in the format of slime's remote_rm.",
         )
     return kinds
+
+
+def _forms(name: str, kind: _Kind, config: RewardConfig) -> dict[str, Forms]:
+    """The argument that says in which forms an answer counts, for profiles that have one.
+
+    Raises:
+        ConfigError: the settings choose forms for another profile.
+    """
+    given = config.profiles.get(name, ProfileConfig()).answers_in
+    if kind.answers_in is None:
+        if given is not None:
+            raise ConfigError(
+                f"reward.profiles.{name}.answers_in = {given!r}: this profile finds answers in its own way; remove it, "
+                "or use profile math, geo3k or mcq"
+            )
+        return {}
+    return {"answers_in": kind.answers_in if given is None else Forms(given)}
 
 
 def _scoring(name: str, kind: _Kind, config: RewardConfig) -> Scoring:

@@ -1,6 +1,7 @@
-r"""The profiles `math` and `geo3k`: the last box, compared by value.
+r"""The profiles `math` and `geo3k`: the final answer, compared by value.
 
-Right is what has the value of a gold answer, exactly. Two settings widen that:
+Where the answer may stand is `answers_in`: `box`, `marks` (`geo3k`) or `words` (`math`); see
+`services.reward.exact.extraction`. Right is what has the value of a gold answer, exactly. Two settings widen that:
 
 - `decimal_figures` (4; both profiles). A gold answer in exact form, such as `3\sqrt{2}`, `\frac{16}{3}` or `8\pi`, also
   accepts the decimal that it rounds to, from this many significant figures on: 4.243 is right, 4.24 and 4.242 are not.
@@ -10,9 +11,9 @@ Right is what has the value of a gold answer, exactly. Two settings widen that:
   in absolute value (270). Never does the tolerance apply to smaller integers, to fractions, radicals, multiples of pi
   or anything else that is not one plain number, except to such numbers inside of a tuple or set. 0 is strict.
 
-Unfinished work is not an answer: sums of rationals that are not carried out (`2+3`, `\frac{180-40}{2}`), equalities
-between numbers, big operators and unsolved equations are not right. Products, powers, fractions and roots are ways to
-write a number.
+Unfinished work is not an answer: sums of rationals that are not carried out (`2+3`, `\frac{180-40}{2}`), big operators
+and unsolved equations are not right. Work with its result is (`2+3=5`), if both sides agree. Products, powers,
+fractions and roots are ways to write a number.
 """
 
 from fractions import Fraction
@@ -21,7 +22,8 @@ from typing import Any
 from penstock.verdict_status import Status
 from services.reward.exact.algebra import as_rational
 from services.reward.exact.comparison import Outcome, Rules, Side, compare, is_structural
-from services.reward.exact.extraction import extract_answer
+from services.reward.exact.contradiction import contradicts
+from services.reward.exact.extraction import Forms, extract_answer
 from services.reward.exact.nodes import Equation, Named, Scalar
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, sendable
 from services.reward.item import Item
@@ -37,10 +39,19 @@ class ValueProfile(BoundedProfile):
         *,
         tolerance: Fraction,
         decimal_figures: int = 4,
+        answers_in: Forms = Forms.MARKS,
         **settings: Any,
     ) -> None:
-        """As any profile, and `tolerance`: largest |answer - gold| that is right for a rounded label."""
+        """As any profile.
+
+        Args:
+            tolerance: Largest |answer - gold| that is right for a rounded label.
+            decimal_figures: Significant figures from which on a decimal is right for an exact form; 0: never.
+            answers_in: In which forms an answer counts.
+            settings: As for any profile.
+        """
         super().__init__(**settings)
+        self._answers_in = answers_in
         self._rules = Rules(tolerance=tolerance, decimal_figures=decimal_figures)
 
     def decide(self, item: Item) -> Decision:
@@ -49,9 +60,15 @@ class ValueProfile(BoundedProfile):
         golds = [gold for gold in golds if not gold.is_blank]
         if not golds:
             return Finding(status=Status.GOLD_INVALID)
-        extracted = extract_answer(item.response, max_chars=MAX_RESPONSE_CHARS)
+        extracted = extract_answer(
+            item.response, max_chars=MAX_RESPONSE_CHARS, forms=self._answers_in, contradicts=contradicts
+        )
         if extracted is None:
             return Finding(status=Status.NO_ANSWER)
+        return self._judge(golds, extracted)
+
+    def _judge(self, golds: list[Side], extracted: str) -> Decision:
+        """Compare an answer with gold answers."""
         if not extracted.isascii():
             extracted = sendable(extracted)
         if len(extracted) > MAX_ANSWER_CHARS:

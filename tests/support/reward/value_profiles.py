@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+from services.reward.exact.extraction import Forms
 from services.reward.item import Item
 from services.reward.profiles.profile import Decision, Scoring
 from services.reward.profiles.value import ValueProfile
@@ -14,8 +15,13 @@ PROFILES = {
         scoring=Scoring(),
         tolerance=Fraction(tolerance),
         decimal_figures=figures,
+        answers_in=forms,
     )
-    for name, tolerance, figures in (("math", "0", 4), ("geo3k", "0.05", 4), ("strict", "0", 0))
+    for name, tolerance, figures, forms in (
+        ("math", "0", 4, Forms.WORDS),
+        ("geo3k", "0.05", 4, Forms.MARKS),
+        ("strict", "0", 0, Forms.BOX),
+    )
 }
 
 

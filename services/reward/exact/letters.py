@@ -1,0 +1,67 @@
+r"""The letter of a multiple choice: `B`, `(b)`, `\text{B}`, `option B`, `B. 90 cm`, and where a response chooses one.
+
+Several letters are none: a list of all, `A or B`, `A. 5 B. 6`.
+"""
+
+import re
+
+from services.reward.exact.normalisation import normalise
+from services.reward.exact.statements import Span, find_statements, is_unsure
+
+_CHOICE = re.compile(
+    r"(?i:(?:the +)?(?:option|choice|answer) *:? *)?"
+    r"(?:[(\[] *(?P<bracketed>[A-Za-z]) *[)\]]|(?P<capital>[A-Z])(?![A-Za-z'])|(?P<small>[a-z])$)"
+    r"(?: *[.:,)\]-]+ *(?P<rest>.*)| +(?P<text>[^A-Za-z].*)|)",
+    re.DOTALL,
+)
+_OTHERS = re.compile(
+    r"^[(\[]?[A-J][)\].:]?$|\([A-J]\)|(?<![A-Za-z])[A-J][.):]|^(?:or|and|not|nor)\b"
+    r"|(?:\b(?:or|and)\b|[,;/&]) *[(\[]?[A-J]\b(?! *[a-z])"
+)
+_LONE = re.compile(r"(?<![\w'])[A-J](?![\w'])")
+_OPTION = r"[*_]{0,3}[(\[]?([A-J])[)\]]?[*_]{0,3}(?![\w'])"
+_CHOOSES = re.compile(
+    rf"\b[Oo]ption(?: +is|:) *{_OPTION}|\b[Cc]hoice(?: +is|:) *{_OPTION}"
+    rf"|\b(?:[Cc]hoose|[Ss]elect|[Pp]ick|go with)(?: +(?:option|choice|answer))? +{_OPTION}"
+    rf"|\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer) +{_OPTION} +is +(?:the +)?(?:correct|right)(?! +(?:for|if|when)\b)"
+    rf"|(?<![\w\\]){_OPTION} +is +the +(?:correct|right) +(?:answer|option|choice|one)\b"
+)
+_LINE = re.compile(r"^[ \t>*_-]*(.*\S)", re.MULTILINE)
+_MAX_CHOICES = 32
+
+
+def read_letter(text: str) -> tuple[str, str] | None:
+    """The letter that `text` is, as a capital, and what is written beside it; None if it is not one letter."""
+    plain = normalise(text.strip(" \t\n*_"))
+    found = _CHOICE.fullmatch(plain)
+    if found is None:
+        return None
+    letter = found["bracketed"] or found["capital"] or found["small"]
+    rest = (found["rest"] or found["text"] or "").strip()
+    return None if _OTHERS.search(rest) else (letter.upper(), rest)
+
+
+def has_letters(text: str) -> bool:
+    """Whether `text` holds several letters of choices."""
+    return len(set(_LONE.findall(text))) > 1
+
+
+def find_choices(text: str) -> list[Span]:
+    """Where `text` chooses, in order: what it says the answer is, the option it calls right, or the last line."""
+    stated = find_statements(text)
+    letters = [span for span in stated if read_letter(span[2]) is not None or has_letters(span[2])]
+    for choice in list(_CHOOSES.finditer(text))[-_MAX_CHOICES:]:
+        if not is_unsure(text, choice.start()):
+            letters.append((choice.start(), choice.end(), next(filter(None, choice.groups()))))
+    if letters:
+        return sorted(letters)
+    return stated or _last_line(text)
+
+
+def _last_line(text: str) -> list[Span]:
+    """The last line, if it is a letter and no other line is: a list of the options chooses none."""
+    lines = [
+        (line.start(1), line.end(1), line[1].rstrip(" *_")) for line in _LINE.finditer(text) if len(line[1]) <= 200
+    ]
+    lettered = [line for line in lines if read_letter(line[2]) is not None or has_letters(line[2])]
+    return lettered if len(lettered) == 1 and lettered[0] == lines[-1] else []

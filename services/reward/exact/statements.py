@@ -1,0 +1,158 @@
+r"""Answers that a response says in words, without a box, in time linear in the text.
+
+    The final answer is $0.5$. I hope it is correct.        ## Final Answer
+    #### 42                                                 $$x = 5$$
+    Therefore, the length of AB is 10 cm.
+
+A sentence states an answer if it says "answer" and what it is. Where none does, the last line counts if it is GSM8K's
+`#### 42`, or ends in a sentence that concludes (therefore, thus, so) with a name and its value. Conditions, questions,
+guesses and denials state nothing, and neither do words with nothing behind them ("the answer is clear") beside values.
+"""
+
+import re
+
+Span = tuple[int, int, str]
+"""Start, end and content."""
+
+_LEAD = re.compile(
+    r"(?<![\w\\])(?:(?:the|my|our|final|correct|right|exact|required|desired|numerical|simplified) +){0,4}+answer"
+    r"(?: +to +(?:the|this) +(?:question|problem))?[*_]{0,3}"
+    r"(?: *+(?:[:=]|\bequals\b)| *+\bmust be\b| *+\bis(?![\w'’])"
+    r"(?: +(?:therefore|thus|then|hence|simply|just|indeed|now))?+"
+    r"(?: +(?:equal +to|given +by|approximately|about))?+ *+:?)[*_]{0,3}",
+    re.IGNORECASE,
+)
+_ARTICLE = re.compile(r"(?:the|my|our) ", re.IGNORECASE)
+_HEADING = re.compile(
+    r"^[ \t]*+(?:#{1,6} *+|\*\*|__)[ \t*_]*+(?:the +)?(?:final +)?(?:answer|result)[ \t*_:]*+$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_GRADE_SCHOOL = re.compile(r"#{4} *+(\S[^\n]{0,199})")
+_CONCLUSION = re.compile(
+    r"(?:therefore|thus|hence|so|consequently|finally|in conclusion|it follows that|we (?:get|find|conclude))\b,? *+"
+    r"(?:(?:we (?:get|find|conclude|have)|it follows|that|then)\b:?,? *+){0,3}+(.+)",
+    re.IGNORECASE | re.DOTALL,
+)
+_SAYS_VALUE = re.compile(
+    r".*\b(?:is|equals|measures)(?: +(?:equal +to|exactly|simply))?+:? +(?=[^a-z ]|[a-z]\b|\\)(.+)", re.DOTALL
+)
+_SPACE = re.compile(r"[\s*_>:]*+")
+_MATH = {"$$": "$$", r"\[": r"\]", r"\(": r"\)", "$": "$"}
+_OPENING = re.compile(r"\$\$?|\\[\[(]")
+_SENTENCE_END = re.compile(r"[.!?](?=[\"')*_\]]*+(?:\s+[^a-z\s]|\s*+$))|\n")
+_BOUNDARY = re.compile(r"[.!?:;](?=\s)|\n")
+_REASON = re.compile(r",? +(?:because|since|which|where|so|and so|as (?:required|desired|shown|needed))\b.*", re.DOTALL)
+_OTHERWISE = re.compile(r"\b(?:or|else|otherwise|unless|if|maybe|perhaps)\b")
+_GOES_ON = re.compile(
+    r"(?:^|[,(]|\b(?:so|thus|therefore|hence|then|and|that|is|but|or|wait|no))[\s*_#>\"'(]*$", re.IGNORECASE
+)
+"""What may stand before an answer that no article begins; a `reference answer` is not the response's own."""
+_UNSURE = re.compile(
+    r"\b(?:if|whether|suppos\w+|assum\w+|unless|could|might|may|maybe|perhaps|possibl\w+|probably|example|e\.g|guess\w*"
+    r"|wrong|incorrect|given|says?|said|claim\w*|when|either|would|unlikely|unsure|not|never|cannot|don't)\b",
+    re.IGNORECASE,
+)
+_DENIAL = re.compile(r"(?:not|never|no longer|neither|nor|unknown|unclear|wrong|incorrect)\b", re.IGNORECASE)
+_VALUE = re.compile(
+    r"\d|\\(?!text|quad|,|;)[A-Za-z]+|[π√∞½¼¾⅓⅔°]|^[\s$*(\[{]*[A-Za-z][\s$*).\]}]*$|[\w)] *[-+*/^=<>] *[\w(]|\([A-Z]\)"
+)
+_MARK = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])|</?answer>|<think>")
+_TRIM = " \t\n*_"
+_MAX_CHARS = 200
+_MAX_STATEMENTS = 32
+_MAX_WORDS = 4
+
+
+def find_statements(text: str) -> list[Span]:
+    """The last answers that `text` states, in order."""
+    found = [*_sentences(text), *_headings(text)]
+    spans = [span for span in sorted(found) if not _MARK.search(span[2])]
+    values = [span for span in spans if _VALUE.search(span[2])]
+    return values or spans or _last_line(text)
+
+
+def _sentences(text: str) -> list[Span]:
+    """What sentences say that the answer is."""
+    spans = []
+    for lead in list(_LEAD.finditer(text))[-_MAX_STATEMENTS:]:
+        before = _before(text, lead.start())
+        if _UNSURE.search(before) or not (_ARTICLE.match(lead[0]) or _GOES_ON.search(before)):
+            continue
+        content, end = read_value(text, lead.end())
+        if content and not _LEAD.match(content):  # Final answer: The final answer is 5
+            spans.append((lead.start(), end, content))
+    return spans
+
+
+def is_unsure(text: str, position: int) -> bool:
+    """Whether the sentence at `position` begins with a condition, a guess or a denial."""
+    return _UNSURE.search(_before(text, position)) is not None
+
+
+def _before(text: str, position: int) -> str:
+    """The sentence up to `position`."""
+    before = text[max(0, position - _MAX_CHARS) : position]
+    boundaries = [boundary.end() for boundary in _BOUNDARY.finditer(before)]
+    return before[boundaries[-1] if boundaries else 0 :]
+
+
+def _headings(text: str) -> list[Span]:
+    """What stands below `## Final Answer`."""
+    spans = []
+    for heading in list(_HEADING.finditer(text))[-_MAX_STATEMENTS:]:
+        content, end = read_value(text, heading.end())
+        if content and not _LEAD.match(content):
+            spans.append((heading.start(), end, content))
+    return spans
+
+
+def read_value(text: str, position: int) -> tuple[str, int]:
+    """What is said from `position` on, to the end of the sentence, and where that is; "" if it says nothing."""
+    space = _SPACE.match(text, position)
+    assert space is not None, "it matches anything"
+    begin = behind = space.end()
+    if "\n\n\n" in space[0]:
+        return "", position
+    opening = _OPENING.match(text, begin)
+    if opening is not None:  # the end of a sentence may stand inside of mathematics
+        closing = text.find(_MATH[opening[0]], opening.end(), begin + _MAX_CHARS)
+        if closing < 0:
+            return "", position
+        behind = closing + len(_MATH[opening[0]])
+    stop = _SENTENCE_END.search(text, behind, begin + 2 * _MAX_CHARS)
+    end = len(text) if stop is None else stop.start()
+    content = text[begin:end].strip(_TRIM)
+    is_asked = stop is not None and stop[0] == "?"
+    reason = _REASON.search(content)
+    if reason is not None and not _OTHERWISE.search(reason[0]):
+        content = content[: reason.start()].rstrip(_TRIM)
+    if is_asked or end - begin > _MAX_CHARS or _DENIAL.match(content):
+        return "", position
+    if not _VALUE.search(content) and len(content.split()) > _MAX_WORDS:
+        return "", position
+    return content, end
+
+
+def _last_line(text: str) -> list[Span]:
+    """The answer at the end of the last line, without the word."""
+    whole = text.rstrip()
+    begin = whole.rfind("\n") + 1
+    line = whole[begin:]
+    school = _GRADE_SCHOOL.fullmatch(line)
+    if school is not None:
+        return [(begin, len(whole), school[1])] if _VALUE.search(school[1]) else []
+    if len(line) > 4 * _MAX_CHARS:
+        return []
+    ends = [end.end() for end in _SENTENCE_END.finditer(line)]
+    if not ends or ends[-1] != len(line) or line.endswith("?"):
+        return []  # cut off, perhaps in the middle of a number
+    last = line[ends[-2] if len(ends) > 1 else 0 : -1].strip(_TRIM)
+    conclusion = _CONCLUSION.fullmatch(last)
+    if conclusion is None or _UNSURE.search(last) or _MARK.search(last):
+        return []
+    said = conclusion[1]
+    value = _SAYS_VALUE.fullmatch(said)
+    if value is None and "=" not in said:
+        return []
+    content = said.strip(_TRIM) if value is None else value[1].strip(_TRIM)
+    return [(begin, len(whole), content)] if len(content) <= _MAX_CHARS and _VALUE.search(content) else []

@@ -1,0 +1,83 @@
+"""The profile `mcq`: which letter a response chooses.
+
+Gold answers are letters; gold answers that are not are the text or the value of the right choice, and right too. A
+choice counts where it stands last: in a box, in `<answer>`, behind `Answer:`, or in words. Several letters are wrong,
+and so is the right letter beside another choice's value.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+from penstock.verdict_status import Status
+from services.reward.exact.comparison import Outcome, Rules, Side, compare
+from services.reward.exact.contradiction import contradicts
+from services.reward.exact.extraction import Forms, extract_answer
+from services.reward.exact.letters import find_choices, has_letters, read_letter
+from services.reward.exact.nodes import Scalar
+from services.reward.isolation.tasks import sendable
+from services.reward.item import Item
+from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, Decision
+from services.reward.profiles.value import ValueProfile
+from services.reward.verdict import Finding, Method
+
+_RULES = Rules()
+
+
+class McqProfile(ValueProfile):
+    """Right is the gold letter; of a response without one, a value that is the gold choice's."""
+
+    def __init__(self, *, answers_in: Forms = Forms.WORDS, **settings: Any) -> None:
+        """As any profile, and `answers_in`: in which forms an answer counts."""
+        super().__init__(tolerance=Fraction(0), answers_in=answers_in, **settings)
+
+    def decide(self, item: Item) -> Decision:
+        """Return the finding of `item`, or the question that a worker process must decide."""
+        letters: set[str] = set()
+        texts: list[Side] = []
+        for gold in self._readable(item.golds, MAX_ANSWER_CHARS):
+            letter, text = read_letter(gold) or ("", gold)
+            letters |= {letter} - {""}
+            if text.strip() and not (side := Side.of(text)).is_blank:
+                texts.append(side)
+        if not letters:
+            return Finding(status=Status.GOLD_INVALID)
+        extracted = extract_answer(
+            item.response,
+            max_chars=MAX_RESPONSE_CHARS,
+            forms=self._answers_in,
+            stated=find_choices,
+            contradicts=_chooses_otherwise,
+        )
+        if extracted is None:
+            return Finding(status=Status.NO_ANSWER)
+        if not extracted.isascii():
+            extracted = sendable(extracted)
+        if len(extracted) > MAX_ANSWER_CHARS:
+            return Finding(status=Status.TOO_LARGE, extracted=extracted[:MAX_ANSWER_CHARS])
+        chosen = read_letter(extracted)
+        if chosen is None:
+            if not texts or has_letters(extracted):
+                return Finding(status=Status.UNPARSEABLE, extracted=extracted)
+            return self._judge(texts, extracted)
+        letter, rest = chosen
+        is_right = letter in letters and not _is_another(rest, texts)
+        return Finding(status=Status.OK, credit=float(is_right), extracted=extracted, method=Method.STRUCTURE)
+
+
+def _chooses_otherwise(first: str, later: str) -> bool:
+    """Whether the second answer chooses something else; a letter comes before a value."""
+    one, other = read_letter(first), read_letter(later)
+    if other is not None:
+        return one is None or one[0] != other[0]
+    return has_letters(later) or (one is None and contradicts(first, later))
+
+
+def _is_another(rest: str, texts: list[Side]) -> bool:
+    """Whether the number beside a letter is none of the right choice's."""
+    numbers = [text for text in texts if isinstance(text.node, Scalar)]
+    if not rest or not numbers:
+        return False
+    beside = Side.of(rest)
+    return isinstance(beside.node, Scalar) and all(
+        compare(number, beside, _RULES) is not Outcome.RIGHT for number in numbers
+    )

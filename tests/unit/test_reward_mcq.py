@@ -1,0 +1,137 @@
+"""The profile `mcq`: which letter a response chooses, and what chooses none."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.verdict_status import Status
+from services.reward.config import RewardConfig
+from services.reward.item import Item
+from services.reward.profiles.profile import Undecided
+from services.reward.profiles.registry import make_profiles
+from services.reward.verdict import Finding, Method
+
+PROFILE = make_profiles(RewardConfig())["mcq"]
+
+
+def judge(response: str, *golds: str) -> Finding:
+    """What the profile finds by itself."""
+    decision = PROFILE.decide(Item(golds=golds, response=response, profile="mcq"))
+    assert isinstance(decision, Finding)
+    return decision
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{B}", r"\boxed{b}", r"\boxed{(B)}", r"\boxed{\text{B}}", r"\boxed{\textbf{(B)}}",
+        r"\boxed{\text{Option B}}",
+        r"\boxed{B. 90^\circ}", r"\boxed{\text{(B) } 90}", "<answer>B</answer>", "Answer: B", "**Answer:** (B)",
+        "The answer is B.", "The correct answer is **(B) 90**.",
+        "So the final answer is (B), because AB is parallel to CD.",
+        "Option B is correct.", "(B) is the correct choice.", "The correct option is B", "I choose (B).",
+        "Option A is not correct. Option B is correct.", "Of (A) 60 and (B) 90, the answer is (B).",
+        "B", "(B)", "**B**", "B. 90", "The angles add up to 180.\n\nB", "<think>A, or C</think>B",
+        r"\boxed{A}. Wait, I took the wrong angle. The final answer is B.", r"\boxed{90}. The answer is B.",
+        "The answer is A. But that was too quick, since it is the outer angle that counts. The answer is B.",
+    ],
+)  # fmt: skip
+def test_the_letter_is_found(response: str) -> None:
+    """In a box, behind a mark, in words, or alone on the last line."""
+    finding = judge(response, "B")
+    assert (finding.status, finding.credit, finding.method) == (Status.OK, 1, Method.STRUCTURE)
+    assert judge(response, "(B)").credit == judge(response, "b").credit == 1
+    assert judge(response, "A").credit == judge(response, "C").credit == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "ABCD", "A B C D", "A, B, C, D", r"\boxed{ABCD}", r"\boxed{A, B, C, D}", r"\boxed{A B C D}", r"\boxed{A/B/C/D}",
+        r"\boxed{A \text{ or } B}", r"\boxed{A \text{ and } B}", r"\boxed{A}\boxed{B}", r"\boxed{B} or \boxed{A}",
+        "The answer is A or B.", "The answer is B or A.", "The answer is A. The answer is B.", "A\nB", "B\nA",
+        "<answer>A</answer><answer>B</answer>", "Answer: A\nAnswer: B", "Answer: A, B",
+        "A. 60\nB. 90\nC. 45\nD. 30", "(A) 60 (B) 90 (C) 45 (D) 30", "A) 60 B) 90",
+        "The answer is one of (A) 60 (B) 90.", r"\boxed{\text{A. 60, B. 90}}",
+        r"\boxed{B}. Wait, the final answer is A.", r"\boxed{B}. The answer is A or B.",
+        "If x > 0, the answer is B.", "Is the answer B?", "The wrong answer is B.", "Option B is not correct.",
+        "I would pick B if x > 0.", "Choose A, B, C or D.", r"\boxed{\text{not B}}",
+        "<think>B</think>", "I cannot tell.",
+        r"\boxed{6}", r"\boxed{\text{all of them}}", r"\boxed{AB}",
+    ],
+)  # fmt: skip
+def test_attacks_choose_nothing(response: str) -> None:
+    """Lists of letters, hedges, contradictions, options repeated from the prompt."""
+    assert judge(response, "B").credit == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "credit"),
+    [
+        (r"\boxed{90}", 1),
+        (r"\boxed{x = 90^\circ}", 1),
+        ("The answer is 90.", 1),
+        (r"\boxed{\text{B. } 90}", 1),
+        (r"\boxed{60}", 0),
+        (r"\boxed{\text{B. } 60}", 0),
+        (r"\boxed{\text{A. } 90}", 0),
+        (r"\boxed{90 \text{ or } 60}", 0),
+        (r"\boxed{90}. The answer is A.", 0),
+    ],
+)
+def test_the_value_of_the_choice_counts_where_the_row_gives_it(response: str, credit: float) -> None:
+    """As a gold answer of its own or behind the letter. A letter beside another choice's value is wrong."""
+    assert judge(response, "B", "90").credit == judge(response, "B. 90").credit == credit
+
+
+@pytest.mark.parametrize(
+    ("response", "golds", "status"),
+    [
+        ("I cannot tell.", ["B"], Status.NO_ANSWER),
+        (r"\boxed{A, B}", ["B"], Status.UNPARSEABLE),
+        (r"\boxed{" + "B" * 600 + "}", ["B"], Status.TOO_LARGE),
+        (r"\boxed{B}", ["90"], Status.GOLD_INVALID),
+        (r"\boxed{B}", ["A, B"], Status.GOLD_INVALID),
+        (r"\boxed{B}", [], Status.GOLD_INVALID),
+    ],
+)
+def test_statuses(response: str, golds: list[str], status: Status) -> None:
+    """A row whose gold answer is no letter is the data's fault, not the policy's."""
+    assert judge(response, *golds).status is status
+
+
+def test_a_recipe_may_ask_for_the_box() -> None:
+    """Then words do not count."""
+    strict = make_profiles(RewardConfig.model_validate({"profiles": {"mcq": {"answers_in": "box"}}}))["mcq"]
+    decisions = [
+        strict.decide(Item(golds=["B"], response=each, profile="mcq")) for each in (r"\boxed{B}", "The answer is B.")
+    ]
+    assert [each.credit for each in decisions if isinstance(each, Finding)] == [1, 0]
+
+
+_PIECES = [
+    "A",
+    "B",
+    "(",
+    ")",
+    ".",
+    ", ",
+    " or ",
+    "answer is ",
+    "Answer: ",
+    "\n",
+    r"\boxed{",
+    "}",
+    "Option ",
+    "90",
+    "**",
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(_PIECES), max_size=40).map("".join), st.sampled_from(["A", "B", "A. 90"]))
+def test_no_response_is_right_for_two_letters(response: str, gold: str) -> None:
+    """Whatever is written, it is right for one choice at most, and there is always a verdict."""
+    decisions = [PROFILE.decide(Item(golds=[each], response=response, profile="mcq")) for each in (gold, "C", "A", "B")]
+    assert all(isinstance(each, Finding | Undecided) for each in decisions)
+    assert sum(isinstance(each, Finding) and each.credit == 1 for each in decisions[1:]) <= 1

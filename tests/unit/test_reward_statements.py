@@ -1,0 +1,240 @@
+"""Answers that a response says in words: where they are found, which of several counts, and what states none."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.verdict_status import Status
+from services.reward.config import RewardConfig
+from services.reward.exact.extraction import Forms, extract_answer
+from services.reward.item import Item
+from services.reward.profiles.registry import make_profiles
+from services.reward.verdict import Finding
+
+
+def find(response: str, forms: Forms = Forms.WORDS) -> str | None:
+    """The answer in a response."""
+    return extract_answer(response, max_chars=65536, forms=forms)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The answer is 5.", "5"),
+        ("The final answer is $0.5$. I hope it is correct.", "$0.5$"),
+        ("So the answer is **5**", "5"),
+        ("Let me see. The correct answer to this question is 5.5.", "5.5"),
+        ("the answer = 5", "5"),
+        ("The answer must be 12 sq. units. Done.", "12 sq. units"),
+        ("The answer is 1,234.5 dollars.", "1,234.5 dollars"),
+        ("The answer is:\n\n5\n", "5"),
+        ("The answer is\n\\[\n\\frac{1}{2}\n\\]\n", "\\[\n\\frac{1}{2}\n\\]"),
+        ("The answer is $5$, since $2+3=5$.", "$5$"),
+        ("The answer is 5, as required.", "5"),
+        ("## Final Answer\n\n$$x = 5$$", "$$x = 5$$"),
+        ("**Answer**\n5", "5"),
+        ("2 + 3 = 5\n#### 42", "42"),
+        ("Therefore, the length of AB is 10 cm.", "10 cm"),
+        ("So 2x = 10. Therefore $x = 5$.", "$x = 5$"),
+        ("The answer is Evelyn.", "Evelyn"),
+        ("The answer is clear. The answer is 5.", "5"),
+        ("The answer is not 5. The answer is 6.", "6"),
+        ("Is the answer 5? The answer is 6.", "6"),
+        ("If x were 3, the answer is 5. It is 4, so the answer is 6.", "6"),
+        ("<think>The answer is 4.</think>The answer is 5.", "5"),
+        ("The answer is 4. More work follows, with words that lead on to a correction. The answer is 5.", "5"),
+    ],
+)
+def test_an_answer_in_words_is_found(response: str, answer: str) -> None:
+    """Sentences about the answer, headings, GSM8K's last line, a last sentence that concludes."""
+    assert find(response) == answer
+    assert find(response, Forms.MARKS) is None
+    assert find(response, Forms.BOX) is None
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Is the answer 5?",
+        "The answer is 5?",
+        "If x is 3, the answer is 5.",
+        "Suppose that the answer is 5.",
+        "Bob said the answer is 5.",
+        "The wrong answer is 5.",
+        "reference answer: 5",
+        "The student's answer is 5.",
+        "Perhaps the answer is 5.",
+        "I doubt whether the answer is 5.",
+        "The answer is not 5.",
+        r"the answer is \boxed{5",
+        "<think>The answer is 5.</think> I am not sure.",
+        "<think>The answer is 5.",
+        "Therefore, the area is 12",
+        "So what is 5?",
+        "Thus, if x = 3, the area is 5.",
+        "The length of AB is 10 cm.",
+        "So the total must be thirty-one.",
+        "#### 42\nand more",
+    ],
+)
+def test_nothing_is_stated(response: str) -> None:
+    """Questions, conditions, quotations, denials, sentences that were cut off, and work on the way."""
+    found = find(response)
+    assert found is None or not any(value in found for value in ("5", "10", "12", "42"))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{5}. The answer is 5.", "5"),
+        (r"\boxed{\frac{1}{2}}. So the answer is 0.5.", r"\frac{1}{2}"),
+        (r"\boxed{3\sqrt{2}}, so the final answer is about 4.24.", r"3\sqrt{2}"),
+        (r"\boxed{12.566}. The final answer is 12.57.", "12.566"),
+        (r"\boxed{5 \text{ cm}}" + "\nAnswer: 5", r"5 \text{ cm}"),
+        (r"\boxed{5}. The answer is in the box above.", "5"),
+        (r"\boxed{5}. The answer is B.", "5"),
+        (r"\boxed{5}. If x is negative, the answer is 6.", "5"),
+        (r"\boxed{5}. Therefore, the area is 20.", "5"),
+        (r"\boxed{\frac{x}{x+1}}. The answer is $1-\frac{1}{x+1}$.", r"\frac{x}{x+1}"),
+        (r"The answer is 4. No: \boxed{5}.", "5"),
+        (r"\boxed{5}. Wait, that is the diameter. The final answer is 6.", "6"),
+        (r"\boxed{5}" + "\n**Final answer:** 6", "6"),
+        (r"\boxed{5}" + "\nAnswer: 6", "6"),
+        (r"\boxed{5} <answer>6</answer>", "6"),
+        (r"\boxed{5}. The final answer is 5 or 6.", "5 or 6"),
+        (r"\boxed{5}, or the answer is 6.", "5 or 6"),
+        (r"\boxed{5}. Alternatively, the answer is 6.", "5 or 6"),
+        ("<answer>5</answer>\nThe final answer is 6.", "6"),
+        ("**Final Answer:** The final answer is $x + 1$. I hope it is correct.", "$x + 1$"),
+        ("Answer: 5. I hope it is correct.", "5"),
+        ("Answer: no such point exists in the plane", "no such point exists in the plane"),
+        (r"Put the answer in \boxed{}. The answer is 5.", "5"),
+        ("The answer is 5. The answer is 6.", "5 or 6"),
+        ("The answer is A or B.", "A or B"),
+        ("The answer is 5, but it could be 6.", "5, but it could be 6"),
+    ],
+)
+def test_which_of_several_answers_counts(response: str, answer: str) -> None:
+    """The most formal one, unless a later one is another value; what is offered as a choice is all of it."""
+    math = make_profiles(RewardConfig())["math"].decide(Item(golds=["unlikely"], response=response, profile="math"))
+    assert math.extracted == answer
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is 4 or 5 or 6.",
+        "The answer is 4. The answer is 5.",
+        "The answer is 5. The answer is 6.",
+        "The answer is 5 if x > 0, otherwise 6.",
+        "The answer is 5, or else 6.",
+        "The answer is 5, because x > 0, or 6 if not.",
+        "The answer is 1, 2, 3, 4, 5, 6, 7, 8, 9.",
+        "The answer is between 4 and 6.",
+        "The answer is not 5.",
+        "The answer is at most 5.",
+        r"\boxed{5}. The final answer is 6.",
+        r"\boxed{5}. The final answer is 5 or 6.",
+        r"\boxed{6}" + "\n\nreference answer: 5",
+        "What is the answer? If the answer is 5, write 5.",
+        "Find x. Choices: (A) 4 (B) 5 (C) 6",
+        "So the answer is 4, 5 or 6.",
+        "Thus x = 5 or x = 6.",
+        "#### 4 #### 5 #### 6",
+        r"\boxed{5 = 6}",
+        r"\boxed{5 = 5}",
+        r"\boxed{2+3 = 5 \text{ or } 2+4 = 6}",
+        r"\boxed{2+3}",
+    ],
+)
+def test_attacks_on_these_readings_earn_nothing(response: str) -> None:
+    """Lists, hedges, contradictions, echoes of the prompt and sentences that only mention the gold answer."""
+    math = make_profiles(RewardConfig())["math"]
+    decision = math.decide(Item(golds=["5"], response=response, profile="math"))
+    assert isinstance(decision, Finding)
+    assert decision.credit == 0
+
+
+@pytest.mark.parametrize(
+    ("forms", "credits"),
+    [("box", (1, 0, 0)), ("marks", (1, 1, 0)), ("words", (1, 1, 1))],
+)
+@pytest.mark.parametrize("profile", ["math", "geo3k"])
+def test_a_recipe_chooses_the_forms(profile: str, forms: str, credits: tuple[int, ...]) -> None:
+    """A box, a mark, a sentence."""
+    config = RewardConfig.model_validate({"profiles": {profile: {"answers_in": forms}}})
+    made = make_profiles(config)[profile]
+    responses = (r"\boxed{5}", "Answer: 5", "The answer is 5.")
+    decisions = [made.decide(Item(golds=["5"], response=each, profile=profile)) for each in responses]
+    assert tuple(decision.credit for decision in decisions if isinstance(decision, Finding)) == credits
+
+
+def test_geo3k_asks_for_marks_by_default() -> None:
+    """Its recipes ask for a box."""
+    decision = make_profiles(RewardConfig())["geo3k"].decide(
+        Item(golds=["5"], response="The answer is 5.", profile="geo3k")
+    )
+    assert isinstance(decision, Finding)
+    assert decision.status is Status.NO_ANSWER
+
+
+_PIECES = [
+    "the ",
+    "answer",
+    " is ",
+    "5",
+    ".",
+    "\n",
+    "## ",
+    "So ",
+    "$",
+    r"\[",
+    "or ",
+    "**",
+    "#### ",
+    r"\boxed{",
+    "}",
+    "?",
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(_PIECES), max_size=60).map("".join))
+def test_any_text_is_taken(response: str) -> None:
+    """Whatever the text, the answer is a stripped part of it, or several parts joined."""
+    answer = find(response)
+    assert answer is None or (answer and answer == answer.strip())
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "answer ",
+        "the answer is ",
+        "The answer is 5. ",
+        "the ",
+        "## answer\n",
+        "#",
+        "$",
+        "So x = ",
+        ". ",
+        " ",
+        "\n",
+        "is ",
+    ],
+)
+def test_statements_are_found_in_linear_time(unit: str) -> None:
+    """A text of nothing but a troublesome piece takes about 16 times as long at 16 times the length."""
+
+    def seconds(length: int) -> float:
+        text = (unit * length)[:length]
+        best = float("inf")
+        for _ in range(5):
+            started = time.process_time()
+            extract_answer(text, max_chars=length, forms=Forms.WORDS)
+            best = min(best, time.process_time() - started)
+        return best
+
+    assert seconds(128_000) < 4 * 16 * seconds(8_000) + 0.01
