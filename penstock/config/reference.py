@@ -124,6 +124,8 @@ def _kind(annotation: Any, metadata: Sequence[Any]) -> str:
         return f"list of {count}{_kind(arguments[0], ())}"
     if origin is dict:
         return f"table of {_kind(arguments[1], ())}"
+    if annotation is pydantic.JsonValue:
+        return "any value"
     if issubclass(annotation, enum.Enum):
         return " or ".join(f'"{member.value}"' for member in annotation)
     return f"{_NAMES[annotation]}{_range(metadata)}"

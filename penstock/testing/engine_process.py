@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+import tomli_w
+
 from penstock.rpc.channel import connect
 from penstock.runtime.parent_death import dying_with_parent
 from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -48,11 +50,11 @@ async def engine_process(
 ) -> AsyncIterator[EngineProcess]:
     """Run an engine during the context; `grace_s` is that of its run, `rollout` holds settings of its section."""
     recipe, log = folder / "recipe.toml", folder / "engine.log"
-    settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in rollout.items())
+    settings = tomli_w.dumps({"rollout": rollout})
     recipe.write_text(
         f'[run]\nname = "{folder.name}"\ngrace_s = {grace_s}\n'
         f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
-        f'[log]\nformat = "json"\nlevel = "debug"\n[rollout]\n{settings}'
+        f'[log]\nformat = "json"\nlevel = "debug"\n{settings}'
     )
     # Engines that are killed leave temporary files. The paths of sockets must be short, so they cannot be in `folder`.
     scratch = tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True)

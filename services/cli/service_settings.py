@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from penstock.model.folder import require_model
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
+from services.rollout.engine import sglang_settings
 from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
@@ -45,8 +46,9 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     """What `penstock serve rollout` receives.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: there is no model, or SGLang has no setting of a name in rollout.sglang.
     """
+    sglang_settings.require_known(recipe.rollout.sglang)
     return EngineSettings(
         rollout=recipe.rollout,
         run=recipe.run,

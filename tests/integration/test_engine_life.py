@@ -190,6 +190,14 @@ async def test_a_killed_engine_leaves_no_orphans(tiny_model_path: Path, nats_url
         await _gone(children, timeout_s=3.0)
 
 
+async def test_a_setting_of_sglang_reaches_it(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """Without its radix cache, a prompt that was just computed is computed again."""
+    prompt = generate_pb2.GenerateRequest(input_ids=list(range(1, 101)), sampling=_request(2).sampling)
+    async with engine_process(tiny_model_path, nats_url, tmp_path, sglang={"disable_radix_cache": True}) as engine:
+        answers = [await engine.generation.Generate(prompt, timeout=60) for _ in range(2)]
+        assert [answer.usage.num_cached_tokens for answer in answers] == [0, 0]
+
+
 async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
     """Exit code 2 and one line, before anything is loaded."""
     with socket.socket() as taken:

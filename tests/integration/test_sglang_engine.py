@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequestError, UnavailableError
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.prompt import CheckedRequest
 from services.rollout.engine.sglang_engine import SglangEngine
+from services.rollout.engine.sglang_settings import known_names
 
 REQUEST = CheckedRequest(
     input_ids=[1], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=[]
@@ -100,3 +101,11 @@ async def test_a_call_is_ended_however_young_it_is(tiny_model_path: Path, num_st
         await playing
     assert len(manager.aborted) == 1
     await engine.idle()
+
+
+def test_names_are_read_as_sglang_has_them() -> None:
+    """`known_names` reads SGLang's source; SGLang itself builds the same names from it."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    assert known_names() == {field.name for field in record_fields(ServerArgs) if not field.name.startswith("_")}

@@ -1,11 +1,12 @@
 """Settings of the rollout engines, section [rollout] of a recipe."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig
+from services.rollout.engine import sglang_settings
 
 MAX_PUSH_S = 3600.0
 """A push whose deadline is longer is refused: for so long an engine would neither generate nor say what is wrong."""
@@ -45,6 +46,16 @@ class RolloutConfig(Config):
     """Tokens that the KV cache holds; 0: on a GPU what fits, on a CPU what max_running needs, at most 65,536."""
     gpu_memory_fraction: float = pydantic.Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory for weights and KV cache. Lower it where the trainer shares the GPU."""
+    sglang: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
+    """Further settings of SGLang, by the names of its ServerArgs: `attention_backend = "fa3"`, `chunked_prefill_size =
+    4096`. A name that SGLang does not know, or that Penstock sets itself, is refused. What they do is not tested
+    here."""
+
+    @pydantic.field_validator("sglang")
+    @classmethod
+    def _is_not_ours(cls, sglang: dict[str, Any]) -> dict[str, Any]:
+        sglang_settings.require_free(sglang)
+        return sglang
 
     @pydantic.model_validator(mode="after")
     def _can_generate(self) -> "RolloutConfig":

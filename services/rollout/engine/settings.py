@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.model import tokens
 from penstock.model.folder import read_json
 from penstock.weights import nccl
-from services.rollout.engine import disaggregation
+from services.rollout.engine import disaggregation, sglang_settings
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
@@ -28,6 +28,21 @@ MAX_FLOAT32_PARAMETERS = 50_000_000
 IMAGE_CACHE_MB = 256
 """Preprocessed images that an engine on a CPU keeps for the other samples of their group and for later turns. They do
 not depend on weights. On GPUs SGLang decides: on some it has a faster way for features that are not kept."""
+
+_CPU_DEFAULTS = {
+    "mm_preprocess_cache_size_mb": IMAGE_CACHE_MB,
+    "mm_processor_worker_num": 1,  # more threads would compete with the scheduler for cores
+}
+_CPU_ARGS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "lora_backend": "torch_native",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
+}
 
 
 def has_cuda() -> bool:
@@ -72,7 +87,11 @@ def server_args(
     bootstrap_port: int,
     cuda: bool,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`."""
+    """Arguments of `sglang.Engine`: what the recipe passes on, over defaults and under what Penstock needs.
+
+    Raises:
+        ConfigError: the recipe passes on what an engine on a CPU cannot have, or the model is damaged.
+    """
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,
@@ -80,7 +99,6 @@ def server_args(
         "max_running_requests": config.max_running,
         "skip_tokenizer_init": True,  # token in, token out
         "weight_version": "0",
-        "log_level": "error",
         "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
         **disaggregation.server_args(config, network, bootstrap_port=bootstrap_port, cuda=cuda),
     }
@@ -88,25 +106,16 @@ def server_args(
         args["context_length"] = config.context_length
     if config.max_total_tokens:
         args["max_total_tokens"] = config.max_total_tokens
+    passed = {"log_level": "error", **config.sglang}
     if cuda:
-        return {**args, "mem_fraction_static": config.gpu_memory_fraction}
+        return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
     if config.dtype == "auto":
         args["dtype"] = "float32" if num_parameters(model_path) <= MAX_FLOAT32_PARAMETERS else "bfloat16"
     context = context_length(config, model_path)
     args.setdefault("max_total_tokens", max(context, min(MAX_CPU_TOKENS, config.max_running * context)))
-    return {
-        **args,
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "lora_backend": "torch_native",
-        "grammar_backend": "none",
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-        "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
-        "mm_preprocess_cache_size_mb": IMAGE_CACHE_MB,
-        "mm_processor_worker_num": 1,  # more threads would compete with the scheduler for cores
-    }
+    args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
+    sglang_settings.require_used(config.sglang, args)
+    return args
 
 
 def context_length(config: RolloutConfig, model_path: Path) -> int:

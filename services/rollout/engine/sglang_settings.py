@@ -1,0 +1,110 @@
+"""SGLang's settings that a recipe passes on in [rollout.sglang]: which exist, and which are Penstock's own.
+
+Names are read from the source of the installed SGLang, which is not imported: that takes seconds, and a mistyped name
+is worth an answer before a run starts. Values are SGLang's to check.
+"""
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+
+_ONE_MACHINE = "an engine uses the GPUs of one machine; set rollout.tensor_parallel, or start more engines"
+_OWN_DEVICE = "an engine computes on the GPUs that CUDA_VISIBLE_DEVICES shows it, and without any on the CPU"
+_OWN_PORT = "each engine takes a free port"
+_SAME_SHAPES = "a push writes the trainer's weights into the engine's parameters, which must be alike"
+_SAMPLING = "trainer and engines must sample alike; use [sampling]"
+
+OWN_NAMES: Mapping[str, str] = {
+    "base_gpu_id": _OWN_DEVICE,
+    "context_length": "use rollout.context_length",
+    "device": _OWN_DEVICE,
+    "disaggregation_bootstrap_port": _OWN_PORT,
+    "disaggregation_mode": "use rollout.role",
+    "disaggregation_transfer_backend": "use rollout.transfer_backend",
+    "dist_init_addr": _ONE_MACHINE,
+    "dp_size": "use rollout.replicas",
+    "dtype": "use rollout.dtype",
+    "enable_fp32_lm_head": "use trainer.float32_head, which holds for trainer and engines",
+    "enable_multimodal": "it follows from the model",
+    "gpu_id_step": _OWN_DEVICE,
+    "host": "use network.host",
+    "incremental_streaming_output": "Penstock reads cumulative output; leave it out",
+    "max_running_requests": "use rollout.max_running",
+    "max_total_tokens": "use rollout.max_total_tokens",
+    "mem_fraction_static": "use rollout.gpu_memory_fraction",
+    "model_path": "use model.path",
+    "nccl_port": _OWN_PORT,
+    "nnodes": _ONE_MACHINE,
+    "node_rank": _ONE_MACHINE,
+    "port": "use rollout.port",
+    "pp_size": "use rollout.tensor_parallel; layers are not spread in stages",
+    "preferred_sampling_params": _SAMPLING,
+    "quantization": _SAME_SHAPES,
+    "sampling_defaults": _SAMPLING,
+    "skip_tokenizer_init": "engines receive and return token ids",
+    "tokenizer_path": "engines receive and return token ids",
+    "tp_size": "use rollout.tensor_parallel",
+    "weight_version": "it is the policy version of the last push",
+}
+"""Names of ServerArgs that [rollout.sglang] must not hold, with the setting to use instead or the reason."""
+
+
+def require_free(names: Iterable[str]) -> None:
+    """Check that none of `names` is Penstock's own.
+
+    Raises:
+        ValueError: one is; the message says what to set instead.
+    """
+    for name in names:
+        if (instead := OWN_NAMES.get(name.replace("-", "_"))) is not None:
+            raise ValueError(f"{name} is set by Penstock: {instead}")
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Check that the installed SGLang knows `names`; where none is installed, or one of another layout, anything goes.
+
+    Raises:
+        ConfigError: it does not; the message has the most similar name.
+    """
+    wanted = list(names)
+    known = known_names() if wanted else frozenset()
+    for name in wanted:
+        if known and name not in known:
+            similar = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "`python -m sglang.launch_server --help` lists them"
+            raise ConfigError(f"rollout.sglang.{name}: SGLang has no such setting; {hint}")
+
+
+def require_used(passed: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    """Check that what a recipe passes on is in `args`, the arguments of an engine on a CPU, which needs some itself.
+
+    Raises:
+        ConfigError: the engine needs another value.
+    """
+    for name, value in passed.items():
+        if args[name] != value:
+            raise ConfigError(
+                f"rollout.sglang.{name} = {value!r}: an engine on a CPU needs {args[name]!r}; leave it out, or run the "
+                "recipe where a GPU can be used"
+            )
+
+
+def known_names() -> frozenset[str]:
+    """The fields of SGLang's ServerArgs; empty if no SGLang is installed, or its source has another layout."""
+    package = importlib.util.find_spec("sglang")
+    folders = package.submodule_search_locations if package is not None else None
+    files = [file for folder in folders or () for file in Path(folder).glob("srt/arg_groups/fields/*.py")]
+    return frozenset(name for file in files for name in _fields(file) if not name.startswith("_"))
+
+
+def _fields(file: Path) -> Iterator[str]:
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ClassDef):
+            for field in statement.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield field.target.id
