@@ -18,6 +18,8 @@ RUN mkdir /pins \
 COPY README.md LICENSE ./
 COPY penstock penstock
 COPY services services
+COPY recipes recipes
+COPY models/tiny-qwen3-vl models/tiny-qwen3-vl
 RUN /venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM ${BASE_IMAGE}

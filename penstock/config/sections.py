@@ -2,10 +2,11 @@
 
 import socket
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
+from penstock import shipped
 from penstock.config.base import Config
 from penstock.errors import ConfigError
 
@@ -98,11 +99,25 @@ class SecurityConfig(Config):
         return self
 
 
+def _find_model(given: Any) -> Any:
+    return shipped.find_model(given) if isinstance(given, str) else given
+
+
+ModelPath = Annotated[
+    Path,
+    pydantic.BeforeValidator(_find_model),
+    pydantic.PlainSerializer(shipped.name_model, return_type=str, when_used="json"),
+]
+"""Path of a model folder. In a file, the models that come with Penstock are `builtin:NAME`, which every installation
+understands."""
+
+
 class ModelConfig(Config):
     """The model that is trained."""
 
-    path: Path
-    """Folder with the checkpoint, tokenizer, processor and chat template, in the layout of transformers."""
+    path: ModelPath
+    """Folder with the checkpoint, tokenizer, processor and chat template, in the layout of transformers; or
+    `builtin:tiny-qwen3-vl`, the tiny model that comes with Penstock."""
 
 
 class SamplingConfig(Config):

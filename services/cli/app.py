@@ -17,6 +17,7 @@ from services.cli import bus, replicas
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
 from services.cli.data_command import data
 from services.cli.eval_command import eval_
+from services.cli.init_command import init
 from services.cli.replay_command import replay
 from services.cli.score_command import score
 from services.cli.serve import serve
@@ -38,6 +39,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)
+app.command()(init)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 

@@ -7,12 +7,16 @@ from typing import Any
 from typer.core import TyperCommand
 
 from penstock import config as configuration
+from penstock import shipped
 from penstock.config import reference
 from penstock.errors import ConfigError
 from services.recipe import Recipe
 
 TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a command that takes `--section.key=value`."""
+
+RECIPE_HELP = "Recipe: a TOML file, or the name of one that comes with Penstock; further ones override it."
+"""Help of the argument that `load_recipes` reads."""
 
 
 class RecipeCommand(TyperCommand):
@@ -41,11 +45,13 @@ def sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path],
 
 
 def load_recipes(recipes: list[Path], overrides: list[str]) -> Recipe:
-    """Read at least one recipe.
+    """Read at least one recipe: files, or names of recipes that come with Penstock.
 
     Raises:
         ConfigError: there is none, or something in them is wrong.
     """
     if not recipes:
-        raise ConfigError("give a recipe, for example recipes/tiny-cpu.toml; further ones override it")
-    return configuration.load(Recipe, recipes, overrides)
+        raise ConfigError(
+            "give a recipe, for example tiny-cpu, which comes with Penstock, or mine.toml; further ones override it"
+        )
+    return configuration.load(Recipe, [shipped.find_recipe(recipe) for recipe in recipes], overrides)

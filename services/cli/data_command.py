@@ -7,7 +7,7 @@ import typer
 
 from penstock.config import LogConfig
 from penstock.telemetry import log
-from services.cli.arguments import load_recipes, sort_arguments
+from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
 from services.cli.extras import import_with_extra
 
 
@@ -15,7 +15,11 @@ def data(
     context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE...", help="Recipe (TOML); further ones override it.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE...",
+            help=RECIPE_HELP,
+            show_default=False,
+        ),
     ] = None,
     rows: Annotated[
         int | None, typer.Option("--rows", help="Read so many rows of each source; default: all.", min=1)

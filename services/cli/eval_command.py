@@ -8,7 +8,7 @@ import typer
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
-from services.cli.arguments import load_recipes, sort_arguments
+from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
 from services.cli.extras import import_with_extra
 
 
@@ -16,7 +16,11 @@ def eval_(
     context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE...", help="Recipe (TOML); further ones override it.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE...",
+            help=RECIPE_HELP,
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock import config as configuration
+from penstock import shipped
 from penstock.config import LogConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security, hide_secrets
@@ -51,7 +52,9 @@ def score(
         log.configure(LogConfig(level="warning"), service="score")
         service = functools.partial(scoring.running_at, address, security)
     else:
-        recipe = configuration.load(Recipe, config or (), ["--log.level=warning", *overrides])
+        recipe = configuration.load(
+            Recipe, [shipped.find_recipe(path) for path in config or ()], ["--log.level=warning", *overrides]
+        )
         log.configure(recipe.log, service="score")
         hide_secrets()
         security = Security.load(recipe.security)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import config as configuration
+from penstock import shipped
 from penstock.errors import PenstockError
 from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
@@ -63,7 +64,7 @@ def serve(
 ) -> int:
     """Run one process of a training run until SIGINT or SIGTERM. Any --section.key=value overrides the recipe."""
     try:
-        recipe = configuration.load(Recipe, config or (), context.args)
+        recipe = configuration.load(Recipe, [shipped.find_recipe(path) for path in config or ()], context.args)
         security = Security.load(recipe.security)
         if service not in _SHARING_MEMORY:
             hide_secrets()

@@ -10,7 +10,7 @@ import typer
 from penstock import config as configuration
 from penstock.config import reference
 from penstock.errors import ConfigError
-from services.cli.arguments import load_recipes, sort_arguments
+from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
 from services.recipe import Recipe
 
 
@@ -19,7 +19,8 @@ def show_config(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RECIPE...", help="Recipe (TOML); further ones override it. After --help-settings: sections."
+            metavar="RECIPE...",
+            help=f"{RECIPE_HELP} After --help-settings: sections.",
         ),
     ] = None,
     help_settings: Annotated[

@@ -13,7 +13,7 @@ from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
-from services.cli.arguments import load_recipes, sort_arguments
+from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
 from services.recipe import Recipe
 
 _EXIT_INTERRUPTED = 130
@@ -23,7 +23,11 @@ def train(
     context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE...", help="Recipe (TOML); further ones override it.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE...",
+            help=RECIPE_HELP,
+            show_default=False,
+        ),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN_FOLDER", help="Continue the run in this folder.")

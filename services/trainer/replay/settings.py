@@ -5,7 +5,7 @@ from typing import Self
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import Config, ModelPath
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import BackendConfig, TrainerConfig
@@ -14,7 +14,7 @@ from services.trainer.config import BackendConfig, TrainerConfig
 class StepModel(Config):
     """The model that the run began with."""
 
-    path: Path
+    path: ModelPath
     """Its folder. Read only if no checkpoint precedes the step."""
 
 

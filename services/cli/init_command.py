@@ -1,0 +1,58 @@
+"""`penstock init`: a recipe that comes with Penstock, as a file to edit."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import shipped
+from penstock.errors import SetupError
+
+_MENTION = re.compile(r"recipes/([\w-]+)\.toml")
+
+
+def init(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Recipe to copy; without it, all are listed.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="Where to; default: NAME.toml here.", show_default=False)
+    ] = None,
+) -> int:
+    """Copy a recipe that comes with Penstock to a file of your own, and the schema by which editors check it."""
+    if name is None:
+        sys.stdout.write("\n".join(f"{each}\n    {_summary(path)}" for each, path in shipped.recipes().items()) + "\n")
+        return 0
+    source = shipped.named_recipe(name)
+    target = Path(f"{name}.toml") if file is None else file
+    schema = target.with_name(shipped.schema_file().name)
+    _write_new(target, _as_copy(source.read_text(), name, target))
+    if not schema.exists():
+        _write_new(schema, shipped.schema_file().read_text())
+    sys.stdout.write(f"{target}: edit it, then `penstock doctor {target}`\n")
+    return 0
+
+
+def _summary(recipe: Path) -> str:
+    """The first paragraph of the comment that the file begins with, on one line."""
+    lines = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if not line.startswith("#:")]
+    return " ".join(lines[: lines.index("")])
+
+
+def _as_copy(text: str, name: str, target: Path) -> str:
+    """The recipe as it reads in `target`: its commands name the copy, and other recipes by their names."""
+    return _MENTION.sub(lambda mention: str(target) if mention[1] == name else mention[1], text)
+
+
+def _write_new(file: Path, text: str) -> None:
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except FileExistsError:
+        raise SetupError(f"{file} exists already; give another name: `penstock init NAME FILE`") from None
+    except OSError as error:
+        raise SetupError(
+            f"{file} cannot be written: {error.strerror}; give another: `penstock init NAME FILE`"
+        ) from None
