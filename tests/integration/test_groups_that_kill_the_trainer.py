@@ -32,6 +32,7 @@ async def start_trainer(*arguments: object) -> list[str]:
     return output.decode().splitlines()[-2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "given_up", "batch"), [("reading", [0], [1, 2]), ("training", [0, 1], [2, 3])])
 async def test_a_group_that_kills_the_trainer_is_given_up(
     bus: Bus,
@@ -60,6 +61,7 @@ async def test_a_group_that_kills_the_trainer_is_given_up(
     )
 
 
+@pytest.mark.slow
 async def test_a_half_filled_batch_is_trained_after_a_restart(
     bus: Bus, bus_config: BusConfig, run_name: str, tiny_model_path: Path, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_loop_that_is_cancelled_in_a_rendezvous_ends(nats_url: str, run_name: 
     asyncio.run(play())
 
 
+@pytest.mark.slow
 async def test_an_address_that_is_not_this_machines_is_said_so(bus: Bus) -> None:
     """The error names the setting to change."""
     async with replicas_of(bus, 1), publishing(bus, host="192.0.2.1") as publisher:

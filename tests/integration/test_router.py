@@ -83,6 +83,7 @@ async def test_a_call_whose_engine_is_killed_is_played_by_another(bus: Bus, run_
             assert (await caller.generate("s")).replica_id == "b-heir"
 
 
+@pytest.mark.slow
 async def test_killed_engines_leave_the_pool_within_seconds(bus: Bus, run_name: str) -> None:
     """One after the other is killed with -9; each is gone when its lease has ended, and calls go on all the while."""
     async with contextlib.AsyncExitStack() as stack:

@@ -198,6 +198,7 @@ async def test_a_stream_that_is_left_is_cancelled_in_the_engine(steady_bus: Bus)
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 0)
 
 
+@pytest.mark.slow
 async def test_a_turn_that_kills_the_only_replica_is_given_up_though_each_restart_is_slow(
     bus: Bus, run_name: str
 ) -> None:

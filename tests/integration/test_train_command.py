@@ -83,6 +83,7 @@ def test_port_in_use(train: Callable[..., TrainCommand]) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_nats_out_of_reach(train: Callable[..., TrainCommand]) -> None:
     """A bus.url where nobody answers ends the run with one line and exit code 2."""
     code, _, err = train("--bus.url=nats://127.0.0.1:1").finish(timeout_s=60.0)
@@ -91,6 +92,7 @@ def test_nats_out_of_reach(train: Callable[..., TrainCommand]) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
     """Ctrl-C ends everything and says how to go on; going on uses the same folder."""
     command = train()
