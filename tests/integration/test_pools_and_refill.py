@@ -26,7 +26,7 @@ from services.trainer.data.config import DataConfig, PoolConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from tests.support.trainer.flow import Flow, publish, running
 from tests.support.trainer.groups import make_group
-from tests.support.waiting import HANG_S
+from tests.support.waiting import promptly, until
 
 SEED = 1
 NUM_ROWS = 7
@@ -149,15 +149,12 @@ async def test_a_row_that_is_still_played_holds_up_the_next_draw(
     """However much room the gate has; when the group is there, the run goes on."""
     async with running(bus, tiny_model_path, groups_per_step=NUM_ROWS + 5, dataset=dataset, pools=new_pools()) as flow:
         flow.announce(1)
-        async with asyncio.timeout(HANG_S):
-            while flow.ledger.num_untrained < NUM_ROWS:
-                await asyncio.sleep(0.01)
-            await flow.feeder.admit()
-            assert flow.ledger.next_index == NUM_ROWS
-            first = next(index for index in range(NUM_ROWS) if dataset.row_at(index) == dataset.row_at(NUM_ROWS))
-            await publish(bus, make_group(tiny_model_path, index=first, rewards=(1.0, 0.0, 0.0, 1.0)))
-            while flow.ledger.status(NUM_ROWS) is not GroupStatus.ADMITTED:
-                await asyncio.sleep(0.01)
+        await until(lambda: flow.ledger.num_untrained >= NUM_ROWS)
+        await promptly(flow.feeder.admit())
+        assert flow.ledger.next_index == NUM_ROWS
+        first = next(index for index in range(NUM_ROWS) if dataset.row_at(index) == dataset.row_at(NUM_ROWS))
+        await publish(bus, make_group(tiny_model_path, index=first, rewards=(1.0, 0.0, 0.0, 1.0)))
+        await until(lambda: flow.ledger.status(NUM_ROWS) is GroupStatus.ADMITTED)
 
 
 async def test_a_run_whose_rows_are_all_solved_ends(bus: Bus, tiny_model_path: Path, dataset: Dataset) -> None:

@@ -131,7 +131,6 @@ async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
             asyncio.create_task(post(client, "/", {"response": r"\boxed{5}", "label": "5"})),
             asyncio.create_task(post(client, "/get_reward", {"query": [r"\boxed{5}"], "labels": ["5"]})),
         ]
-        await asyncio.sleep(0.2)  # time to be refused, if they did not wait
         refused = await post(client, "/v1/verify", item())
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "OVERLOADED"

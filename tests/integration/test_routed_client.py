@@ -264,7 +264,8 @@ async def test_a_turn_that_is_cancelled_leaves_no_slot_behind(steady_bus: Bus) -
         await client.generate(request(), timeout_s=HANG_S)
         for number in range(200):
             playing = asyncio.create_task(client.generate(request(), timeout_s=60.0))
-            await asyncio.sleep(0.00002 * number)  # each is cancelled at another moment of its call
+            for _ in range(number):  # each is cancelled at another step of its call
+                await asyncio.sleep(0)
             playing.cancel()
         await until_idle(router)
 

@@ -4,7 +4,7 @@ import asyncio
 import collections
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -112,10 +112,11 @@ class Churn:
         name = self._random.choice(sorted(self._leaving))
         self._leaving.pop(name).set()
 
-    async def replace(self, num_replicas: int) -> None:
-        """Let one after the other go, and another come for each."""
+    async def replace(self, num_replicas: int, *, num_answers: Callable[[], int]) -> None:
+        """Let one after the other go, and another come for each; the present ones answer some calls in between."""
         for _ in range(num_replicas):
-            await asyncio.sleep(self._random.uniform(0.1, 0.4))  # calls run on the present ones
+            wanted = num_answers() + self._random.randint(4, 16)
+            await until(lambda wanted=wanted: num_answers() >= wanted)
             self.stop_one()
             self.start()
 
@@ -155,6 +156,6 @@ async def test_replicas_that_come_and_go_lose_no_request(steady_bus: Bus) -> Non
         async with asyncio.TaskGroup() as group:
             for number in range(32):
                 group.create_task(play(f"s{number}"))
-            await churn.replace(50)
+            await churn.replace(50, num_answers=lambda: num_answers)
             await until(lambda: num_answers > 500)
             stop.set()

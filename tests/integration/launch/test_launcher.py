@@ -80,7 +80,7 @@ def finish(*_):
 signal.signal(signal.SIGTERM, finish)
 note("up")
 while True:
-    time.sleep(0.05)
+    signal.pause()
 """
     )
     run = fake_run(
@@ -111,7 +111,7 @@ def test_the_trainer_does_not_wait_for_ever_for_a_process_that_dies_again_and_ag
     fake_run: Callable[..., FakeRun],
 ) -> None:
     """After Ctrl-C it waits for an engine that cannot be kept: it has a limit then, and the failure is the run's."""
-    trainer = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: time.sleep(0.05)"
+    trainer = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: signal.pause()"
     engine = (
         NOTE
         + """

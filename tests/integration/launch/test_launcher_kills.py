@@ -109,7 +109,7 @@ def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., Fake
 
 def test_second_signal_kills_at_once(fake_run: Callable[..., FakeRun]) -> None:
     """A second Ctrl-C waits for nobody, not even the trainer."""
-    deaf = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: time.sleep(0.05)"
+    deaf = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: signal.pause()"
     run = fake_run([{"name": "trainer", "program": deaf, "stage": "WORK", "ends_run": True}])
     run.wait_for("up")
     run.process.send_signal(signal.SIGINT)

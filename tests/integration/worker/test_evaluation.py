@@ -174,18 +174,20 @@ async def test_a_lost_group_is_published_again_and_a_copy_is_ignored(bus: Bus, t
 async def test_a_prompt_that_the_server_lost_is_published_again(bus: Bus, tmp_path: Path) -> None:
     """Once nothing arrives any more and neither queue holds it; not while a group may still be on its way."""
     played: list[PlayedPrompt] = []
-    has_all = asyncio.Event()
+    has_all, num_looks = False, 0
 
     async def has_received_all() -> bool:
-        return has_all.is_set()
+        nonlocal num_looks
+        num_looks += 1
+        return has_all
 
     sets = make_sets(tmp_path, ["3"])
     async with published(bus, sets, played, has_received_all=has_received_all, silence_s=0.05) as evaluation:
         [prompt] = await prompts(bus)
         await bus.purge(bus.prompts)
-        await asyncio.sleep(0.3)  # several looks, which must not find it lost
+        await until(lambda: num_looks >= 3)
         assert await count(bus, bus.prompts) == 0
-        has_all.set()
+        has_all = True
         await until(lambda: _has_prompts(bus, 1))
         [again] = await prompts(bus)
         assert (again.id.index, again.id.attempt) == (prompt.id.index, 1)

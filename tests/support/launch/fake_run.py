@@ -25,7 +25,7 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 note("up")
 while True:
-    time.sleep(0.05)
+    signal.pause()
 """
 )
 STUBBORN = (
