@@ -312,12 +312,15 @@ def test_a_value_that_cannot_be_decoded_is_a_wrong_row(tmp_path: Path, wrong: st
     assert [each.golds for each in played[1:]] == [("1",), ("2",)]
 
 
-def test_a_first_line_that_is_wrong_can_be_dropped(tmp_path: Path) -> None:
-    """As any other line."""
-    (tmp_path / "a.jsonl").write_text('{"problem": "x\n' + '{"problem": "x", "answer": 1}\n')
-    with pytest.raises(DataError, match="row 0: it is not a JSON object"):
-        open_dataset(DataConfig(path=str(tmp_path / "a.jsonl")))
-    dataset = open_dataset(DataConfig(path=str(tmp_path / "a.jsonl"), shuffle=False, wrong_rows="drop"))
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json.gz"])
+def test_a_first_line_that_is_wrong_can_be_dropped(tmp_path: Path, suffix: str) -> None:
+    """As any other line, zipped or not; a byte-order mark and empty lines are no rows."""
+    content = b'\xef\xbb\xbf{"problem": "x\n\n{"problem": "x", "answer": 1}\n'
+    content = content if suffix == "jsonl" else gzip.compress(content)
+    (tmp_path / f"a.{suffix}").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.{suffix}', row 0: it is not a JSON object"):
+        open_dataset(DataConfig(path=str(tmp_path / f"a.{suffix}")))
+    dataset = open_dataset(DataConfig(path=str(tmp_path / f"a.{suffix}"), shuffle=False, wrong_rows="drop"))
     assert dataset.playable(0) == FilterReason.WRONG_ROW
     assert dataset[1].golds == ("1",)
 
@@ -336,11 +339,15 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     [
         (b"[]", "cannot be unzipped: Not a gzipped file"),
         (gzip.compress(b"[1]")[:-9], "cannot be unzipped"),
-        (gzip.compress(b'{"problem": 1}\n{"problem"'), "is not JSON"),
+        (
+            gzip.compress(b'{"problem": "x", "answer": 1}\n{"problem"'),
+            "row 1: it is not a JSON object: .*; repair the li",
+        ),
+        (gzip.compress(b'[{"problem": "x"}, {]'), "is not JSON"),
         (gzip.compress(b"[1]"), "is not a JSON list of objects: a row is int"),
         (gzip.compress(b" " * 2_000_000), r"more than 1073741 bytes when unzipped.*unzip it to \.jsonl"),
     ],
-    ids=["plain", "cut short", "broken line", "no objects", "bomb"],
+    ids=["plain", "cut short", "broken line", "broken list", "no objects", "bomb"],
 )
 def test_a_zipped_file_that_is_wrong_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     """Before a bomb fills the memory."""

@@ -1,10 +1,11 @@
 """JSON Lines, and JSON files that hold a list of objects."""
 
+import abc
 import gzip
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +14,42 @@ from penstock.errors import DataError
 from services.trainer.data.table import NUM_SHOWN_ROWS
 
 
-class LinesTable:
+class _Lines(abc.ABC):
+    """JSON objects, one a line. A line that is none is a wrong row, not a wrong file."""
+
+    columns: Sequence[str]
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of lines that are not empty."""
+
+    @abc.abstractmethod
+    def _line(self, number: int) -> bytes:
+        """Read a line."""
+
+    def __getitem__(self, number: int, /) -> dict[str, Any]:
+        try:
+            return _object(json.loads(self._line(number)))
+        except OSError as error:
+            raise DataError(f"data.path {str(self._file)!r} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"data.path {str(self._file)!r}, row {number}: it is not a JSON object: {error}; repair the line"
+            ) from None
+
+    def _shown_keys(self) -> Sequence[str]:
+        """The keys of the first rows."""
+        rows = []
+        for number in range(min(len(self), NUM_SHOWN_ROWS)):
+            with suppress(DataError):  # the row is refused or dropped when it is played
+                rows.append(self[number])
+        return _keys(rows)
+
+
+class LinesTable(_Lines):
     """A file with one JSON object a line. Memory holds the places of the lines, and no row."""
 
     def __init__(self, file: Path) -> None:
@@ -22,7 +58,7 @@ class LinesTable:
         Raises:
             DataError: the file cannot be read.
         """
-        self._file = file
+        super().__init__(file)
         self._starts = array("q")
         self._lengths = array("q")
         try:
@@ -30,28 +66,15 @@ class LinesTable:
                 self._index(opened)
         except OSError as error:
             raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
-        self.columns = _keys(self._shown_rows())
+        self.columns = self._shown_keys()
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, number: int, /) -> dict[str, Any]:
-        try:
-            with self._file.open("rb") as opened:
-                opened.seek(self._starts[number])
-                line = opened.read(self._lengths[number])
-            return _object(json.loads(line))
-        except OSError as error:
-            raise DataError(f"data.path {str(self._file)!r} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"data.path {str(self._file)!r}, row {number}: it is not a JSON object: {error}; repair the line"
-            ) from None
-
-    def _shown_rows(self) -> Iterator[Mapping[str, Any]]:
-        for number in range(min(len(self), NUM_SHOWN_ROWS)):
-            with suppress(DataError):  # the row is refused or dropped when it is played
-                yield self[number]
+    def _line(self, number: int) -> bytes:
+        with self._file.open("rb") as opened:
+            opened.seek(self._starts[number])
+            return opened.read(self._lengths[number])
 
     def _index(self, opened: BinaryIO) -> None:
         place = 0
@@ -60,6 +83,22 @@ class LinesTable:
                 self._starts.append(place)
                 self._lengths.append(len(line))
             place += len(line)
+
+
+class HeldLinesTable(_Lines):
+    """Lines of a file that cannot be read from the middle, held in memory as they are."""
+
+    def __init__(self, file: Path, content: bytes) -> None:
+        """Hold the lines of a file's `content`; empty ones are no rows."""
+        super().__init__(file)
+        self._held = [line for line in content.split(b"\n") if line.strip()]
+        self.columns = self._shown_keys()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _line(self, number: int) -> bytes:
+        return self._held[number]
 
 
 class ListTable:
@@ -106,7 +145,7 @@ def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
         raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
 
 
-def open_zipped_json(file: Path, *, max_bytes: int) -> ListTable:
+def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTable:
     """Open a `.json.gz` or `.jsonl.gz` file: a list if it begins as one, else lines. It is held in memory.
 
     Raises:
@@ -123,12 +162,12 @@ def open_zipped_json(file: Path, *, max_bytes: int) -> ListTable:
             "to .jsonl, which is read row by row, or raise data.memory_gib"
         )
     text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not text.startswith(b"["):
+        return HeldLinesTable(file, text)
     try:
-        is_list = text.startswith(b"[")
-        rows = json.loads(text) if is_list else [json.loads(line) for line in text.split(b"\n") if line.strip()]
+        return ListTable(file, json.loads(text))
     except (ValueError, RecursionError) as error:
         raise DataError(f"data.path {str(file)!r} is not JSON: {error}") from None
-    return ListTable(file, rows)
 
 
 def require_size(file: Path, max_bytes: int) -> None:
