@@ -14,7 +14,7 @@ from typing import Any, Self
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.detokenize import TokenTexts
 from penstock.model.tokens import image_token_id
-from penstock.records import Message, Record, TextPart
+from penstock.records import Message, TextPart, ToolCall
 
 # Text that spells a special token is replaced before the template is filled in, and encoded as ordinary tokens
 # afterwards. Private-use characters mark its place; if a text holds these characters, they are replaced as well.
@@ -22,19 +22,6 @@ _OPEN, _CLOSE, _ASSISTANT = "\ue000", "\ue001", "\ue002"
 _TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 _PROBE = "penstock_probe"
-
-
-class ToolCall(Record, frozen=True, kw_only=True):
-    """An assistant's call of a function."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class CallingMessage(Message, frozen=True):
-    """An assistant's message with tool calls, which follow its text."""
-
-    tool_calls: tuple[ToolCall, ...]
 
 
 class Renderer:
@@ -92,8 +79,13 @@ class Renderer:
             template_kwargs: Further variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: placeholders and images differ in number, or the template refuses the messages.
+            InvalidRequestError: placeholders and images differ in number, or the template refuses the messages or drops
+                their tool calls.
         """
+        if any(message.tool_calls for message in messages) and not self.shows_calls:
+            raise InvalidRequestError(
+                "the messages have tool_calls, which the model's chat template drops; write them as text in the content"
+            )
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._take_out, taken_out)
@@ -113,6 +105,15 @@ class Renderer:
         tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
         try:
             return _PROBE in self._fill_template([self._content("user", "?")], tools=[tool])
+        except InvalidRequestError:
+            return False
+
+    @functools.cached_property
+    def shows_calls(self) -> bool:
+        """Whether the template shows the calls of earlier turns."""
+        call = Message(role="assistant", parts=(), tool_calls=(ToolCall(name=_PROBE, arguments={}),))
+        try:
+            return _PROBE in self._fill_template([self._content("user", "?"), self._to_chat(call, [])])
         except InvalidRequestError:
             return False
 
@@ -181,7 +182,7 @@ class Renderer:
             if piece["type"] == "text":
                 piece["text"] = take_out(piece["text"])
         chat: dict[str, Any] = {"role": message.role}
-        if isinstance(message, CallingMessage):
+        if message.tool_calls:
             calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
             chat["tool_calls"] = [{"type": "function", "function": _each_text(call, take_out)} for call in calls]
         if self._image_token_id is not None:

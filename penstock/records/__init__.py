@@ -4,7 +4,7 @@ Every record checks itself, at construction and when decoded (`penstock.records.
 """
 
 from penstock.records.group import Group
-from penstock.records.prompt import TRAIN, GroupId, ImagePart, Limits, Message, Prompt, Sampling, TextPart
+from penstock.records.prompt import TRAIN, GroupId, ImagePart, Limits, Message, Prompt, Sampling, TextPart, ToolCall
 from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
 from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
@@ -25,6 +25,7 @@ __all__ = [
     "Sampling",
     "TextPart",
     "TokenSequence",
+    "ToolCall",
     "Turn",
     "Verdict",
     "VersionSpan",

@@ -25,11 +25,27 @@ class ImagePart(Record, frozen=True, kw_only=True, tag="image", tag_field="type"
     index: int
 
 
-class Message(Record, frozen=True, kw_only=True):
-    """One message of a conversation, in the roles that chat templates know."""
+class ToolCall(Record, frozen=True, kw_only=True):
+    """An assistant's call of a function."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation, in the roles that chat templates know.
+
+    Without tool calls it is encoded as before they were added.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[TextPart | ImagePart, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    """An assistant's calls, which follow its text."""
+
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's may")
 
 
 class GroupId(Record, frozen=True, kw_only=True):

@@ -142,6 +142,29 @@ async def test_every_row_is_asked_and_judged(api: Api, verifier: RewardClient, s
     assert next(request for request in api.requests if request is not with_picture)["messages"] is not None
 
 
+async def test_tool_calls_are_asked_with_ids(api: Api, verifier: RewardClient, tmp_path: Path) -> None:
+    """In OpenAI's form, which wants each answer of a tool to name its call."""
+    calls = [{"name": "zoom", "arguments": {"factor": 2}}, {"name": "find", "arguments": {"label": "é"}}]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": messages, "answer": "3"}))
+    config = EvaluationSetConfig(path=str(tmp_path / "a.jsonl"), profile="math")
+    [outcome] = await play(api, verifier, open_sets(EvaluationConfig(sets={"s": config}), DataConfig()))
+    _, assistant, *tools = api.requests[0]["messages"]
+    asked = [call["function"] for call in assistant["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in asked] == [
+        ("zoom", {"factor": 2}),
+        ("find", {"label": "é"}),
+    ]
+    assert len({call["id"] for call in assistant["tool_calls"]}) == 2
+    assert [each["tool_call_id"] for each in tools] == [call["id"] for call in assistant["tool_calls"]]
+    assert outcome.messages[1]["tool_calls"] == calls
+
+
 async def test_a_cut_answer_is_truncated(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
     """As one of an engine is."""
     api.finish_reason = "length"

@@ -1,7 +1,12 @@
 """`penstock data`: what it prints, what it writes, and when it fails."""
 
+import contextlib
 import html.parser
+import os
+import pty
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +53,31 @@ def test_a_report_of_sound_rows(tmp_path: Path, tiny_model_path: Path, capsys: p
     assert re.search(r"tokens     median \d+, 90% \d{3}, 99% \d{3}, longest \d{3}; at most 492", out)
     assert main(["data", str(tmp_path / "r.toml"), "--rows=1"]) == 0
     assert "rows       3, 1 of them read" in capsys.readouterr().out
+
+
+def test_rows_without_marks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How often images_first acted."""
+    unmarked = {**SOUND, "problem": "Find x."}
+    assert main(["data", recipe(tmp_path, [SOUND, unmarked, unmarked]), "--data.images_first=true"]) == 0
+    assert "put before the text in 2 rows without <image>" in capsys.readouterr().out
+
+
+def test_reading_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
+    """Rows read, of all, on standard error; the report is on standard output."""
+    command = [sys.executable, "-m", "services.cli", "data", recipe(tmp_path, [SOUND] * 3)]
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=environment) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as opened:  # EIO ends a terminal
+            while piece := opened.read(65536):
+                shown += piece
+        report, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert re.search(r"rows .* 3/3", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
+    assert b"rows       3, in 1 file" in report
+    assert b"3/3" not in report
 
 
 def test_wrong_rows_are_listed_and_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

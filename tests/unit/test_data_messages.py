@@ -1,10 +1,11 @@
 """Prompts as text, messages and messages with parts; where images go; what chat templates would drop."""
 
+import json
 from typing import Any
 
 import pytest
 
-from penstock.records import ImagePart, Message, TextPart
+from penstock.records import ImagePart, Message, TextPart, ToolCall
 from services.trainer.data.messages import make_messages, place_images, read_turns, split_answer
 
 
@@ -19,6 +20,7 @@ def user(*parts: TextPart | ImagePart) -> Message:
     return Message(role="user", parts=parts)
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "zoom", "arguments": '{"factor": 2}'}}
 A, B = TextPart(text="a"), TextPart(text="b")
 FIRST, SECOND = ImagePart(index=0), ImagePart(index=1)
 
@@ -75,6 +77,32 @@ def test_all_roles_and_the_suffix_of_the_last_user_message() -> None:
     assert messages[4].parts == (TextPart(text="ab"),)
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [CALL],
+        json.dumps([CALL]),
+        [{"name": "zoom", "arguments": {"factor": 2}}],
+        [{"id": None, "function": {"name": "zoom", "arguments": {"factor": 2, "of_another_tool": None}}}],
+    ],
+)
+@pytest.mark.parametrize("content", [None, "", "a"])
+def test_an_assistant_may_call_tools(calls: Any, content: str | None) -> None:
+    """In OpenAI's form or bare, arguments as an object or as JSON; images stay where they are."""
+    messages, found = prompt(
+        [
+            {"role": "user", "content": "<image>a"},
+            {"role": "assistant", "content": content, "tool_calls": calls},
+            {"role": "tool", "content": "<image>b"},
+        ],
+        [1, 2],
+    )
+    assert found == [1, 2]
+    assert messages[1].tool_calls == (ToolCall(name="zoom", arguments={"factor": 2}),)
+    assert messages[1].parts == ((A,) if content else ())
+    assert messages[0].tool_calls == messages[2].tool_calls == ()
+
+
 def test_roles_of_sharegpt() -> None:
     """Its own names and the usual ones."""
     roles = ("system", "human", "gpt", "observation", "user", "assistant", "tool")
@@ -125,7 +153,11 @@ def test_images_first_is_asked_for() -> None:
         ),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "last message is the assistant's"),
         ([{"role": "system", "content": "a"}], "no user message"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "a message with tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "the tool call {}; want its name, and arguments"),
+        ([{"role": "assistant", "content": "", "tool_calls": 3}], "tool_calls of type int; want a list"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "a tool call with text that is no"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "want its name, and arguments as"),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "a message of role user with tool_calls"),
         (
             [
                 {

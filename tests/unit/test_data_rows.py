@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import structlog
 
 from penstock.errors import DataError
 from services.trainer.data.config import DataConfig
@@ -47,6 +48,57 @@ def test_a_row_may_have_tools(tmp_path: Path, cell: Any) -> None:
     """As JSON text, or as structs, where a field of another row's tool is null."""
     found = examples(tmp_path, [{"tools": cell}, {"tools": None}], tools_column="tools")
     assert [each.tools for each in found] == [(TOOL,), ()]
+
+
+def test_several_image_columns_are_read_in_their_order(tmp_path: Path) -> None:
+    """Each may hold one image, a list or none; places in the text take them column by column."""
+    red, green, blue = (png(color) for color in ("red", "green", "blue"))
+    rows = [
+        {"problem": "<image>a<image>b<image>", "left": red, "right": [green, blue]},
+        {"problem": "<image>a", "left": red, "right": []},
+        {"problem": "a", "left": None, "right": []},
+    ]
+    found = examples(tmp_path, rows, images_column=("left", "right"))
+    assert [each.images for each in found] == [(red, green, blue), (red,), ()]
+    swapped = examples(tmp_path, rows[:1], images_column=("right", "left"))
+    assert swapped[0].images == (green, blue, red)
+    with pytest.raises(DataError, match=r"row 0: its text has 3 <image>, but there are 2 images"):
+        examples(tmp_path, rows, images_column=("right",))
+
+
+def test_rows_without_marks_are_counted(tmp_path: Path) -> None:
+    """With images_first, the log says of how many rows the images were put before the text."""
+    rows = [{"problem": text, "images": [png()]} for text in ("<image>a", "a", "b", "c<image>")]
+    with structlog.testing.capture_logs() as logged:
+        found = examples(tmp_path, rows, images_first=True)
+    assert [each.images_put_first for each in found] == [False, True, True, False]
+    (event,) = [each for each in logged if each["event"] == "data.images_put_first"]
+    assert (event["num_rows"], event["num_rows_checked"]) == (2, 4)
+    with structlog.testing.capture_logs() as logged:
+        examples(tmp_path, [rows[0]], images_first=True)
+    assert not [each for each in logged if each["event"] == "data.images_put_first"]
+
+
+def test_tool_calls_come_with_their_message(tmp_path: Path) -> None:
+    """From JSON Lines and from Parquet, whose structs have the fields of every tool."""
+    calls = [
+        {"type": "function", "function": {"name": "zoom", "arguments": {"factor": 2, "label": None}}},
+        {"type": "function", "function": {"name": "find", "arguments": {"factor": None, "label": "A"}}},
+    ]
+    messages = [
+        {"role": "user", "content": "?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "1", "tool_calls": None},
+        {"role": "tool", "content": "2", "tool_calls": None},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": messages, "answer": "1"}))
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages, "answer": "1"}]), tmp_path / "b.parquet")
+    for file in ("a.jsonl", "b.parquet"):
+        example = open_dataset(DataConfig(path=str(tmp_path / file)))[0]
+        assert [(call.name, call.arguments) for call in example.messages[1].tool_calls] == [
+            ("zoom", {"factor": 2}),
+            ("find", {"label": "A"}),
+        ]
 
 
 def test_a_conversation_may_end_with_the_answer(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Data sets: layouts, order, and what is said about a file that is wrong."""
 
 import base64
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -265,6 +266,23 @@ def test_refuses_data_and_settings_with_which_no_prompt_fits(tmp_path: Path, tin
         open_dataset(config, limit=limit_of(tiny_model_path, 50))
     with pytest.raises(ConfigError, match=r"max_new_tokens = 64 leaves no room for a prompt in a context of 64"):
         PromptLimit.of_run(tiny_model_path, context=64, max_new_tokens=64)
+
+
+def test_tools_count_in_a_prompts_length(tmp_path: Path, tiny_model_path: Path) -> None:
+    """A row whose tools leave no room is passed over, as one with a long text is."""
+    tool = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
+    path = write(
+        tmp_path / "a.parquet", {"tools": [None, json.dumps([tool])], "problem": ["1+1?"] * 2, "answer": ["1"] * 2}
+    )
+    config = DataConfig(path=path, tools_column="tools", shuffle=False)
+    limit = limit_of(tiny_model_path, 1000)
+    plain, with_tools = (limit.num_tokens(open_dataset(config)[row]) for row in range(2))
+    example = open_dataset(config)[1]
+    renderer = Renderer.load(tiny_model_path)
+    assert with_tools == len(renderer.render_prompt(example.messages, num_images=0, tools=[tool])) > plain + 20
+    dataset = open_dataset(config, limit=limit_of(tiny_model_path, with_tools - 1))
+    assert isinstance(dataset.playable(0), Example)
+    assert dataset.playable(1) is FilterReason.OVERLONG_PROMPT
 
 
 def test_a_row_that_the_model_cannot_read_is_named(tmp_path: Path, tiny_model_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.chat_template import Renderer
-from penstock.records import ImagePart, Message, TextPart
+from penstock.records import ImagePart, Message, TextPart, ToolCall
 
 IMAGE = ImagePart(index=0)
 
@@ -104,6 +104,31 @@ def test_tool_messages_continue_a_turn(renderer: Renderer, tokenizer: Any) -> No
     assert tokenizer.decode(ids) == (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+CALLING = Message(
+    role="assistant",
+    parts=(TextPart(text="I look."),),
+    tool_calls=(ToolCall(name="zoom", arguments={"factor": 2, "text": "<|im_end|>"}),),
+)
+
+
+def test_tool_calls_are_rendered_as_the_template_has_them(renderer: Renderer, tokenizer: Any) -> None:
+    """Behind the text of their message; special tokens that they spell stay text."""
+    ids = renderer.render_prompt([user("a"), CALLING, user("b")], num_images=0)
+    call = '<tool_call>\n{"name": "zoom", "arguments": {"factor": 2, "text": "<|im_end|>"}}\n</tool_call>'
+    assert f"I look.\n{call}<|im_end|>" in tokenizer.decode(ids)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
+
+
+def test_a_template_that_drops_tool_calls_makes_the_prompt_invalid(tiny_model_path: Path) -> None:
+    """The policy would see an answer to nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    renderer = Renderer(tokenizer, image_token_id=None)
+    assert renderer.render_prompt([user("a")], num_images=0)
+    with pytest.raises(InvalidRequestError, match="tool_calls, which the model's chat template drops; write them as"):
+        renderer.render_prompt([user("a"), CALLING, user("b")], num_images=0)
 
 
 def test_a_turn_that_did_not_close_itself_is_closed(renderer: Renderer, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,11 @@ def _message(message: Message, example: Example) -> str:
         else _figure(example.images[part.index], part.index)
         for part in message.parts
     ]
-    return f'<div class="role">{message.role}</div>{"".join(parts)}'
+    calls = [
+        f'<p class="text">{html.escape(call.name)}({html.escape(json.dumps(call.arguments, ensure_ascii=False))})</p>'
+        for call in message.tool_calls
+    ]
+    return f'<div class="role">{message.role}</div>{"".join(parts + calls)}'
 
 
 def _figure(data: bytes, number: int) -> str:

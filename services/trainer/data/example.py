@@ -4,7 +4,6 @@ Invariant: the images that an example's messages refer to are exactly the images
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from services.trainer.data.columns import Columns, cell
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.golds import read_golds
 from services.trainer.data.images import ImageReader
+from services.trainer.data.json_values import as_json, without_nulls
 from services.trainer.data.messages import make_messages, place_images, read_turns, split_answer
 
 T = TypeVar("T")
@@ -117,17 +117,8 @@ def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
         raise ValueError(f"column {column!r} holds text that is no JSON: {error}") from None
     match tools:
         case [*found] if all(isinstance(tool, Mapping) and tool.get("function") for tool in found):
-            return tuple(_without_nulls(as_json(tool)) for tool in found)
+            return tuple(without_nulls(as_json(tool)) for tool in found)
     raise ValueError(f"column {column!r} holds {str(given)[:80]}; want a list of tools in OpenAI's form, or its JSON")
-
-
-def _without_nulls(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-        case list():
-            return [_without_nulls(each) for each in value]
-    return value
 
 
 def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
@@ -144,24 +135,6 @@ def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
         f"column {column!r} holds {str(wanted)[:80]}; a row may have its own max_new_tokens, and the trainer computes "
         "log-probabilities for the run's temperature, top_p and top_k"
     )
-
-
-def as_json(value: Any) -> Any:
-    """Return a value as JSON can hold it: without bytes, numbers that are not finite as None, others as text."""
-    match value:
-        case None | bool():
-            return value
-        case int():
-            return value if -(2**63) <= value < 2**64 else str(value)  # as the bus can hold it
-        case str():
-            return value.encode(errors="replace").decode()
-        case float():
-            return value if math.isfinite(value) else None
-        case Mapping():
-            return {str(key): as_json(each) for key, each in value.items() if not isinstance(each, bytes)}
-        case list() | tuple():
-            return [as_json(each) for each in value if not isinstance(each, bytes)]
-    return str(value)
 
 
 def _images(value: Any) -> list[Any]:

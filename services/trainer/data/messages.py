@@ -9,10 +9,11 @@ Invariant: each image of a row has exactly one place in its messages, in order.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
 
-from penstock.records import ImagePart, Message, TextPart
+from penstock.records import ImagePart, Message, TextPart, ToolCall
+from services.trainer.data.tool_calls import read_tool_calls
 
 IMAGE_MARK = "<image>"
 """Stands for an image in a row's text."""
@@ -39,6 +40,8 @@ class Turn:
 
     role: Role
     pieces: tuple[str | Place, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant's message."""
 
 
 def read_turns(cell: Any) -> tuple[Turn, ...]:
@@ -66,7 +69,7 @@ def split_answer(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], str]:
         ValueError: the last message is not the assistant's, or it has an image.
     """
     *before, last = turns
-    if last.role != "assistant" or not all(isinstance(piece, str) for piece in last.pieces):
+    if last.role != "assistant" or last.tool_calls or not all(isinstance(piece, str) for piece in last.pieces):
         raise ValueError("messages that end with no text of the assistant's, which would be the correct answer")
     return tuple(before), "".join(cast(Sequence[str], last.pieces))
 
@@ -135,7 +138,7 @@ def make_messages(turns: Sequence[Turn], *, prompt_suffix: str = "", system_prom
                 parts[-1] = TextPart(text=parts[-1].text + piece)
             elif piece:
                 parts.append(TextPart(text=piece))
-        messages.append(Message(role=turn.role, parts=tuple(parts)))
+        messages.append(Message(role=turn.role, parts=tuple(parts), tool_calls=turn.tool_calls))
     return tuple(messages)
 
 
@@ -145,14 +148,17 @@ def _turn(message: Any) -> Turn:
         message = {"role": role, "content": message["value"]}
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise ValueError(f"a list with {_shown(message)}; want messages of role ({', '.join(_ROLES)}) and content")
-    if message.get("tool_calls"):
-        raise ValueError("a message with tool_calls, which prompts cannot have; write them as text in its content")
     role = cast(Role, message["role"])
+    calls = read_tool_calls(message.get("tool_calls"))
+    if calls and role != "assistant":
+        raise ValueError(f"a message of role {role} with tool_calls; only the assistant's may have them")
     match message.get("content"):
         case str(text):
-            return Turn(role, (text,))
+            return Turn(role, (text,), calls)
         case [*parts]:
-            return Turn(role, tuple(_piece(part) for part in parts))
+            return Turn(role, tuple(_piece(part) for part in parts), calls)
+        case None if calls:
+            return Turn(role, (), calls)
     raise ValueError(f"the message {_shown(message)}; want its content as text, or as a list of parts")
 
 
@@ -167,7 +173,7 @@ def _piece(part: Any) -> str | Place:
 
 def _marked(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """The messages with a place for each mark."""
-    return tuple(Turn(turn.role, tuple(_split(turn.pieces))) for turn in turns)
+    return tuple(replace(turn, pieces=tuple(_split(turn.pieces))) for turn in turns)
 
 
 def _split(pieces: Sequence[str | Place]) -> list[str | Place]:
@@ -184,7 +190,7 @@ def _unmarked(turns: tuple[Turn, ...], num_parts: int) -> tuple[Turn, ...]:
             f"its texts have {num_marks} {IMAGE_MARK} beside {num_parts} parts that are images; keep one of the two"
         )
     return tuple(
-        Turn(turn.role, tuple(p.replace(IMAGE_MARK, "") if isinstance(p, str) else p for p in turn.pieces))
+        replace(turn, pieces=tuple(p.replace(IMAGE_MARK, "") if isinstance(p, str) else p for p in turn.pieces))
         for turn in turns
     )
 
@@ -192,7 +198,7 @@ def _unmarked(turns: tuple[Turn, ...], num_parts: int) -> tuple[Turn, ...]:
 def _at_the_start(turns: Sequence[Turn], num_images: int) -> tuple[Turn, ...]:
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), 0)
     return tuple(
-        Turn(turn.role, (*[Place()] * num_images, *turn.pieces)) if number == first else turn
+        replace(turn, pieces=(*[Place()] * num_images, *turn.pieces)) if number == first else turn
         for number, turn in enumerate(turns)
     )
 

@@ -4,8 +4,10 @@ answered `samples_per_prompt` times, images as data URIs.
 
 import asyncio
 import base64
+import json
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -16,7 +18,7 @@ import structlog
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.model.images import image_format
-from penstock.records import Sampling, TextPart
+from penstock.records import Message, Sampling, TextPart
 from penstock.runtime.backoff import Backoff
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
@@ -126,20 +128,7 @@ class OpenAiPlayer:
     def _request(self, example: Example, sampling: Sampling) -> dict[str, Any]:
         return {
             "model": self.model,
-            "messages": [
-                {
-                    "role": message.role,
-                    "content": [
-                        {"type": "text", "text": part.text}
-                        if isinstance(part, TextPart)
-                        else {"type": "image_url", "image_url": {"url": _data_uri(example.images[part.index])}}
-                        for part in message.parts
-                    ]
-                    if any(not isinstance(part, TextPart) for part in message.parts)
-                    else "".join(part.text for part in message.parts if isinstance(part, TextPart)),
-                }
-                for message in example.messages
-            ],
+            "messages": _messages(example),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_new_tokens,
@@ -243,6 +232,40 @@ def _judged(sample: PlayedSample, verdict: reward_pb2.Verdict, example: Example)
         status=status,
         extracted=verdict.extracted,
     )
+
+
+def _messages(example: Example) -> list[dict[str, Any]]:
+    """The messages of a prompt; a tool's message answers the first call that has no answer yet."""
+    messages: list[dict[str, Any]] = []
+    open_ids: deque[str] = deque()
+    for place, message in enumerate(example.messages):
+        found: dict[str, Any] = {"role": message.role, "content": _content(message, example.images)}
+        if message.tool_calls:
+            ids = [f"call_{place}_{number}" for number in range(len(message.tool_calls))]
+            open_ids.extend(ids)
+            found["tool_calls"] = [
+                {
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call_id, call in zip(ids, message.tool_calls, strict=True)
+            ]
+        elif message.role == "tool" and open_ids:
+            found["tool_call_id"] = open_ids.popleft()
+        messages.append(found)
+    return messages
+
+
+def _content(message: Message, images: Sequence[bytes]) -> str | list[dict[str, Any]]:
+    if all(isinstance(part, TextPart) for part in message.parts):
+        return "".join(part.text for part in message.parts if isinstance(part, TextPart))
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image_url", "image_url": {"url": _data_uri(images[part.index])}}
+        for part in message.parts
+    ]
 
 
 def _data_uri(image: bytes) -> str:

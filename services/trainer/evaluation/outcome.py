@@ -55,7 +55,7 @@ class PlayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the row in the set, from 0."""
     source: str
     """By which the set is broken down; empty if it is not."""
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     """The prompt for people, with `<image>` where an image stands."""
     golds: tuple[str, ...]
     samples: tuple[PlayedSample, ...]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import msgspec
+
 from penstock.errors import ConfigError, DataError, SetupError
 from penstock.records import GroupId, Prompt, Sampling, TextPart
 from services.trainer.data.config import DataConfig
@@ -121,6 +123,11 @@ class EvaluationSet:
                     "role": message.role,
                     "content": "".join(
                         part.text if isinstance(part, TextPart) else IMAGE_MARK for part in message.parts
+                    ),
+                    **(
+                        {"tool_calls": [msgspec.to_builtins(call) for call in message.tool_calls]}
+                        if message.tool_calls
+                        else {}
                     ),
                 }
                 for message in example.messages

@@ -35,6 +35,11 @@ def write_group(group: Group, example: Example, images: Mapping[str, bytes], fol
                 "content": "".join(
                     part.text if isinstance(part, TextPart) else f"<image-{part.index}>" for part in message.parts
                 ),
+                **(
+                    {"tool_calls": [msgspec.to_builtins(call) for call in message.tool_calls]}
+                    if message.tool_calls
+                    else {}
+                ),
             }
             for message in example.messages
         ],

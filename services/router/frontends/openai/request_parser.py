@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config import SamplingConfig
-from penstock.model.chat_template import CallingMessage, Renderer, ToolCall
-from penstock.records import ImagePart, Message, TextPart
+from penstock.model.chat_template import Renderer
+from penstock.records import ImagePart, Message, TextPart, ToolCall
 from penstock.v1 import generate_pb2
 from services.router.frontends.openai.errors import ParameterError, TextTooLongError
 from services.router.frontends.openai.images import read_image
@@ -183,13 +183,13 @@ class RequestParser:
                 read_image(part.image_url.url, param=where, max_bytes=self._tuning.max_image_bytes)
             )  # fmt: skip
         template_role: Any = "system" if role == "developer" else role
+        calls: tuple[ToolCall, ...] = ()
         if message.tool_calls:
             calls = tuple(
                 ToolCall(name=call.function.name, arguments=_arguments(call.function.arguments, f"{param}.tool_calls"))
                 for call in message.tool_calls
             )
-            return CallingMessage(role=template_role, parts=tuple(parts), tool_calls=calls)
-        return Message(role=template_role, parts=tuple(parts))
+        return Message(role=template_role, parts=tuple(parts), tool_calls=calls)
 
 
 def name_session(*, header: str, metadata: str, user: str) -> str:

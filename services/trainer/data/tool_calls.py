@@ -1,0 +1,44 @@
+"""Tool calls of an assistant's message, in the forms that data sets have them in.
+
+[{"type": "function", "function": {"name": "zoom", "arguments": "{\\"factor\\": 2}"}}]
+[{"name": "zoom", "arguments": {"factor": 2}}]
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.records import ToolCall
+from services.trainer.data.json_values import as_json, without_nulls
+
+
+def read_tool_calls(value: Any) -> tuple[ToolCall, ...]:
+    """Return the calls in `tool_calls`: a list, or its JSON; nothing is none.
+
+    Raises:
+        ValueError: it is something else, or a call has no name or no arguments.
+    """
+    calls = _parsed(value) if isinstance(value, str) else value
+    match calls:
+        case None | "":
+            return ()
+        case [*found]:
+            return tuple(map(_call, found))
+    raise ValueError(f"tool_calls of type {type(calls).__name__}; want a list in OpenAI's form")
+
+
+def _call(call: Any) -> ToolCall:
+    function = call.get("function") or call if isinstance(call, Mapping) else None
+    match function:
+        case {"name": str(name), "arguments": given} if name:
+            arguments = _parsed(given) if isinstance(given, str) else given
+            if isinstance(arguments, Mapping):
+                return ToolCall(name=as_json(name), arguments=without_nulls(as_json(arguments)))
+    raise ValueError(f"the tool call {repr(call)[:80]}; want its name, and arguments as an object or as JSON text")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a tool call with text that is no JSON: {error}") from None
