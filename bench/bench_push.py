@@ -29,11 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - after the environment is set
 
-from bench.awake import StolenTime  # noqa: E402
-from bench.raw_broadcast import broadcast_raw, raw_group  # noqa: E402
+from bench.support.awake import StolenTime  # noqa: E402
+from bench.support.raw_broadcast import broadcast_raw, raw_group  # noqa: E402
+from penstock.bus.buckets.watch import watched  # noqa: E402
 from penstock.bus.connection import Bus, connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
-from penstock.bus.watch import watched  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
 from penstock.testing.engine_process import engine_process  # noqa: E402

@@ -2,7 +2,8 @@
 
     python bench/bench_router.py [--sglang-router /path/to/python]
 
-Engines are simulated (bench/simulated_engine_process.py): each request takes a given time and costs next to nothing. A
+Engines are simulated (bench/support/simulated_engine_process.py): each request takes a given time and costs next to
+nothing. A
 given number of calls is kept in flight. The time of each call is chosen so that about `--rate` calls are made per
 second whatever that number, because a router's cost depends on calls; it is at least what an engine needs for the
 tokens, at `--ms-per-token`. The table's latencies are the time of a call beyond that; "added" is their excess over

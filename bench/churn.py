@@ -2,8 +2,8 @@
 
     python bench/churn.py [--minutes 10]
 
-One real router, a real NATS server, real gRPC; the engines are simulated (bench/churn_engines.py), each in its own
-process, of different sizes. About every `--leave-every-s` seconds one leaves: half are killed with -9, half drain.
+One real router, a real NATS server, real gRPC; the engines are simulated (bench/support/churn_engines.py), each in its
+own process, of different sizes. About every `--leave-every-s` seconds one leaves: half are killed with -9, half drain.
 Another joins a little later, so that there are always nearly `--replicas`. Meanwhile `--sessions` sessions at a time
 make turn after turn. Three bars:
 

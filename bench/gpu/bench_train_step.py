@@ -36,9 +36,9 @@ from bench.gpu.random_model import write_model  # noqa: E402
 from bench.trainer.padded import PaddedPolicy  # noqa: E402
 from penstock.model.tokens import forbidden_token_ids, image_token_id  # noqa: E402
 from services.trainer.algorithm.config import AlgorithmConfig  # noqa: E402
-from services.trainer.backend.attention import RowLayout, packed_attention  # noqa: E402
 from services.trainer.backend.base import take_step  # noqa: E402
 from services.trainer.backend.in_process import InProcessBackend  # noqa: E402
+from services.trainer.backend.policy.attention import RowLayout, packed_attention  # noqa: E402
 from services.trainer.batching.images import ImagePatches  # noqa: E402
 from services.trainer.batching.packing import num_row_tokens, pack  # noqa: E402
 from services.trainer.batching.rows import Segment, build_row  # noqa: E402

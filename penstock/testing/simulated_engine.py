@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Self
 
-from penstock.bus import leases
+from penstock.bus.buckets import leases
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.connection import Bus
-from penstock.bus.replica_lease import write_replica
 from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security

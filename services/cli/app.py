@@ -13,13 +13,14 @@ from typer.exceptions import TyperException
 
 from penstock.errors import PenstockError, UserError
 from penstock.runtime import process
-from services.cli import bus, replicas
+from services.cli import bus
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
-from services.cli.data_command import data
-from services.cli.eval_command import eval_
+from services.cli.data.command import data
+from services.cli.evaluation.command import eval_
 from services.cli.init_command import init
-from services.cli.replay_command import replay
-from services.cli.score_command import score
+from services.cli.replay.command import replay
+from services.cli.replicas import command as replicas
+from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.show_config import show_config
 from services.cli.train import train

@@ -39,7 +39,7 @@ def train(
     """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
     from services.launch import launcher
     from services.launch.run_folder import RunFolder
-    from services.trainer.data.files import pin
+    from services.trainer.data.sources.files import pin
     from services.trainer.evaluation.sets import pin_sets
 
     recipes, overrides = sort_arguments(recipe, context.args)

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import structlog
 
+from penstock.bus.buckets.replica_lease import ReplicaLeases
+from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
-from penstock.bus.replica_lease import ReplicaLeases
-from penstock.bus.watch import Watch, watched
 from penstock.errors import CorruptMessageError
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, read_published_version
 from penstock.runtime.duty_cycle import DutyCycle

@@ -10,11 +10,11 @@ from typing import TypeAlias
 
 import structlog
 
+from penstock.bus.buckets.lock import Lock
+from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.image_store import ImageStore
-from penstock.bus.lock import Lock
-from penstock.bus.watch import Watch, watched
 from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.weights import nccl

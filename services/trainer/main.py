@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import structlog
 
+from penstock.bus.buckets.lock import locked
 from penstock.bus.connection import connect
-from penstock.bus.lock import locked
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.disk_space import disk_full_told
 from penstock.runtime.process import end_task, unless_stopped

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.bus.lock import Lock
+from penstock.bus.buckets.lock import Lock
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position

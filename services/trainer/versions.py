@@ -8,10 +8,10 @@ from pathlib import Path
 
 from nats.js.kv import KeyValue
 
+from penstock.bus.buckets.register import Register, open_register
+from penstock.bus.buckets.replica_lease import read_replica
+from penstock.bus.buckets.watch import Watch
 from penstock.bus.connection import Bus
-from penstock.bus.register import Register, open_register
-from penstock.bus.replica_lease import read_replica
-from penstock.bus.watch import Watch
 from penstock.errors import CorruptMessageError, SetupError, SupersededError
 from penstock.records.published_version import (
     CURRENT_KEY,

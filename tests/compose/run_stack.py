@@ -23,7 +23,7 @@ from penstock.clients import RouterClient
 from penstock.config import SecurityConfig
 from penstock.errors import AccessError, UnavailableError
 from penstock.runtime.security import Security
-from services.cli.replica_table import describe_pool, fetch_pool
+from services.cli.replicas.table import describe_pool, fetch_pool
 from tests.compose.stack import (
     PAIRS_FILE,
     ROOT,

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message as ProtoMessage
 
-from penstock.bus.lock_holder import read_lock_holder, write_lock_holder
-from penstock.bus.replica_lease import write_replica
+from penstock.bus.buckets.lock_holder import read_lock_holder, write_lock_holder
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.errors import CorruptMessageError
 from penstock.records import (
     Group,

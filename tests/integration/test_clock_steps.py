@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from nats.js.kv import KeyValue
 
+from penstock.bus.buckets.leases import held
+from penstock.bus.buckets.lock import claim
+from penstock.bus.buckets.register import Register
+from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus, connect
-from penstock.bus.leases import held
-from penstock.bus.lock import claim
-from penstock.bus.register import Register
-from penstock.bus.watch import watched
 from penstock.config import BusConfig
 from penstock.runtime.process import end_task
 from tests.support.waiting import promptly, until

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import Bus
-from penstock.bus.lock import claim
 from penstock.errors import DataError, SupersededError
 from penstock.records import Group
 from penstock.records.codec import encode

@@ -15,8 +15,8 @@ import grpc
 import pytest
 import torch
 
+from penstock.bus.buckets.replica_lease import read_replica
 from penstock.bus.connection import connect
-from penstock.bus.replica_lease import read_replica
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess

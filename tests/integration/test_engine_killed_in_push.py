@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import connect
-from penstock.bus.watch import watched
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from google.protobuf import json_format
 
+from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
-from penstock.bus.watch import Watch, watched
 from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig

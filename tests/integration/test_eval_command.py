@@ -20,7 +20,7 @@ from penstock.testing.answers import Saying
 from penstock.testing.engine_process import START_TIMEOUT_S
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
-from services.cli.evaluate import model_folder
+from services.cli.evaluation.run import model_folder
 
 pytestmark = pytest.mark.timeout(600)
 

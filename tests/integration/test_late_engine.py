@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
-from penstock.bus.watch import Watch, watched
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2

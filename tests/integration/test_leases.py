@@ -15,10 +15,10 @@ import pytest
 from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
+from penstock.bus.buckets.leases import held
+from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus, connect
-from penstock.bus.leases import held
 from penstock.bus.local_server import local_server
-from penstock.bus.watch import Watch, watched
 from penstock.config import BusConfig
 from penstock.errors import SetupError
 from tests.support import waiting
@@ -29,7 +29,7 @@ TTL_S = 1.0
 _HOLD_A_LEASE = """
 import asyncio, sys
 from penstock.bus.connection import connect
-from penstock.bus.leases import held
+from penstock.bus.buckets.leases import held
 from penstock.config import BusConfig
 
 async def main(url, run):

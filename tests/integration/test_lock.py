@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from penstock.bus.buckets.lock import claim, locked
+from penstock.bus.buckets.register import open_register
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
-from penstock.bus.lock import claim, locked
-from penstock.bus.register import open_register
 from penstock.config import BusConfig
 from penstock.errors import SetupError, SupersededError
 from penstock.runtime.process import end_task

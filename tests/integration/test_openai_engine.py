@@ -14,8 +14,8 @@ from penstock.config import BusConfig
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, RecordedCall, Verdict
 from penstock.testing.engine_process import EngineProcess
-from services.trainer.backend.load_model import load_policy
-from services.trainer.backend.model import PolicyModel
+from services.trainer.backend.policy.load_model import load_policy
+from services.trainer.backend.policy.model import PolicyModel
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.router.openai_stage import data_url
 from tests.support.router.process import router_process

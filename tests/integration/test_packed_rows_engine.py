@@ -14,7 +14,7 @@ from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, Sample, TokenSequence, Verdict, VersionSpan
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import generate_pb2
-from services.trainer.backend.load_model import load_policy
+from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.batching.packing import pack
 from services.trainer.batching.rows import build_row
 from services.trainer.batching.sequences import open_reader

@@ -16,7 +16,7 @@ import torch
 from bench.trainer.padded import PaddedPolicy
 from penstock.errors import ConfigError, SetupError
 from penstock.model.tokens import forbidden_token_ids
-from services.cli.replay import replay
+from services.cli.replay.run import replay
 from services.trainer.admission.filters import screen
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig

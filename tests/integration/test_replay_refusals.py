@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, SetupError
-from services.cli.replay import replay
+from services.cli.replay.run import replay
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.replay import start_of
 from services.trainer.replay.run import RecordedRun, opened_run

@@ -254,7 +254,7 @@ async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> Non
             assert (await caller.generate()).replica_id == "r1"
         assert [each.breaker for each in (await caller.replicas()).replicas] == [OPEN, CLOSED]
         assert bad.num_calls == 2
-        while bad.num_calls < 5:  # tests/unit/test_router_breaker.py: when it is probed
+        while bad.num_calls < 5:  # tests/unit/router/test_breaker.py: when it is probed
             assert (await caller.generate()).replica_id == "r1"
         assert (await caller.replicas()).replicas[0].breaker == OPEN
         bad.error, good.error = None, UnavailableError("now this one")
@@ -282,7 +282,9 @@ async def test_a_long_probe_closes_the_breaker_with_its_first_tokens(steady_bus:
         probe.cancel()
 
 
-@pytest.mark.parametrize("broken", ["penstock.bus.replica_lease.read_replica", "penstock.bus.watch._Seen"])
+@pytest.mark.parametrize(
+    "broken", ["penstock.bus.buckets.replica_lease.read_replica", "penstock.bus.buckets.watch._Seen"]
+)
 async def test_a_router_that_can_no_longer_follow_the_pool_ends(
     bus: Bus, bus_config: BusConfig, run_name: str, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

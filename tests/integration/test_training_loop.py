@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore, hash_of
-from penstock.bus.lock import claim
 from penstock.errors import MissingImageError, SetupError, SupersededError
 from penstock.records import GroupId
 from penstock.records.published_version import read_published_version

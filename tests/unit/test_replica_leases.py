@@ -1,6 +1,6 @@
 """A pool's leases are read often and parsed once."""
 
-from penstock.bus.replica_lease import ReplicaLeases, write_replica
+from penstock.bus.buckets.replica_lease import ReplicaLeases, write_replica
 from penstock.v1 import common_pb2
 
 

@@ -10,7 +10,7 @@ _READERS = {
     "penstock/bus/dead_letters.py",
     "penstock/bus/stream_report.py",
     # Stamps of records, answers and evaluations, and names of runs.
-    "services/cli/evaluate.py",
+    "services/cli/evaluation/run.py",
     "services/launch/run_folder.py",
     "services/rollout/worker/episode.py",
     "services/router/frontends/openai/chat_api.py",

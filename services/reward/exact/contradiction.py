@@ -1,9 +1,9 @@
 """Whether what a response says later takes its answer back."""
 
-from services.reward.exact.algebra import has_variables
 from services.reward.exact.comparison import Outcome, Rules, Side, compare
 from services.reward.exact.nodes import Chain, Choice, Intervals, Matrix, Named, Node, Ratio, Scalar, Set, Tuple
-from services.reward.exact.scalars import is_rounded
+from services.reward.exact.numbers.algebra import has_variables
+from services.reward.exact.numbers.scalars import is_rounded
 
 _LOOSE = Rules(decimal_figures=1)
 _MAX_CHARS = 512

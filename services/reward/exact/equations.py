@@ -1,6 +1,7 @@
 """Equations of polynomials: the same if one is a multiple of the other."""
 
-from services.reward.exact.algebra import (
+from services.reward.exact.nodes import Equation, Named, Scalar
+from services.reward.exact.numbers.algebra import (
     NoValueError,
     Terms,
     TooLargeError,
@@ -9,8 +10,7 @@ from services.reward.exact.algebra import (
     multiply,
     negate,
 )
-from services.reward.exact.nodes import Equation, Named, Scalar
-from services.reward.exact.number import read_number
+from services.reward.exact.numbers.number import read_number
 
 
 def same_equation(one: Named | Equation, other: Named | Equation) -> bool | None:

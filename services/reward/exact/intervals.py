@@ -4,9 +4,9 @@ import functools
 import itertools
 import re
 
-from services.reward.exact.algebra import Value, are_equal, has_variables, is_real, to_decimal
 from services.reward.exact.nodes import Interval, Intervals, Node, Opaque
-from services.reward.exact.number import read_number
+from services.reward.exact.numbers.algebra import Value, are_equal, has_variables, is_real, to_decimal
+from services.reward.exact.numbers.number import read_number
 
 _VARIABLE = re.compile(
     r"[A-Za-z](?:_\w|_\{\w{1,4}\})?|\\(?:theta|alpha|beta|gamma|lambda|phi|delta)|m? ?\\angle ?\w{1,3}"

@@ -11,8 +11,8 @@ import re
 import secrets
 from functools import lru_cache
 
-from services.reward.exact.algebra import MAX_EXPONENT, NoValueError, TooLargeError
-from services.reward.exact.grammar import MAX_DEPTH, MAX_DIGITS, MAX_FUNCTIONS
+from services.reward.exact.numbers.algebra import MAX_EXPONENT, NoValueError, TooLargeError
+from services.reward.exact.numbers.grammar import MAX_DEPTH, MAX_DIGITS, MAX_FUNCTIONS
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\[A-Za-z]+|\*\*|\S", re.ASCII)
 _CLOSING = {"(": ")", "{": "}", "[": "]"}

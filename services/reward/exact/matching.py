@@ -7,7 +7,6 @@ import enum
 import math
 import re
 
-from services.reward.exact.algebra import Value, are_equal, as_rational, constant, has_variables, multiply, symbol
 from services.reward.exact.equations import same_equation
 from services.reward.exact.intervals import read_bracketed_interval, same_intervals
 from services.reward.exact.nodes import (
@@ -26,7 +25,16 @@ from services.reward.exact.nodes import (
     Tuple,
     Words,
 )
-from services.reward.exact.scalars import Rules, is_rounded, same_scalars
+from services.reward.exact.numbers.algebra import (
+    Value,
+    are_equal,
+    as_rational,
+    constant,
+    has_variables,
+    multiply,
+    symbol,
+)
+from services.reward.exact.numbers.scalars import Rules, is_rounded, same_scalars
 
 _INVERSE = re.compile(r"\\arc(?:sin|cos|tan)(?![A-Za-z])|\\(?:sin|cos|tan) ?\^ ?\{ ?-1 ?\}")
 _WITH_INVERSES = re.compile(

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from services.reward.exact.algebra import Value
-from services.reward.exact.number import Number
-from services.reward.exact.units import Unit
+from services.reward.exact.numbers.algebra import Value
+from services.reward.exact.numbers.number import Number
+from services.reward.exact.numbers.units import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,7 @@ number of parts are limited, and every split is linear.
 
 import re
 
-from services.reward.exact.algebra import NoValueError, TooLargeError, add, has_variables, negate
 from services.reward.exact.brackets import closes, split, squeeze
-from services.reward.exact.grammar import MAX_DEPTH, MAX_DIGITS
 from services.reward.exact.intervals import (
     intersect,
     read_bracketed_interval,
@@ -35,8 +33,10 @@ from services.reward.exact.nodes import (
     Tuple,
     Words,
 )
-from services.reward.exact.number import Number, read_common, read_number
-from services.reward.exact.units import split_unit
+from services.reward.exact.numbers.algebra import NoValueError, TooLargeError, add, has_variables, negate
+from services.reward.exact.numbers.grammar import MAX_DEPTH, MAX_DIGITS
+from services.reward.exact.numbers.number import Number, read_common, read_number
+from services.reward.exact.numbers.units import split_unit
 from services.reward.exact.words import (
     is_plain,
     read_choice,

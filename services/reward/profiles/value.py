@@ -20,11 +20,11 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.verdict_status import Status
-from services.reward.exact.algebra import as_rational
 from services.reward.exact.comparison import Outcome, Rules, Side, compare, is_structural
 from services.reward.exact.contradiction import contradicts
 from services.reward.exact.extraction import Forms, extract_answer
 from services.reward.exact.nodes import Equation, Named, Scalar
+from services.reward.exact.numbers.algebra import as_rational
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, sendable
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, BoundedProfile, Decision, Undecided

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import structlog
 
+from penstock.bus.buckets.leases import Lease, held
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.connection import connect
 from penstock.bus.image_store import ImageStore
-from penstock.bus.leases import Lease, held
-from penstock.bus.replica_lease import write_replica
 from penstock.config import NetworkConfig
 from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name

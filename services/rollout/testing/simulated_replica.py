@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from penstock.bus import leases
+from penstock.bus.buckets import leases
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.connection import Bus, connect
-from penstock.bus.replica_lease import write_replica
 from penstock.config import BusConfig, LogConfig
 from penstock.rpc.server import RpcServer, service_name
 from penstock.telemetry import log

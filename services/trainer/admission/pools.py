@@ -19,7 +19,7 @@ from typing import Any, Final, Self, TypeAlias
 import numpy as np
 
 from penstock.errors import DataError
-from services.trainer.algorithm.batch_stats import PASSED_REWARD
+from services.trainer.algorithm.metrics.samples import PASSED_REWARD
 from services.trainer.data.config import PoolConfig
 
 Row: TypeAlias = tuple[str, int]

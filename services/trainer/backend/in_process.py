@@ -19,14 +19,14 @@ from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtyp
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.backend.export import named_weights, save_model, weights_digest
 from services.trainer.backend.learning_rates import rates_of
-from services.trainer.backend.load_model import load_policy
-from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
 from services.trainer.backend.memory import memory_peaks, reset_memory_peak
-from services.trainer.backend.model import PolicyModel
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
+from services.trainer.backend.policy.load_model import load_policy
+from services.trainer.backend.policy.logprobs import TokenLogprobs
+from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
-from services.trainer.backend.reference import ReferencePolicy
 from services.trainer.backend.tensor_files import save_state
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup

@@ -22,9 +22,10 @@ from typing import TypeVar
 import structlog
 import torch
 
-from services.trainer.algorithm.batch_stats import batch_stats
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import Loss, policy_loss
+from services.trainer.algorithm.metrics.samples import batch_stats
+from services.trainer.algorithm.metrics.tokens import token_stats, weighted_mean
 from services.trainer.algorithm.regularisers import EntropyCoefficient
 from services.trainer.algorithm.statistics import (
     BatchStatistics,
@@ -32,13 +33,12 @@ from services.trainer.algorithm.statistics import (
     needs_statistics,
     whole_batch_setting,
 )
-from services.trainer.algorithm.token_stats import token_stats, weighted_mean
 from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
-from services.trainer.backend.logprobs import TokenLogprobs
 from services.trainer.backend.optimizer import Optimizer
-from services.trainer.backend.planned_rows import PlannedRows, TokenCounts
-from services.trainer.backend.reference import ReferencePolicy
+from services.trainer.backend.policy.logprobs import TokenLogprobs
+from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
+from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig

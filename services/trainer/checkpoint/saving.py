@@ -14,9 +14,9 @@ from typing import Any
 
 import structlog
 
+from penstock.bus.buckets.lock import Lock
 from penstock.bus.consumer import Delivery
 from penstock.bus.image_store import ImageStore
-from penstock.bus.lock import Lock
 from penstock.records import GroupId
 from services.trainer.admission.group_state import LedgerCheckpoint
 from services.trainer.admission.ledger import GroupLedger

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.model.images import decode_image
 from penstock.records import Message, TextPart
-from services.trainer.data.example import Example
+from services.trainer.data.rows.example import Example
 
 _MAX_SIDE_PX = 480
 _STYLE = """

@@ -18,12 +18,12 @@ import structlog
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.admission.filters import FilterReason
 from services.trainer.data.config import DataConfig
-from services.trainer.data.example import Example
 from services.trainer.data.lengths import UNKNOWN, Lengths
 from services.trainer.data.mixture import Mixture
-from services.trainer.data.opening import cache_folder, open_sources
 from services.trainer.data.prompt_length import PromptLimit
-from services.trainer.data.source import Source
+from services.trainer.data.rows.example import Example
+from services.trainer.data.sources.opening import cache_folder, open_sources
+from services.trainer.data.sources.source import Source
 
 log = structlog.get_logger()
 

@@ -15,8 +15,8 @@ from typing import Final, Self
 import numpy as np
 import structlog
 
-from services.trainer.data.downloads import write_atomically
-from services.trainer.data.source import Source
+from services.trainer.data.sources.downloads import write_atomically
+from services.trainer.data.sources.source import Source
 
 log = structlog.get_logger()
 

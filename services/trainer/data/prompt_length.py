@@ -9,8 +9,8 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.images import read_sizes
 from penstock.model.tokens import context_length, image_token_id
-from services.trainer.data.example import Example
 from services.trainer.data.lengths import model_digest
+from services.trainer.data.rows.example import Example
 
 
 class PromptLimit:

@@ -8,10 +8,10 @@ import numpy as np
 
 from penstock.errors import DataError, InvalidRequestError
 from penstock.model.images import read_sizes
-from services.trainer.data.example import Example
 from services.trainer.data.lengths import UNKNOWN, Lengths
 from services.trainer.data.prompt_length import PromptLimit
-from services.trainer.data.source import Source
+from services.trainer.data.rows.example import Example
+from services.trainer.data.sources.source import Source
 
 MAX_SHOWN = 8
 """Wrong rows whose reason is kept."""

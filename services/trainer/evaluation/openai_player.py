@@ -22,7 +22,7 @@ from penstock.records import Message, Sampling, TextPart
 from penstock.runtime.backoff import Backoff
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
-from services.trainer.data.example import Example
+from services.trainer.data.rows.example import Example
 from services.trainer.evaluation.evaluation import FailureCheck, OnPlayed
 from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample
 from services.trainer.evaluation.sets import EvaluationSet

@@ -12,11 +12,11 @@ import msgspec
 from penstock.errors import ConfigError, DataError, SetupError
 from penstock.records import GroupId, Prompt, Sampling, TextPart
 from services.trainer.data.config import DataConfig
-from services.trainer.data.example import Example
-from services.trainer.data.files import pin, require_files
-from services.trainer.data.messages import IMAGE_MARK
-from services.trainer.data.opening import built_in, open_sources
-from services.trainer.data.source import Source
+from services.trainer.data.rows.example import Example
+from services.trainer.data.rows.messages import IMAGE_MARK
+from services.trainer.data.sources.files import pin, require_files
+from services.trainer.data.sources.opening import built_in, open_sources
+from services.trainer.data.sources.source import Source
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.outcome import PlayedPrompt, source_of
 

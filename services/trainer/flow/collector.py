@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from penstock.bus.buckets.lock import Lock
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.image_store import ImageStore
-from penstock.bus.lock import Lock
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
 from penstock.records import TRAIN, Group, GroupId
 from penstock.records.codec import decode

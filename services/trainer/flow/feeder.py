@@ -24,7 +24,7 @@ from services.trainer.admission.group_state import Admission, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.admission.pools import Pool, Row, RowPools
 from services.trainer.data.dataset import Dataset
-from services.trainer.data.example import Example
+from services.trainer.data.rows.example import Example
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.records import Group, TextPart
-from services.trainer.data.example import Example
+from services.trainer.data.rows.example import Example
 
 _SUFFIX_OF_MAGIC = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
 

@@ -17,8 +17,8 @@ import grpc.aio
 import structlog
 import torch
 
-from penstock.bus.replica_lease import ReplicaLeases
-from penstock.bus.watch import Watch
+from penstock.bus.buckets.replica_lease import ReplicaLeases
+from penstock.bus.buckets.watch import Watch
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.runtime.security import Security

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from penstock.bus.replica_lease import write_replica
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from services.router.balancing import Balancer, PoolView, Query, ReplicaStatus, pair_up

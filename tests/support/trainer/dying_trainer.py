@@ -17,10 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import connect
 from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore
-from penstock.bus.lock import claim
 from penstock.config import BusConfig
 from penstock.records import Group
 from penstock.runtime.process import end_task

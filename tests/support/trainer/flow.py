@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore
-from penstock.bus.lock import claim
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group, Sampling
 from penstock.records.codec import encode

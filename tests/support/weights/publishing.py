@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
-from penstock.bus.watch import Watch, watched
 from penstock.v1 import common_pb2
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.shared_memory import SharedMemoryPool

@@ -8,8 +8,8 @@ import torch
 
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
+from services.trainer.algorithm.metrics.tokens import token_stats
 from services.trainer.algorithm.statistics import batch_statistics, needs_statistics
-from services.trainer.algorithm.token_stats import token_stats
 from services.trainer.algorithm.tokens import concatenated
 from tests.support.trainer.token_batches import ALGORITHMS, VERSION, TokenBatch, algorithm, random_batch
 

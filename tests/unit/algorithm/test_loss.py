@@ -11,7 +11,7 @@ from services.trainer.algorithm.aggregation import token_weights
 from services.trainer.algorithm.axes import AggregationConfig
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import policy_loss
-from services.trainer.algorithm.token_stats import token_stats
+from services.trainer.algorithm.metrics.tokens import token_stats
 from services.trainer.algorithm.tokens import Samples, Tokens
 
 

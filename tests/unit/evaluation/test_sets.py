@@ -72,7 +72,7 @@ def test_the_built_in_problems_are_drawn_apart_from_training(tmp_path: Path) -> 
     """Another seed: row 0 is not training's row 0."""
     found = opened(tmp_path, num_prompts=8)
     loaded = recipe(tmp_path)
-    from services.trainer.data.opening import open_sources
+    from services.trainer.data.sources.opening import open_sources
 
     trained = open_sources(loaded.data)[""]
     assert [found[row].images for row in range(8)] != [trained[row].images for row in range(8)]

@@ -1,0 +1,1 @@
+"""What lives in key-value buckets: leases, locks, registers, and watching them."""

@@ -1,0 +1,53 @@
+"""Leases in NATS KV: who is alive.
+
+A lease is a value that its holder renews. The server forgets it `ttl_s` after the last renewal, so a holder that was
+killed vanishes by itself. What only one process may hold at a time is a lock (`penstock.bus.buckets.lock`).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import structlog
+from nats.js.kv import KeyValue
+
+from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.runtime.process import end_task
+
+log = structlog.get_logger()
+
+
+class Lease:
+    """A value of this process in a bucket, which lives as long as its holder."""
+
+    def __init__(self, bucket: KeyValue, key: str, describe: Callable[[], bytes]) -> None:
+        """Use `held`; `describe` returns the value at each renewal."""
+        self._bucket = bucket
+        self._key = key
+        self._describe = describe
+
+    async def renew(self) -> None:
+        """Write the value now, after a change that others should see at once."""
+        try:
+            await self._bucket.put(self._key, self._describe())
+        except BUS_ERRORS as error:
+            log.warning("lease.renew_failed", key=self._key, error=describe(error))
+
+
+@asynccontextmanager
+async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl_s: float) -> AsyncIterator[Lease]:
+    """Hold a lease during the context: it is renewed every third of `ttl_s`, and deleted at the end."""
+    lease = Lease(bucket, key, describe)
+
+    async def keep() -> None:
+        while True:
+            await lease.renew()
+            await asyncio.sleep(ttl_s / 3)
+
+    task = asyncio.create_task(keep())
+    try:
+        yield lease
+    finally:
+        await end_task(task)
+        with suppress(*BUS_ERRORS):
+            await bucket.delete(key)

@@ -1,0 +1,157 @@
+"""A lock in a bucket that at most one process of a run holds.
+
+The holder renews it with a compare-and-set. A claimant takes it over once it has watched it, by its own clock, go
+unrenewed for `ttl_s`: no other clock counts, and nothing expires on the server. When the server was away, it watches
+anew: the holder could not renew.
+
+Invariant: once somebody has taken the lock over, every `confirm` of the earlier holder raises. A holder that was only
+silent, because it or the server was away, goes on if nobody took the lock meanwhile. So confirm the lock before
+everything that two holders must not both do.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import structlog
+
+from penstock.bus.buckets.lock_holder import RELEASED, read_lock_holder, this_process, write_lock_holder
+from penstock.bus.buckets.register import Register, open_register
+from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS
+from penstock.errors import SetupError, SupersededError
+from penstock.runtime.process import end_task
+
+log = structlog.get_logger()
+
+_BUCKET = "locks"
+_POLL_S = 0.25
+_PATIENCE_S = 2.0
+"""A claimant waits this much longer than `ttl_s` for the holder to end."""
+_RELEASE_TIMEOUT_S = 2.0
+_CANCEL_EVERY_S = 0.5
+"""A body whose lock is lost is cancelled until it has ended, because `asyncio.wait_for` can swallow a cancellation; see
+`penstock.runtime.process.end_task`."""
+
+
+class Lock:
+    """A lock that this process holds."""
+
+    def __init__(self, register: Register, name: str, holder: bytes) -> None:
+        """Use `locked`."""
+        self._register = register
+        self._name = name
+        self._holder = holder
+        self._renewing = asyncio.Lock()
+
+    async def confirm(self) -> None:
+        """Renew the lock, and return when the server has confirmed that this process holds it.
+
+        Waits while the server is away.
+
+        Raises:
+            SupersededError: another process has taken it over.
+            SetupError: the server no longer has the bucket.
+        """
+        async with self._renewing:
+            try:
+                await self._register.write(self._holder)
+            except SupersededError:
+                raise SupersededError(
+                    f"another process has taken over as {self._name} of this run, because this one was silent for "
+                    "too long; let that one go on, or stop it and start this one again"
+                ) from None
+
+    async def release(self) -> None:
+        """Let the next claimant have it at once; a lock that is lost already, or a server that is away, is no error."""
+        with suppress(SupersededError, SetupError, TimeoutError, *BUS_ERRORS):
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S), self._renewing:
+                await self._register.write(RELEASED)
+
+
+@asynccontextmanager
+async def locked(bus: Bus, name: str, *, ttl_s: float) -> AsyncIterator[Lock]:
+    """Hold the run's lock `name` during the context; losing it cancels the context's body until it ends.
+
+    Args:
+        bus: The run's bus.
+        name: What its holder is, as the errors say it: "trainer".
+        ttl_s: A holder that does not renew for this long may be replaced. Renewed every third of it.
+
+    Raises:
+        SetupError: another process holds it and renews it.
+        SupersededError: another process took it over during the context.
+    """
+    lock = await claim(bus, name, ttl_s=ttl_s)
+    body, has_ended, num_cancels = asyncio.current_task(), False, 0
+    assert body is not None
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(ttl_s / 3)
+            await lock.confirm()
+
+    def cancel_body() -> None:
+        nonlocal num_cancels
+        if not has_ended:
+            num_cancels += 1
+            body.cancel()
+            body.get_loop().call_later(_CANCEL_EVERY_S, cancel_body)
+
+    def on_end(keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled():
+            cancel_body()
+
+    keeper = asyncio.create_task(keep())
+    keeper.add_done_callback(on_end)
+    try:
+        yield lock
+    except asyncio.CancelledError:
+        if num_cancels == 0 or body.cancelling() > num_cancels:  # cancelled from outside
+            raise
+    finally:
+        has_ended = True
+        for _ in range(num_cancels):
+            body.uncancel()
+        await end_task(keeper)
+        await lock.release()
+    if num_cancels > 0:
+        keeper.result()
+
+
+async def claim(
+    bus: Bus, name: str, *, ttl_s: float, clock: Callable[[], float] = time.monotonic, poll_s: float = _POLL_S
+) -> Lock:
+    """Take the lock without renewing it afterwards; use `locked`, which does.
+
+    Raises:
+        SetupError: another process holds it and renews it.
+    """
+    register = await open_register(bus, await bus.bucket(_BUCKET), name)
+    holder = write_lock_holder(this_process())
+    started = unchanged_since = clock()
+    while True:
+        if register.value == RELEASED or clock() - unchanged_since >= ttl_s:
+            if register.value != RELEASED:
+                log.warning("lock.taken_over", name=name, earlier_holder=_describe(register.value))
+            with suppress(SupersededError):  # another claimant was faster
+                await register.write(holder)
+                return Lock(register, name, holder)
+        elif clock() - started >= ttl_s + _PATIENCE_S:
+            raise SetupError(
+                f"a {name} of this run is running already ({_describe(register.value)}); stop it, or "
+                "choose another run.name"
+            )
+        else:
+            await asyncio.sleep(poll_s)
+        seen = register.revision
+        if not await register.read():  # the server was away for the holder too
+            started = unchanged_since = clock()
+        elif register.revision != seen:
+            unchanged_since = clock()
+
+
+def _describe(value: bytes) -> str:
+    holder = read_lock_holder(value)
+    return "an unknown process" if holder is None else f"pid {holder.pid} on {holder.host}"

@@ -1,0 +1,1 @@
+"""`penstock data`: what a recipe's data holds."""

@@ -1,0 +1,42 @@
+"""The command `penstock data`; `data` has the work."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.config import LogConfig
+from penstock.telemetry import log
+from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
+from services.cli.extras import import_with_extra
+
+
+def data(
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE...",
+            help=RECIPE_HELP,
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", help="Read so many rows of each source; default: all.", min=1)
+    ] = None,
+    sheet: Annotated[
+        Path | None,
+        typer.Option("--sheet", metavar="FILE", help="Write a page of examples with their pictures (HTML)."),
+    ] = None,
+    examples: Annotated[int, typer.Option("--examples", help="Examples of each source on the page.", min=1)] = 12,
+) -> int:
+    """Read the data of a recipe as training would: rows, columns, images, lengths of prompts, what is dropped and why.
+
+    The lengths are kept, so that training need not measure them again. Exits with 1 if training would refuse a row.
+    """
+    recipes, overrides = sort_arguments(recipe, context.args)
+    settings = load_recipes(recipes, overrides)
+    log.configure(LogConfig(level="warning"), service="data")
+    looking = import_with_extra("services.cli.data.run", "penstock data", extra="trainer")
+    code: int = looking.look(settings, max_rows=rows, sheet=sheet, num_examples=examples)
+    return code

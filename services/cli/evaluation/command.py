@@ -1,0 +1,58 @@
+"""The command `penstock eval`; `evaluate` has the work itself."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.runtime.security import Security
+from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
+from services.cli.extras import import_with_extra
+
+
+def eval_(
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE...",
+            help=RECIPE_HELP,
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FOLDER", help="Model, checkpoint or run; default: the recipe's model."),
+    ] = None,
+    url: Annotated[
+        str, typer.Option("--url", metavar="URL", help="OpenAI-compatible API instead, http://host:port/v1.")
+    ] = "",
+    url_model: Annotated[
+        str, typer.Option("--url-model", metavar="NAME", help="Model at --url; default: the only one.")
+    ] = "",
+) -> int:
+    """Play the recipe's evaluation sets with a model, and print and keep what they say of it.
+
+    Starts engines, router, reward service and worker on this machine; with --url only the reward service. The API's key
+    is read from OPENAI_API_KEY. Any --section.key=value overrides the recipe. Exits with 1 if a prompt could not be
+    played.
+    """
+    recipes, overrides = sort_arguments(recipe, context.args)
+    settings = load_recipes(recipes, overrides)
+    if url and model is not None:
+        raise ConfigError(f"--url {url} and --model {model} exclude each other; leave out one")
+    if url_model and not url:
+        raise ConfigError(f"--url-model {url_model} needs --url; for a model on this machine give --model")
+    if not settings.evaluation.sets:
+        raise ConfigError(
+            "the recipe has no evaluation set; add one, for example [evaluation.sets.test] with split = 'test' "
+            "(docs/evaluation.md)"
+        )
+    evaluating = import_with_extra("services.cli.evaluation.run", "penstock eval", extra="trainer")
+    if model is not None:
+        settings = settings.model_copy(update={"model": ModelConfig(path=evaluating.model_folder(model))})
+    security = Security.load(settings.security)
+    code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model)
+    return code

@@ -1,0 +1,199 @@
+"""What `penstock eval` does: plays the sets of a recipe with a model, and prints and keeps the results."""
+
+import asyncio
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, closing
+from datetime import UTC, datetime
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.bus.connection import connect
+from penstock.errors import ConfigError
+from penstock.runtime import process
+from penstock.runtime.process import end_task
+from penstock.runtime.security import Security, hide_secrets
+from penstock.telemetry import log
+from services.cli import service_settings
+from services.cli.evaluation.progress import EvaluationProgress, open_progress
+from services.cli.score.run import private_service
+from services.launch.run_folder import RunFolder
+from services.launch.serving import plan_serving, serving
+from services.recipe import Recipe
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.evaluation.bus_player import play_on_bus
+from services.trainer.evaluation.evaluation import OnPlayed
+from services.trainer.evaluation.openai_player import OpenAiPlayer
+from services.trainer.evaluation.outcome import PlayedPrompt
+from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
+from services.trainer.evaluation.sets import EvaluationSet, open_sets, pin_sets
+from services.trainer.evaluation.summary import Summary, summarize
+
+API_KEY: Final = "OPENAI_API_KEY"
+"""Environment variable with the key of --url."""
+_MODEL_VERSION = 0
+"""What engines without a trainer call the model that they loaded."""
+_EXIT_FAILED_PROMPTS = 1
+_EXIT_INTERRUPTED = 130
+
+Play = Callable[[OnPlayed], Awaitable[None]]
+
+
+def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str) -> int:
+    """Evaluate and return the exit code: 1 if prompts could not be played, 130 after Ctrl-C.
+
+    Args:
+        recipe: Its evaluation sets are played, with its model.
+        security: What servers ask for.
+        url: An OpenAI-compatible API that is asked in place of the model; empty: none.
+        url_model: As that API calls the model; empty: its only one.
+
+    Raises:
+        UserError: the model, a set or the machine is not as the evaluation needs it.
+    """
+    if not url:
+        service_settings.for_engine(recipe)
+        plan = plan_serving(recipe)
+    recipe = recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"name": f"{recipe.run.name}-eval"}),
+            "evaluation": pin_sets(recipe.evaluation, recipe.data),
+        }
+    )
+    sets = open_sets(recipe.evaluation, recipe.data)
+    folder = RunFolder.create(recipe.run)  # only now: no mistake leaves a folder behind
+    hide_secrets()
+    with folder.locked():
+        folder.write_config(recipe)
+        log.configure(recipe.log, service="eval", file=folder.launcher_log)
+        sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
+        run = _Evaluating(recipe, folder, sets, security)
+        code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
+        return code or run.report()
+
+
+def model_folder(path: Path) -> Path:
+    """The model in `path`: a model folder, a checkpoint, or the newest checkpoint of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (path, path / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    if (path / "checkpoints").is_dir() and (newest := CheckpointStore(path / "checkpoints", keep=1).latest()):
+        return newest.model_path
+    raise ConfigError(
+        f"--model {path} is neither a model folder (config.json), nor a checkpoint (model/), nor a run (checkpoints/)"
+    )
+
+
+class _Evaluating:
+    """One evaluation from its start to its results."""
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, sets: Mapping[str, EvaluationSet], security: Security
+    ) -> None:
+        self._recipe = recipe
+        self._folder = folder
+        self._sets = sets
+        self._security = security
+        self._outcomes: dict[str, list[PlayedPrompt]] = defaultdict(list)
+        self._started = datetime.now(UTC)
+        self._began = time.monotonic()
+        self._model = "" if recipe.model is None else str(recipe.model.path)
+        self._is_interrupted = False
+
+    async def with_engines(self, stop: asyncio.Event) -> None:
+        """Play with the recipe's model on this machine, until `stop`."""
+        with self._progress() as progress:
+            async with AsyncExitStack() as stack:
+                live, supervisor = await stack.enter_async_context(
+                    serving(self._recipe, self._folder, stop, self._security, progress.write)
+                )
+
+                async def play(on_played: OnPlayed) -> None:
+                    async with connect(live.bus, run=live.run.name, security=self._security) as bus:
+                        await play_on_bus(self._sets, bus, version=_MODEL_VERSION, on_played=on_played)
+
+                await self._play(play, progress, supervisor.wait(stop))
+                if self._is_interrupted:
+                    progress.write("stopping; Ctrl-C again kills all processes at once")
+
+    async def over_api(self, stop: asyncio.Event, url: str, model: str) -> None:
+        """Play over an OpenAI-compatible API, until `stop`."""
+        with self._progress() as progress:
+            async with (
+                private_service(self._recipe.reward, self._security) as verifier,
+                OpenAiPlayer(
+                    url,
+                    model=model,
+                    api_key=os.environ.get(API_KEY, ""),
+                    verifier=verifier,
+                    concurrency=self._recipe.worker.concurrency,
+                ) as player,
+            ):
+                self._model = f"{player.model} at {url}"
+
+                async def play(on_played: OnPlayed) -> None:
+                    await player.play(self._sets, on_played=on_played)
+
+                await self._play(play, progress, stop.wait())
+
+    def report(self) -> int:
+        """Print the results and write them, if all was played; return the exit code."""
+        num_played = sum(map(len, self._outcomes.values()))
+        samples = self._folder.path / SAMPLES_FILE
+        if self._is_interrupted:
+            num_prompts = sum(map(len, self._sets.values()))
+            sys.stdout.write(f"\nstopped after {num_played} of {num_prompts} prompts; their answers are in {samples}\n")
+            return _EXIT_INTERRUPTED
+        summaries = {name: self._summary(name) for name in self._sets}
+        write_results(self._folder.path, about=self._about(), summaries=summaries)
+        lines = [f"model   {self._model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]
+        sys.stdout.write("\n".join(["", *lines, f"samples {samples}", ""]))
+        sys.stdout.flush()
+        return _EXIT_FAILED_PROMPTS if any(each.num_failed_prompts for each in summaries.values()) else 0
+
+    async def _play(self, play: Play, progress: EvaluationProgress, ended: Awaitable[Any]) -> None:
+        """Play until all is played or `ended` returns, which then was an interruption."""
+        with closing(SamplesFile(self._folder.path / SAMPLES_FILE)) as samples:
+
+            def on_played(outcome: PlayedPrompt) -> None:
+                samples.add(outcome)
+                progress.add(outcome)
+                self._outcomes[outcome.set_name].append(outcome)
+
+            playing = asyncio.ensure_future(play(on_played))
+            ending = asyncio.ensure_future(ended)
+            try:
+                await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if ending.done():
+                    ending.result()
+                self._is_interrupted = not playing.done()
+                if playing.done():
+                    playing.result()
+            finally:
+                await end_task(playing)
+                await end_task(ending)
+
+    def _progress(self) -> EvaluationProgress:
+        return open_progress({name: len(each) for name, each in self._sets.items()})
+
+    def _summary(self, name: str) -> Summary:
+        config = self._sets[name].config
+        return summarize(
+            self._outcomes[name], samples_per_prompt=config.samples_per_prompt, pass_score=config.pass_score
+        )
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "started_at": self._started.isoformat(timespec="seconds"),
+            "elapsed_s": round(time.monotonic() - self._began, 1),
+            "penstock": installed_version("penstock"),
+        }

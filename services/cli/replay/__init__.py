@@ -1,0 +1,1 @@
+"""`penstock replay`: an optimizer step computed again."""

@@ -1,0 +1,1 @@
+"""`penstock replicas`: the engines of a run."""

@@ -1,0 +1,79 @@
+"""`penstock replicas`: list the replicas that the router sees, or drain one."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import config as configuration
+from penstock.errors import ConfigError
+from penstock.runtime.security import Security
+from services.recipe import Recipe
+
+app = typer.Typer(help="List the replicas that the router sees, or drain one.", invoke_without_command=True)
+
+Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML) whose router section has host and port.")]
+Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The router; default: by the recipe.")]
+
+
+@app.callback()
+def list_replicas(
+    context: typer.Context,
+    config: Config = None,
+    address: Address = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """List the replicas that the router sees: role, state, version, load, KV use, calls in flight of the limit."""
+    if context.invoked_subcommand is not None:
+        if config is not None or address or as_json:
+            raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
+        return 0
+    router_address, security = _find_router(config, address)
+    from services.cli.replicas import table as replica_table  # gRPC: not before the arguments are known to be sound
+
+    pool = replica_table.fetch_pool(router_address, security)
+    if as_json:
+        sys.stdout.write(json.dumps(replica_table.describe_pool(pool), indent=2) + "\n")
+    else:
+        replica_table.print_pool(pool)
+    return 0
+
+
+@app.command()
+def drain(
+    replica_id: Annotated[str, typer.Argument(metavar="ID", help="The replica, as `penstock replicas` names it.")],
+    config: Config = None,
+    address: Address = "",
+    grace_s: Annotated[
+        float,
+        typer.Option("--grace-s", min=0, help="Seconds for running requests; then other replicas continue them."),
+    ] = 30.0,
+) -> int:
+    """Stop new calls to a replica, and wait until its running ones have ended."""
+    router_address, security = _find_router(config, address)
+    from services.cli.replicas import table as replica_table
+
+    drained = replica_table.drain(router_address, replica_id, grace_s=grace_s, security=security)
+    sys.stdout.write(
+        f"replica {replica_id} is empty: {drained.num_finished} requests finished, "
+        f"{drained.num_handed_over} handed over; it takes no more until it is started again\n"
+    )
+    return 0
+
+
+def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
+    """The router's address, and the secrets to show there."""
+    if address:
+        if config is not None:
+            raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
+        return address, Security.from_environment()
+    recipe = configuration.load(Recipe, [config] if config else ())
+    router = recipe.router
+    if router.port == 0:
+        source = f"recipe {config}" if config is not None else "without a recipe it"
+        raise ConfigError(
+            f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or --config RUN/live.toml"
+        )
+    return f"{recipe.network.local}:{router.port}", Security.load(recipe.security)

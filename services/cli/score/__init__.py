@@ -1,0 +1,1 @@
+"""`penstock score`: verdicts on lines of a file."""

@@ -1,0 +1,1 @@
+"""Numbers and polynomials: read, computed and compared exactly."""

@@ -1,0 +1,91 @@
+"""The policy: a transformers model that returns the log-probability of each token that the policy sampled.
+
+Legend: A, T, N, I, U, P, D as in `batching.rows`; H = hidden size.
+"""
+
+from typing import Any, Final
+
+import torch
+
+from penstock.errors import ConfigError
+from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
+from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
+from services.trainer.batching.rows import PackedRow
+
+TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
+scale or cap their logits, count positions in another way, or route tokens to experts."""
+
+
+class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """A Qwen of transformers, with or without images."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        forbidden_ids: tuple[int, ...],
+        float32_head: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        """Wrap a transformers model; `load_policy` loads one from a folder.
+
+        Raises:
+            ConfigError: the model's type is not among `TRAINED_MODEL_TYPES`, or it attends in a way that packed rows
+                do not reproduce.
+        """
+        super().__init__()
+        model_type = model.config.model_type
+        if model_type not in TRAINED_MODEL_TYPES:
+            raise ConfigError(
+                f"model.path: models of type {model_type} cannot be trained yet, because their packed rows are not "
+                f"tested against transformers; choose one of type {', '.join(TRAINED_MODEL_TYPES)}"
+            )
+        self._has_images = hasattr(model.config, "vision_config")
+        use_packed_attention(model)
+        self.model = model
+        self.temperature = temperature
+        self._float32_head = float32_head
+        self.register_buffer("forbidden_ids", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train(gradient_checkpointing)  # only checkpointing needs the training mode; dropout is off
+
+    def forward(self, row: PackedRow) -> TokenLogprobs:
+        """Return the tempered logprob of each of the policy's own tokens, given all tokens before it, and entropies."""
+        hidden_TH = self._backbone(row)
+        head = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden_TH[row.predict_N],
+            head.weight,
+            row.targets_N,
+            temperature=self.temperature,
+            forbidden_ids=self.forbidden_ids,
+            bias_V=head.bias,
+            float32_head=self._float32_head,
+        )
+
+    def _backbone(self, row: PackedRow) -> torch.Tensor:
+        """Return [T, H]: the last hidden states."""
+        # All four axes: with three, transformers would take the row for one sequence; with one, images for text.
+        positions = row.positions_AT[:, None] if self._has_images else row.positions_AT[:1]
+        images = {} if row.pixel_values_PD is None else {"mm_encoder_outputs": {"image": self._image_features(row)}}
+        output = self.model.base_model(
+            input_ids=row.input_ids_T[None],
+            position_ids=positions,
+            use_cache=False,
+            row_layout=RowLayout(row.segments, row.input_ids_T.device),
+            **images,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _image_features(self, row: PackedRow) -> Any:
+        """Run the vision tower once per different image and repeat its features at every occurrence."""
+        output = self.model.base_model.get_image_features(row.pixel_values_PD, row.grid_thw_U3, return_dict=True)
+        numbers = row.image_numbers_I
+        output.pooler_output = tuple(output.pooler_output[number] for number in numbers)
+        if getattr(output, "deepstack_features", None) is not None:
+            output.deepstack_features = [tuple(layer[n] for n in numbers) for layer in output.deepstack_features]
+        return output

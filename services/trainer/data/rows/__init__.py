@@ -1,0 +1,1 @@
+"""What a row says: its messages, images and gold answers."""

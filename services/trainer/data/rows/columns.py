@@ -1,0 +1,125 @@
+"""Which columns of a table hold the prompt, the correct answer and the images.
+
+    hiyouga/geometry3k               problem, answer, images list<struct<bytes, path>>
+    chenhegu/geo3k_imgurl            the same, images list<string> of base64 data URIs
+    VeraIsHere/geo3k_imgurl_processed    the same, the problem with a tool protocol in it
+    CAIR-HKISI/geo3k                 the same, images list<binary>, the answer as \\boxed{x}
+    verl, prepared                   prompt list<struct<role, content>>, images, reward_model.ground_truth
+    SkyRL, prepared                  prompt of messages with parts, reward_spec.ground_truth
+    slime                            problem or prompt or input, answer or label, images
+    ShareGPT                         conversations list<struct<from, value>>, images
+
+Invariant: a column is chosen without settings only if no other one could be meant. What looks like images is never
+left unread in silence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.errors import DataError
+from services.trainer.data.config import SourceConfig
+from services.trainer.data.rows.images import looks_like_image
+
+_TEXT = (("problem", "prompt"), ("question", "query", "input", "messages", "conversations"))
+_GOLD = (("answer", "reward_model", "reward_spec"), ("label", "ground_truth", "target"))
+_IMAGES = (("images", "image"),)
+"""Names by rank: those of the second rank are read if there is none of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of one table, dotted where they lie inside a struct."""
+
+    text: str
+    gold: str
+    images: tuple[str, ...]
+    extra: tuple[str, ...] = ()
+    """Further columns that travel with the prompt."""
+
+
+def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> Columns:
+    """Choose the columns of a table: those that the settings name, else the only ones of a published name.
+
+    Args:
+        row: The table's first row, with a value or None in each column.
+        config: The settings.
+        name: What to call the table in an error.
+
+    Raises:
+        DataError: a column is missing, several could be meant, or images would stay unread.
+    """
+    columns = Columns(
+        text=_one(row, config.problem_column, _TEXT, "problem_column", name=name, what="the prompt's text"),
+        gold=_one(row, config.answer_column, _GOLD, "answer_column", name=name, what="the correct answer"),
+        images=_image_columns(row, config, name=name),
+    )
+    for key in ("profile_column", "environment_column", "sampling_column", "tools_column"):
+        if wanted := getattr(config, key):
+            _one(row, wanted, (), key, name=name, what="")
+    if not columns.images and config.images_column == "":
+        unread = [column for column, value in row.items() if looks_like_image(value)]
+        if unread:
+            raise DataError(
+                f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
+                f"--data.images_column={unread[0]}, or train on the text alone with --data.images_column=[]"
+            )
+    return replace(columns, extra=_extra(row, columns, config, name=name))
+
+
+def cell(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value in a column; None if the row has none there.
+
+    Args:
+        row: Values by column.
+        column: A column's name, or a dotted path into the structs of one.
+    """
+    if column in row:
+        return row[column]
+    value: Any = row
+    for key in column.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return value
+
+
+def _image_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> tuple[str, ...]:
+    if config.images_column == "":
+        found = _find(row, _IMAGES, "images_column", name=name, what="images")
+        return () if found is None else (found,)
+    wanted = (config.images_column,) if isinstance(config.images_column, str) else config.images_column
+    return tuple(_one(row, column, (), "images_column", name=name, what="images") for column in wanted)
+
+
+def _extra(row: Mapping[str, Any], columns: Columns, config: SourceConfig, *, name: str) -> tuple[str, ...]:
+    read = {column.partition(".")[0] for column in columns.images} | {columns.text, columns.gold}
+    wanted = dict.fromkeys(column for column in config.extra_columns if column != "*")
+    if "*" in config.extra_columns:
+        wanted |= dict.fromkeys(column for column in row if column not in read)
+    return tuple(_one(row, column, (), "extra_columns", name=name, what="") for column in wanted)
+
+
+def _one(row: Mapping[str, Any], wanted: str, ranks: Sequence[Sequence[str]], key: str, *, name: str, what: str) -> str:
+    if wanted:
+        if wanted in row or wanted.partition(".")[0] in row:
+            return wanted
+        missing = f"has no column {wanted!r}"
+    elif found := _find(row, ranks, key, name=name, what=what):
+        return found
+    else:
+        missing = f"has no column {' or '.join(column for rank in ranks for column in rank)} with {what}"
+    raise DataError(f"{name} {missing}; it has {', '.join(row)}. Name the right one with --data.{key}=...")
+
+
+def _find(row: Mapping[str, Any], ranks: Sequence[Sequence[str]], key: str, *, name: str, what: str) -> str | None:
+    for rank in ranks:
+        found = [column for column in rank if column in row]
+        if len(found) > 1:
+            raise DataError(
+                f"{name}: columns {' and '.join(found)} could both hold {what}; choose one with "
+                f"--data.{key}={found[0]} or --data.{key}={found[1]}"
+            )
+        if found:
+            return found[0]
+    return None

@@ -1,0 +1,141 @@
+"""Rows of a data set to examples, the part of a prompt that comes from the data.
+
+Invariant: the images that an example's messages refer to are exactly the images beside them, in order.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from penstock.model.images import decode_image
+from penstock.records import Message
+from services.trainer.data.config import SourceConfig
+from services.trainer.data.json_values import as_json, without_nulls
+from services.trainer.data.rows.columns import Columns, cell
+from services.trainer.data.rows.golds import read_golds
+from services.trainer.data.rows.images import ImageReader
+from services.trainer.data.rows.messages import make_messages, place_images, read_turns, split_answer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """What a prompt takes from a data set."""
+
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...]
+    golds: tuple[str, ...]
+    profile: str
+    """The reward service's profile that judges it."""
+    environment: str
+    """The environment that plays it."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the policy may call, each in OpenAI's form."""
+    max_new_tokens: int | None = None
+    """Most tokens of a turn; None: as many as the run allows."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The row's further columns, as JSON."""
+    images_put_first: bool = False
+    """Whether the row's text had no `<image>`, and the images were put before it."""
+
+
+def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader) -> Example:
+    """Turn a row into an example.
+
+    Args:
+        row: Values by column.
+        columns: Which of them to read.
+        config: How to read them.
+        reader: Reads the images.
+
+    Raises:
+        ValueError: a value is not what its column should hold.
+        InvalidRequestError: an image cannot be decoded, or is too large.
+    """
+    turns = _read(read_turns, row, columns.text)
+    if columns.gold == columns.text:
+        turns, answer = _read(lambda _: split_answer(turns), row, columns.text)
+        golds = _read(lambda _: read_golds(answer), row, columns.gold)
+    else:
+        golds = _read(read_golds, row, columns.gold)
+    _require_unicode(*golds, *(piece for turn in turns for piece in turn.pieces if isinstance(piece, str)))
+    placed, cells = place_images(
+        turns,
+        [image for column in columns.images for image in _images(cell(row, column))],
+        images_first=config.images_first,
+    )
+    images = tuple(reader.read(image) for image in cells)
+    for number, data in enumerate(images):
+        decode_image(data, field=f"image {number}")  # completely, as the engine will, so that truncated files are found
+    return Example(
+        messages=make_messages(placed, prompt_suffix=config.prompt_suffix, system_prompt=config.system_prompt),
+        images=images,
+        golds=golds,
+        profile=_named(row, config.profile_column) or config.profile,
+        environment=_named(row, config.environment_column) or config.environment,
+        tools=_tools(row, config.tools_column),
+        max_new_tokens=_max_new_tokens(row, config.sampling_column),
+        extra={
+            name: as_json(value)
+            for name, value in ((name, cell(row, name)) for name in columns.extra)
+            if not isinstance(value, bytes | None)
+        },
+        images_put_first=placed != turns,
+    )
+
+
+def _require_unicode(*texts: str) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text has half of a character at {error.start} ({text[error.start]!r})") from None
+
+
+def _read(read: Callable[[Any], T], row: Mapping[str, Any], column: str) -> T:
+    try:
+        return read(cell(row, column))
+    except ValueError as error:
+        raise ValueError(f"column {column!r} holds {error}") from None
+
+
+def _named(row: Mapping[str, Any], column: str) -> str:
+    value = cell(row, column) if column else None
+    if isinstance(value, str | None):
+        return value or ""
+    raise ValueError(f"column {column!r} holds {type(value).__name__}; want a name as text")
+
+
+def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
+    """The tools of a row. A struct's fields that are null belong to other tools: columns have one type for all."""
+    given = cell(row, column) if column else None
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given else given or []
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"column {column!r} holds text that is no JSON: {error}") from None
+    match tools:
+        case [*found] if all(isinstance(tool, Mapping) and tool.get("function") for tool in found):
+            return tuple(without_nulls(as_json(tool)) for tool in found)
+    raise ValueError(f"column {column!r} holds {str(given)[:80]}; want a list of tools in OpenAI's form, or its JSON")
+
+
+def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
+    given = cell(row, column) if column else None
+    if given is None:
+        return None
+    wanted = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else given
+    match wanted:
+        case {"max_new_tokens": int(number)} if len(wanted) == 1 and number > 0 and not isinstance(number, bool):
+            return number
+        case Mapping() if not wanted:
+            return None
+    raise ValueError(
+        f"column {column!r} holds {str(wanted)[:80]}; a row may have its own max_new_tokens, and the trainer computes "
+        "log-probabilities for the run's temperature, top_p and top_k"
+    )
+
+
+def _images(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,139 @@
+"""Data sets on the Hugging Face Hub, through huggingface_hub and its cache.
+
+Invariant: files come from one commit, whose hash is returned; where the Hub cannot be reached, from a complete copy in
+the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE are obeyed.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.errors import DataError, SetupError
+from services.trainer.data.sources.readers.formats import SUFFIXES
+from services.trainer.data.sources.splits import choose_files
+
+log = structlog.get_logger()
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Files of one commit."""
+
+    files: Sequence[Path]
+    revision: str
+    """Hash of the commit."""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that is not on this machine reads like `owner/name`."""
+    return _ID.fullmatch(path) is not None and not path.lower().endswith(SUFFIXES) and not Path(path).exists()
+
+
+def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
+    """Download the files of a split, or find them in the cache.
+
+    Args:
+        repo: `owner/name`.
+        config: Name of the configuration; empty for the only or the default one.
+        split: Name of the split; empty for `train`.
+        revision: Branch, tag or commit; empty for the main branch.
+
+    Raises:
+        DataError: there is no such data set, revision, configuration or split, or it is not open to this account.
+        SetupError: the Hub cannot be reached, and the cache has no complete copy.
+    """
+    import httpx
+    from huggingface_hub import errors
+
+    name = f"data.path {repo!r} on the Hugging Face Hub"
+    try:
+        return _fetch(repo, config=config, split=split, revision=revision, name=name)
+    except errors.GatedRepoError:
+        raise DataError(
+            f"{name} is gated: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise DataError(
+            f"data.path {repo!r} is neither a file or folder here nor a data set on the Hugging Face Hub that this "
+            "account may read; check the name, and for a private one run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DataError(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        offline = "HF_HUB_OFFLINE is set" if _is_offline() else "it cannot be reached"
+        raise SetupError(
+            f"{name}: {offline}, and the cache has no complete copy; fetch it once with "
+            f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
+        ) from None
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise SetupError(f"{name} could not be fetched: {_first_line(error)}; try again") from None
+
+
+def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> Snapshot:
+    import huggingface_hub
+
+    def download(revision: str | None, wanted: Sequence[str]) -> Path:
+        path = huggingface_hub.snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            endpoint=_endpoint(),
+            allow_patterns=[*map(glob.escape, wanted)],
+        )
+        return Path(path)
+
+    folder = download(
+        revision or None, ["README.md"]
+    )  # also keeps which commit the branch is at, for times without Hub
+    commit = folder.name
+    names = _names(repo, folder)
+    card = read_card(folder / "README.md")
+    wanted = choose_files(names, suffixes=SUFFIXES, config=config, split=split, card=card, name=name)
+    download(commit, wanted)
+    return Snapshot(files=[folder / each for each in wanted], revision=commit)
+
+
+def _names(repo: str, folder: Path) -> list[str]:
+    """Paths of a commit's files, from the listing that the download before has kept."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        tree = huggingface_hub.get_cached_repo_tree(repo, repo_type="dataset", revision=folder.name)
+        return [file.path for file in tree]
+    except errors.CachedRepoTreeNotFoundError:  # an earlier version of huggingface_hub fetched it, and the Hub is away
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT")
+
+
+def read_card(file: Path) -> dict[str, Any]:
+    """The front matter of a data set's README.md; empty if there is none."""
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        return (metadata_load(file) or {}) if file.is_file() else {}
+    except (ValueError, YAMLError) as error:
+        log.warning("data.card_unreadable", file=str(file), reason=_first_line(error))
+        return {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.is_offline_mode())

@@ -1,0 +1,87 @@
+"""Opens sources: the files that the settings name, as tables whose rows become examples."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from services.trainer.data.config import DataConfig, SourceConfig
+from services.trainer.data.geometry import GeometryDataset
+from services.trainer.data.rows.images import ImageReader
+from services.trainer.data.sources.files import Files, find_files
+from services.trainer.data.sources.readers.blocks import BlockCache
+from services.trainer.data.sources.readers.formats import open_table
+from services.trainer.data.sources.source import NamedTable, Source
+from services.trainer.data.sources.table import Slice, Table
+
+NUM_BUILT_IN_ROWS: Final = 10_000
+"""An epoch of the built-in problems: more rows than there are different pictures of a coordinate, few enough for an
+order of rows to be drawn in a millisecond."""
+BUILT_IN_SEED: Final = 0
+"""The built-in problems are the same in every run, so that runs can be compared; run.seed changes their order."""
+
+
+def open_sources(config: DataConfig) -> dict[str, Source]:
+    """Open every source, by name.
+
+    Raises:
+        DataError: a file is missing or wrong, or lacks a column.
+        SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
+    """
+    blocks = BlockCache(int(config.memory_gib * 2**30))
+    folder = cache_folder(config)
+    return {name: _open(name, source, blocks, folder) for name, source in config.by_name.items()}
+
+
+def built_in(config: SourceConfig, *, num_rows: int = NUM_BUILT_IN_ROWS, seed: int = BUILT_IN_SEED) -> Source:
+    """Return the built-in geometry problems, which are drawn when they are read."""
+    name = "the built-in data set"
+    table = GeometryDataset(num_rows, seed=seed, kinds=config.kinds)
+    return Source(name, [NamedTable(table=table, name=name, images=ImageReader(folder=Path()))], config)
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """The folder for what is computed or downloaded once."""
+    if config.cache_dir is not None:
+        return config.cache_dir
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+
+
+def _open(name: str, config: SourceConfig, blocks: BlockCache, folder: Path) -> Source:
+    if not config.paths:
+        return built_in(config)
+    tables = [table for files in find_files(config) for table in _tables(files, config, blocks, folder)]
+    shown = ", ".join(config.paths)
+    return Source(f"data.sources.{name}.path {shown!r}" if name else f"data.path {shown!r}", tables, config)
+
+
+def _tables(files: Files, config: SourceConfig, blocks: BlockCache, folder: Path) -> list[NamedTable]:
+    tables = []
+    place = 0
+    opened = [(file, open_table(file, blocks)) for file in files.files]
+    wanted = range(sum(len(table) for _, table in opened))[files.rows]
+    for file, table in opened:
+        rows = range(max(wanted.start - place, 0), min(wanted.stop - place, len(table)))
+        place += len(table)
+        if len(rows):
+            images = ImageReader(
+                folder=config.image_folder or file.parent,
+                downloads=folder / "images" if config.image_urls else None,
+                min_pixels=config.min_pixels,
+                max_pixels=config.max_pixels,
+            )
+            part: Table = table if len(rows) == len(table) else Slice(table, rows)
+            tables.append(
+                NamedTable(
+                    table=part,
+                    name=f"data.path {str(file)!r}",
+                    images=images,
+                    first_row=rows.start,
+                    stamp=_stamp(file, rows),
+                )
+            )
+    return tables
+
+
+def _stamp(file: Path, rows: range) -> str:
+    status = file.stat()
+    return f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {rows.start} {rows.stop}"

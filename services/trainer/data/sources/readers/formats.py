@@ -1,0 +1,41 @@
+"""The formats that can be read, by the end of a file's name."""
+
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import DataError
+from services.trainer.data.sources.readers.arrow import ArrowTable
+from services.trainer.data.sources.readers.blocks import BlockCache
+from services.trainer.data.sources.readers.csv import CsvTable
+from services.trainer.data.sources.readers.jsonl import LinesTable, open_json, open_zipped_json
+from services.trainer.data.sources.readers.parquet import ParquetTable
+from services.trainer.data.sources.table import Table
+
+SUFFIXES: Final = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz")
+"""In the order in which they are preferred where a folder has several."""
+
+
+def open_table(file: Path, blocks: BlockCache) -> Table:
+    """Open a file.
+
+    Args:
+        file: Its suffix says what it is.
+        blocks: Holds the decoded rows of all files.
+
+    Raises:
+        DataError: its suffix is not known, or it is not what its suffix says.
+    """
+    if file.name.lower().endswith((".jsonl.gz", ".json.gz")):
+        return open_zipped_json(file, max_bytes=blocks.max_bytes)
+    match file.suffix.lower():
+        case ".parquet":
+            return ParquetTable(file, blocks)
+        case ".arrow":
+            return ArrowTable(file)
+        case ".jsonl":
+            return LinesTable(file)
+        case ".json":
+            return open_json(file, max_bytes=blocks.max_bytes)
+        case ".csv":
+            return CsvTable(file, max_bytes=blocks.max_bytes)
+    raise DataError(f"data.path {str(file)!r}: its format is not known by its name; use {', '.join(SUFFIXES)}")

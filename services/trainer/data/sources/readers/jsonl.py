@@ -1,0 +1,193 @@
+"""JSON Lines, and JSON files that hold a list of objects."""
+
+import abc
+import gzip
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.errors import DataError
+from services.trainer.data.sources.table import NUM_SHOWN_ROWS
+
+
+class _Lines(abc.ABC):
+    """JSON objects, one a line. A line that is none is a wrong row, not a wrong file."""
+
+    columns: Sequence[str]
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of lines that are not empty."""
+
+    @abc.abstractmethod
+    def _line(self, number: int) -> bytes:
+        """Read a line."""
+
+    def __getitem__(self, number: int, /) -> dict[str, Any]:
+        try:
+            return _object(json.loads(self._line(number)))
+        except OSError as error:
+            raise DataError(f"data.path {str(self._file)!r} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"data.path {str(self._file)!r}, row {number}: it is not a JSON object: {error}; repair the line"
+            ) from None
+
+    def _shown_keys(self) -> Sequence[str]:
+        """The keys of the first rows."""
+        rows = []
+        for number in range(min(len(self), NUM_SHOWN_ROWS)):
+            with suppress(DataError):  # the row is refused or dropped when it is played
+                rows.append(self[number])
+        return _keys(rows)
+
+
+class LinesTable(_Lines):
+    """A file with one JSON object a line. Memory holds the places of the lines, and no row."""
+
+    def __init__(self, file: Path) -> None:
+        """Find the lines; empty ones are no rows.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        super().__init__(file)
+        self._starts = array("q")
+        self._lengths = array("q")
+        try:
+            with file.open("rb") as opened:
+                self._index(opened)
+        except OSError as error:
+            raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
+        self.columns = self._shown_keys()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def _line(self, number: int) -> bytes:
+        with self._file.open("rb") as opened:
+            opened.seek(self._starts[number])
+            return opened.read(self._lengths[number])
+
+    def _index(self, opened: BinaryIO) -> None:
+        place = 0
+        for line in opened:
+            if line.strip():
+                self._starts.append(place)
+                self._lengths.append(len(line))
+            place += len(line)
+
+
+class HeldLinesTable(_Lines):
+    """Lines of a file that cannot be read from the middle, held in memory as they are."""
+
+    def __init__(self, file: Path, content: bytes) -> None:
+        """Hold the lines of a file's `content`; empty ones are no rows."""
+        super().__init__(file)
+        self._held = [line for line in content.split(b"\n") if line.strip()]
+        self.columns = self._shown_keys()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _line(self, number: int) -> bytes:
+        return self._held[number]
+
+
+class ListTable:
+    """A file that is one JSON list of objects, which is held in memory."""
+
+    def __init__(self, file: Path, rows: Any) -> None:
+        """Hold the rows of a file.
+
+        Raises:
+            DataError: they are no list of objects.
+        """
+        try:
+            if not isinstance(rows, list):
+                raise ValueError(f"it holds {type(rows).__name__}")
+            self._rows = [_object(row) for row in rows]
+        except ValueError as error:
+            raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
+        self.columns = _keys(self._rows[:NUM_SHOWN_ROWS])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int, /) -> dict[str, Any]:
+        return self._rows[number]
+
+
+def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
+    """Open a `.json` file: a list if it begins as one, else lines.
+
+    Raises:
+        DataError: as the two tables do.
+    """
+    try:
+        with file.open("rb") as opened:
+            is_list = opened.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    except OSError as error:
+        raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
+    if not is_list:
+        return LinesTable(file)
+    require_size(file, max_bytes)
+    try:
+        return ListTable(file, json.loads(file.read_bytes()))
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
+
+
+def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTable:
+    """Open a `.json.gz` or `.jsonl.gz` file: a list if it begins as one, else lines. It is held in memory.
+
+    Raises:
+        DataError: it is no gzip file, too large when unzipped, or holds no objects.
+    """
+    try:
+        with gzip.open(file) as opened:
+            content = opened.read(max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data.path {str(file)!r} cannot be unzipped: {error}") from None
+    if len(content) > max_bytes:
+        raise DataError(
+            f"data.path {str(file)!r} has more than {max_bytes} bytes when unzipped, and is read as a whole; unzip it "
+            "to .jsonl, which is read row by row, or raise data.memory_gib"
+        )
+    text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not text.startswith(b"["):
+        return HeldLinesTable(file, text)
+    try:
+        return ListTable(file, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data.path {str(file)!r} is not JSON: {error}") from None
+
+
+def require_size(file: Path, max_bytes: int) -> None:
+    """Refuse a file that has to be read as a whole and is larger than that.
+
+    Raises:
+        DataError: it is too large.
+    """
+    if file.stat().st_size > max_bytes:
+        raise DataError(
+            f"data.path {str(file)!r} has {file.stat().st_size} bytes and must be read as a whole; convert it to "
+            ".jsonl or .parquet, which are read row by row, or raise data.memory_gib"
+        )
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is {type(row).__name__}")
+    return row
+
+
+def _keys(rows: Iterable[Mapping[str, Any]]) -> Sequence[str]:
+    return tuple(dict.fromkeys(key for row in rows for key in row))

@@ -1,0 +1,100 @@
+"""A source of examples: the rows of its tables behind each other, read as its settings say."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from penstock.errors import DataError, InvalidRequestError
+from services.trainer.data.config import SourceConfig
+from services.trainer.data.rows.columns import Columns, find_columns
+from services.trainer.data.rows.example import Example, make_example
+from services.trainer.data.rows.images import ImageReader
+from services.trainer.data.sources.table import NUM_SHOWN_ROWS, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTable:
+    """A table, and what to call it."""
+
+    table: Table
+    name: str
+    """Its file, for errors."""
+    images: ImageReader
+    """Reads its images."""
+    first_row: int = 0
+    """Where its rows begin in the file."""
+    stamp: str = ""
+    """Changes with the file and the choice of its rows."""
+    _columns: dict[tuple[str, ...], Columns] = field(default_factory=dict, init=False, repr=False)
+
+    def columns(self, row: Mapping[str, Any], config: SourceConfig) -> Columns:
+        """Return which columns of a row to read; in some formats each row may have others.
+
+        Raises:
+            DataError: a column is missing, or several could be meant.
+        """
+        keys = tuple(row)
+        if keys not in self._columns:
+            self._columns[keys] = find_columns({**dict.fromkeys(self.table.columns), **row}, config, name=self.name)
+        return self._columns[keys]
+
+
+class Source:
+    """Examples by row number, from 0."""
+
+    def __init__(self, name: str, tables: Sequence[NamedTable], config: SourceConfig) -> None:
+        """Find the columns of each table by its first readable row.
+
+        Raises:
+            DataError: there are no rows, or a table lacks a column.
+        """
+        self.tables = [each for each in tables if len(each.table)]
+        if not self.tables:
+            raise DataError(f"{name} holds no rows")
+        self.name = name
+        self.config = config
+        for each in self.tables:
+            each.columns(_readable(each), config)
+        self._ends = list(accumulate(len(each.table) for each in self.tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int, /) -> Example:
+        """Read a row.
+
+        Raises:
+            DataError: the row is wrong.
+        """
+        table, place = self._locate(number)
+        try:
+            row = table.table[place]
+            return make_example(row, table.columns(row, self.config), self.config, table.images)
+        except (ValueError, OverflowError, InvalidRequestError, RecursionError) as error:
+            raise self.wrong(number, error) from None
+
+    def wrong(self, number: int, error: Exception) -> DataError:
+        """Return the error that names the row's file, and its place there."""
+        table, place = self._locate(number)
+        return DataError(f"{table.name}, row {table.first_row + place}: {error}; repair the row or remove it")
+
+    def _locate(self, number: int) -> tuple[NamedTable, int]:
+        at = bisect_right(self._ends, number)
+        return self.tables[at], number - self._ends[at] + len(self.tables[at].table)
+
+
+def _readable(table: NamedTable) -> Mapping[str, Any]:
+    """The first row that can be read among those that show a table's columns.
+
+    Raises:
+        DataError: none of them can.
+    """
+    first_error: Exception | None = None
+    for number in range(min(len(table.table), NUM_SHOWN_ROWS)):
+        try:
+            return table.table[number]
+        except (ValueError, OverflowError, DataError) as error:
+            first_error = first_error or error
+    raise DataError(f"{table.name}: none of its first {NUM_SHOWN_ROWS} rows can be read; the first: {first_error}")

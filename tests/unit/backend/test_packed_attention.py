@@ -1,0 +1,157 @@
+"""Attention over packed rows: what a full mask gives, for every arrangement of segments, forwards and backwards."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.errors import ConfigError
+from services.trainer.backend.policy import attention
+from services.trainer.backend.policy.attention import RowLayout, packed_attention
+from services.trainer.batching.rows import Segment
+
+CPU = torch.device("cpu")
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+MODULE = torch.nn.Identity()
+
+blocks = st.tuples(st.integers(0, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4))
+"""Tokens of a prefix, which may be missing, and of the segments behind it."""
+
+
+def segments_of(row: list[tuple[int, list[int]]]) -> list[Segment]:
+    """Put blocks behind each other."""
+    segments, place = [], 0
+    for prefix, lengths in row:
+        begin, end = place, place + prefix
+        if prefix:
+            segments.append(Segment(start=begin, stop=end))
+        place = end
+        for length in lengths:
+            segments.append(Segment(start=place, stop=place + length, prefix_start=begin, prefix_stop=end))
+            place += length
+    return segments
+
+
+def visible(segments: list[Segment]) -> torch.Tensor:
+    """bool[T, T]: written down from the words of the docstring, token by token."""
+    size = segments[-1].stop
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    for segment in segments:
+        for token in range(segment.start, segment.stop):
+            mask[token, segment.prefix_start : segment.prefix_stop] = True
+            mask[token, segment.start : token + 1] = True
+    return mask
+
+
+def inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Query, key, value and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(1, heads, num_tokens, DIM, generator=generator, dtype=dtype)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    ]
+
+
+def run(function: Any, num_tokens: int) -> list[torch.Tensor]:
+    """Output and the three gradients."""
+    *tensors, gradient = inputs(num_tokens)
+    for tensor in tensors:
+        tensor.requires_grad_()
+    output = function(*tensors)
+    output.backward(gradient)
+    return [output.detach(), *(tensor.grad for tensor in tensors)]
+
+
+@pytest.fixture(scope="module", params=[16, 256])
+def block_queries(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Blocks shorter than most segments, or longer than all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK_QUERIES", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("block_queries")
+@given(st.lists(blocks, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=30)
+def test_equals_a_full_mask(row: list[tuple[int, list[int]]]) -> None:
+    """Prefix in full, self causally, nothing else; gradients of all responses add up in the prompt's keys."""
+    segments = segments_of(row)
+    mask, layout = visible(segments), RowLayout(segments, CPU)
+
+    def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output, weights = packed_attention(MODULE, query, key, value, None, scaling=0.3, row_layout=layout)
+        assert weights is None
+        return output.transpose(1, 2)
+
+    def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+
+    for ours, theirs in zip(run(packed, len(mask)), run(masked, len(mask)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@given(st.lists(blocks, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=30)
+def test_the_index_of_a_gpu_says_the_same(row: list[tuple[int, list[int]]]) -> None:
+    """The kernel's documented meaning, spelled out: segment by segment, causal aligned at the bottom right."""
+    segments = segments_of(row)
+    layout = RowLayout(segments, CPU)
+    query, key, value, _ = inputs(segments[-1].stop)
+    expected, _ = packed_attention(MODULE, query, key, value, None, scaling=0.3, row_layout=layout)
+    index = layout.varlen
+    keys, values = key[:, :, index.key_tokens_M], value[:, :, index.key_tokens_M]
+    outputs = []
+    for number in range(len(segments)):
+        queries = slice(*index.cu_queries[number : number + 2].tolist())
+        seen = slice(*index.cu_keys[number : number + 2].tolist())
+        num_queries, num_keys = queries.stop - queries.start, seen.stop - seen.start
+        assert (num_queries <= index.max_queries, num_keys <= index.max_keys) == (True, True)
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, queries], keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=0.3, enable_gqa=True
+            )
+        )
+    torch.testing.assert_close(torch.cat(outputs, dim=2).transpose(1, 2), expected, rtol=0, atol=1e-12)
+
+
+def test_short_segments_share_a_call() -> None:
+    """A batch of short answers to few prompts costs few calls, not one for each answer."""
+    layout = RowLayout(segments_of([(30, [7, 9, 12, 3]), (30, [5] * 4), (31, [6] * 4)]), CPU)
+    assert sorted(bucket.query_tokens_SQ.shape for bucket in layout.buckets) == [(3, 32), (4, 16), (8, 16)]
+
+
+def test_products_are_made_in_the_values_precision() -> None:
+    """Norms of queries and keys come out of autocast in float32; the values say what was meant."""
+    segments = segments_of([(5, [7, 9])])
+    query, key, value, _ = inputs(segments[-1].stop, torch.float32)
+    layout = RowLayout(segments, CPU)
+    output, _ = packed_attention(MODULE, query, key, value.bfloat16(), None, scaling=0.3, row_layout=layout)
+    exact, _ = packed_attention(MODULE, query, key, value, None, scaling=0.3, row_layout=layout)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("wish", [{"sliding_window": 4}, {"softcap": 30.0}, {"s_aux": torch.zeros(HEADS)}])
+def test_refuses_attention_that_it_does_not_do(wish: dict[str, Any]) -> None:
+    """Instead of computing something else in silence."""
+    query, key, value, _ = inputs(4)
+    layout = RowLayout(segments_of([(0, [4])]), CPU)
+    with pytest.raises(ConfigError, match=f"attends with {next(iter(wish))}"):
+        packed_attention(MODULE, query, key, value, None, scaling=0.3, row_layout=layout, **wish)
+
+
+def test_refuses_models_with_sliding_windows() -> None:
+    """When the model is loaded, not in the first step."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3Config(
+        **sizes, head_dim=8, vocab_size=8, num_hidden_layers=2, use_sliding_window=True, max_window_layers=1
+    )
+    with pytest.raises(ConfigError, match=r"models of type qwen3 .*'sliding_attention'"):
+        attention.use_packed_attention(Qwen3ForCausalLM(config))

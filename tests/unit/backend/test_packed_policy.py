@@ -1,0 +1,343 @@
+"""Packed rows and group rows: logprobs and gradients of one sample at a time, for each family; and tests that can fail.
+
+The models are confident: the entropy of what they say is below half of ln V, so that a token at a wrong place shows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.trainer.padded import PaddedPolicy
+from penstock.model.tokens import forbidden_token_ids, image_token_id
+from services.trainer.backend.policy.model import TRAINED_MODEL_TYPES, PolicyModel
+from services.trainer.batching.images import ImagePatcher
+from services.trainer.batching.packing import common_prefix_length
+from services.trainer.batching.rows import PackedRow, Segment
+from services.trainer.batching.sequences import TrainSequence
+from tests.conftest import ROOT
+from tests.support.trainer.groups import picture
+from tests.support.trainer.rows import group_row, row_of
+
+CHECKPOINT = ROOT / "models" / "tiny-qwen3-vl"
+"""For its tokenizer, image processor and shape."""
+VOCABULARY = 384
+TEMPERATURE = 0.7
+
+Loader = Callable[[], Any]
+
+
+def sharpened(model: Any) -> Any:
+    """Random weights at a scale where every layer is heard, and logits that spread by some four nats."""
+    generator = torch.Generator().manual_seed(0)
+    head = model.get_output_embeddings().weight
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            std = 1.0 if "embed_tokens" in name else parameter[0].numel() ** -0.5
+            if parameter is head:
+                std = 4 * TEMPERATURE * parameter.shape[1] ** -0.5
+            parameter.data.normal_(std=std, generator=generator)
+    return model
+
+
+def random_qwen3_vl() -> Any:
+    """With deepstack and a tied head."""
+    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+
+    return sharpened(Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(CHECKPOINT)))
+
+
+def random_qwen2_5_vl() -> Any:
+    """With window attention in its tower: windows of 4 x 4 patches, and one layer that sees the whole image."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    image_id = image_token_id(CHECKPOINT)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = {
+        **sizes,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCABULARY,
+        "rope_parameters": rope,
+    }
+    vision = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16},
+        **{"depth": 2, "window_size": 64, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_id, tie_word_embeddings=False
+    )
+    return sharpened(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def random_qwen2_vl() -> Any:
+    """With full attention in its tower, and biases in the language model."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = {**sizes, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    vision = {
+        **{"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+        **{"depth": 2, "patch_size": 16, "spatial_merge_size": 2},
+    }
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_token_id(CHECKPOINT), tie_word_embeddings=False
+    )
+    return sharpened(Qwen2VLForConditionalGeneration(config))
+
+
+def random_qwen2() -> Any:
+    """Text only, tied, with biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    return sharpened(Qwen2ForCausalLM(config))
+
+
+def random_qwen3() -> Any:
+    """Text only, untied, more query than key heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**sizes, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    return sharpened(Qwen3ForCausalLM(config))
+
+
+FAMILIES: dict[str, Loader] = {
+    "qwen3_vl": random_qwen3_vl,
+    "qwen2_5_vl": random_qwen2_5_vl,
+    "qwen2_vl": random_qwen2_vl,
+    "qwen3": random_qwen3,
+    "qwen2": random_qwen2,
+}
+assert set(FAMILIES) == set(TRAINED_MODEL_TYPES), "a type without these tests must be refused"
+
+
+@pytest.fixture(scope="module")
+def images() -> list[Any]:
+    """Two of one size, one of another."""
+    patcher = ImagePatcher(CHECKPOINT)
+    return [patcher(picture(seed, size=size)) for seed, size in enumerate([(96, 96), (96, 96), (160, 128)])]
+
+
+def sample(prompt: Sequence[Any], *turns: Sequence[Any]) -> TrainSequence:
+    """A sample of ids and images: a prompt, then turns of the policy and observations by turns."""
+    image_id = image_token_id(CHECKPOINT)
+    ids: list[int] = []
+    own: list[bool] = []
+    shown = []
+    for number, part in enumerate([prompt, *turns]):
+        for item in part:
+            if isinstance(item, int):
+                expanded = [item]
+            else:
+                shown.append(item)
+                expanded = [image_id] * item.num_placeholders
+            ids += expanded
+            own += [number % 2 == 1] * len(expanded)
+    mask = np.array(own)
+    return TrainSequence(
+        token_ids_X=np.array(ids),
+        loss_mask_X=mask,
+        engine_logprobs_X=np.zeros(len(ids), dtype=np.float32),
+        versions_X=np.where(mask, 1, -1),
+        image_mask_X=np.array(ids) == image_id,
+        images=tuple(shown),
+    )
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Plain tokens."""
+    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Of the model."""
+    return str(request.param)
+
+
+def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, PaddedPolicy]:
+    """Ours, and the reference with the same weights."""
+    forbidden = forbidden_token_ids(CHECKPOINT)
+    ours, theirs = FAMILIES[family](), FAMILIES[family]()
+    theirs.load_state_dict(ours.state_dict())
+    policy = PolicyModel(ours, temperature=TEMPERATURE, forbidden_ids=forbidden, gradient_checkpointing=checkpointing)
+    return policy, PaddedPolicy(theirs, temperature=TEMPERATURE, forbidden_ids=forbidden)
+
+
+def groups_for(family: str, images: list[Any]) -> list[list[TrainSequence]]:
+    """Groups with a picture, with none, with two and an answer that begins like another, and of several turns."""
+    square, other, wide = images
+    if family in ("qwen2", "qwen3"):
+        square = other = wide = 17
+    prompt = [*words(0, 12), square, *words(1, 9)]
+    two = [*words(2, 5), square, 17, wide, *words(3, 4)]
+    text = words(4, 20)
+    begin = words(5, 4)
+    turns = [*words(6, 5), other, *words(7, 6)]
+    return [
+        [sample(prompt, words(seed, 5 + seed)) for seed in (10, 11, 12)],
+        [sample(text, words(seed, 3 + seed)) for seed in (1, 20, 2)],
+        [sample(two, begin + words(8, 6)), sample(two, begin + words(9, 2)), sample(two, begin)],
+        [
+            sample(turns, begin, [*words(20, 3), square, *words(21, 3)], words(22, 7)),
+            sample(turns, begin, [*words(20, 3), square, *words(21, 3)], words(23, 3)),
+            sample(turns, begin, [*words(20, 3), wide, *words(21, 3)], words(24, 4)),
+        ],
+    ]
+
+
+def in_order(row: PackedRow, values_N: torch.Tensor, samples: Sequence[int]) -> torch.Tensor:
+    """Values of a row, sample by sample."""
+    return torch.cat([values_N[row.sample_N == number] for number in samples])
+
+
+@torch.no_grad()
+def test_packed_rows_give_the_logprobs_of_one_by_one_and_of_padded_rows(family: str, images: list[Any]) -> None:
+    """Text and pictures mixed in one row, nothing shared."""
+    policy, reference = policies(family)
+    sequences = [sequence for group in groups_for(family, images) for sequence in group]
+    padded = reference.logprobs(sequences)
+    one_by_one = torch.cat([policy(row_of(sequence)).logprobs_N for sequence in sequences])
+    packed = policy(row_of(*sequences)).logprobs_N
+    torch.testing.assert_close(one_by_one, padded, rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_models_are_confident(family: str, images: list[Any]) -> None:
+    """Else the tests of faults below could not feel one: at chance, every token says the same."""
+    policy, _ = policies(family)
+    for group in groups_for(family, images):
+        assert float(policy(row_of(*group)).entropy_N.mean()) < math.log(VOCABULARY) / 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_group_rows_equal_unshared_rows_in_loss_and_every_gradient(
+    family: str, images: list[Any], checkpointing: bool
+) -> None:
+    """Against the padded reference, to 1e-5 of each parameter's gradient norm, the tower's included.
+
+    The loss takes each logprob with a weight of its own, and the entropy of each.
+    """
+    policy, reference = policies(family, checkpointing=checkpointing)
+    for group in groups_for(family, images):
+        weights = torch.linspace(-1, 2, sum(sequence.num_own_tokens for sequence in group))
+        shared, unshared = group_row(*group), row_of(*group)
+        assert shared.num_tokens < unshared.num_tokens
+        losses, gradients = [], []
+        for row in (shared, unshared):
+            policy.zero_grad()
+            output = policy(row)
+            loss = (weights * output.logprobs_N).sum() + 0.1 * output.entropy_N.sum()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            gradients.append({name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None})
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        require_equal_gradients(gradients[0], gradients[1])
+
+        policy.zero_grad()
+        (weights * policy(shared).logprobs_N).sum().backward()
+        ours = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+        reference.model.zero_grad()
+        (weights * reference.logprobs(group)).sum().backward()
+        require_equal_gradients(
+            ours, {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
+        )
+
+
+def require_equal_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Each parameter by itself: a wrong one must not hide behind the norm of the others."""
+    assert ours.keys() == theirs.keys()
+    largest = max(float(gradient.norm()) for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        error = float((ours[name] - gradient).norm())
+        # A key's bias shifts all scores alike: its gradient is zero but for rounding.
+        assert error <= 1e-5 * float(gradient.norm()) + 1e-8 * largest, name
+
+
+@torch.no_grad()
+def test_rows_of_a_fixed_length_change_nothing(family: str, images: list[Any]) -> None:
+    """The padding is a segment that nobody sees."""
+    from services.trainer.batching.packing import Block
+    from services.trainer.batching.rows import build_row
+
+    policy, _ = policies(family)
+    group = groups_for(family, images)[0]
+    blocks = (Block(samples=(0, 1, 2), prefix_length=common_prefix_length(group)),)
+    padded, plain = build_row(group, blocks, length=200), build_row(group, blocks)
+    assert padded.num_padded > 0
+    torch.testing.assert_close(policy(padded).logprobs_N, policy(plain).logprobs_N, rtol=0, atol=1e-5)
+
+
+def shifted(row: PackedRow) -> PackedRow:
+    """Every response begins one position later."""
+    positions = row.positions_AT.clone()
+    for segment in row.segments:
+        if segment.prefix_stop > segment.prefix_start:
+            positions[:, segment.start : segment.stop] += 1
+    return replace(row, positions_AT=positions)
+
+
+def swapped(row: PackedRow) -> PackedRow:
+    """The two different pictures of a row at each other's place."""
+    assert row.grid_thw_U3 is not None
+    assert row.grid_thw_U3[0].tolist() == row.grid_thw_U3[1].tolist()
+    return replace(row, image_numbers_I=tuple(1 - number for number in row.image_numbers_I))
+
+
+def moved_boundary(row: PackedRow) -> PackedRow:
+    """A response's last token belongs to the next segment."""
+    first, second = next(
+        (one, two)
+        for one, two in zip(row.segments, row.segments[1:], strict=False)
+        if one.stop - one.start > 1 and two.prefix_stop
+    )
+    changed = [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1)]
+    return replace(
+        row, segments=tuple(dict(zip([first, second], changed, strict=True)).get(s, s) for s in row.segments)
+    )
+
+
+def forgotten_prefix(row: PackedRow) -> PackedRow:
+    """Responses that do not see their prompt."""
+    return replace(row, segments=tuple(Segment(start=s.start, stop=s.stop) for s in row.segments))
+
+
+def read_too_late(row: PackedRow) -> PackedRow:
+    """The first token of a response is read from the response's first row instead of the prompt's last."""
+    prompt_end = row.segments[0].stop - 1
+    predict = row.predict_N.clone()
+    for segment in row.segments[1:]:
+        place = (predict == segment.start).nonzero()[0, 0] - 1
+        assert predict[place] == prompt_end
+        predict[place] = segment.start
+    return replace(row, predict_N=predict)
+
+
+def text_axes_only(row: PackedRow) -> PackedRow:
+    """Image tokens counted like text."""
+    return replace(row, positions_AT=row.positions_AT[:1].expand(4, -1))
+
+
+FAULTS = [shifted, swapped, moved_boundary, forgotten_prefix, read_too_late, text_axes_only]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+def test_a_fault_is_felt(name: str, fault: Callable[[PackedRow], PackedRow], images: list[Any]) -> None:
+    """By more than 1e-2 in some logprob: a thousand times what the tests above allow."""
+    policy, _ = policies(name)
+    prompt = [*words(0, 6), images[0], *words(1, 3), images[1], *words(2, 6)]
+    row = group_row(*(sample(prompt, words(seed, 8)) for seed in (10, 11, 12)))
+    change = (policy(fault(row)).logprobs_N - policy(row).logprobs_N).abs().max()
+    assert float(change) > 1e-2

@@ -1,0 +1,351 @@
+"""What the launcher settles before it starts anything, and what it reads while the run goes on."""
+
+import io
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.config import load
+from penstock.errors import SetupError
+from penstock.runtime.security import Security
+from penstock.v1 import trainer_pb2
+from services.launch.bounded_log import BoundedLog
+from services.launch.child import StopStage
+from services.launch.display import LiveDisplay
+from services.launch.launcher import addressed, child_environment, process_specs
+from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
+from services.launch.reaper_process import groups_left
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import make_plan
+from services.launch.run_status import describe_phase
+from services.recipe import Recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A small recipe that keeps its runs in `tmp_path`."""
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[run]\nname = "r"\ndir = "{tmp_path}/runs"\n[model]\npath = "{tmp_path}"\n[rollout]\nreplicas = 2\n'
+    )
+    return load(Recipe, [path])
+
+
+def test_demo_recipe_holds_known_keys_only(tmp_path: Path) -> None:
+    """recipes/tiny-cpu.toml is valid, but for its model, which the working directory decides."""
+    (tmp_path / "config.json").write_text("{}")
+    recipes = Path(__file__).parents[3] / "recipes"
+    assert load(Recipe, [recipes / "tiny-cpu.toml"], [f"--model.path={tmp_path}"]).rollout.replicas == 2
+
+
+def test_two_runs_in_one_second_have_two_folders(recipe: Recipe) -> None:
+    """Each run gets a folder of its own below run.dir, named by the run and the time."""
+    folders = [RunFolder.create(recipe.run).path for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert all(folder.parent == recipe.run.dir and folder.name.startswith("r-20") for folder in folders)
+
+
+def test_written_config_is_the_recipe(recipe: Recipe) -> None:
+    """The run folder's config.toml reads back as the same recipe."""
+    folder = RunFolder.create(recipe.run)
+    folder.write_config(recipe)
+    assert load(Recipe, [folder.config_file]) == recipe
+    assert RunFolder.open(folder.path) == folder
+
+
+def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
+    """run.folder is taken as it is, and refused when it holds a run."""
+    run = recipe.run.model_copy(update={"folder": tmp_path / "mine"})
+    folder = RunFolder.create(run)
+    assert folder.path == tmp_path / "mine"
+    folder.write_config(recipe)
+    with pytest.raises(SetupError, match="--resume"):
+        RunFolder.create(run)
+
+
+def test_a_folder_that_cannot_be_made_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    """By the setting that names it."""
+    (tmp_path / "file").write_text("")
+    inside = tmp_path / "file" / "run"
+    with pytest.raises(SetupError, match=f"run.folder = '{inside}' cannot be made: Not a directory; choose another"):
+        RunFolder.create(recipe.run.model_copy(update={"folder": inside}))
+    with pytest.raises(SetupError, match=f"run.dir = '{inside}' cannot be made: Not a directory; choose another"):
+        RunFolder.create(recipe.run.model_copy(update={"dir": inside}))
+
+
+def test_a_folder_that_cannot_be_locked_is_named(recipe: Recipe) -> None:
+    """As one that belongs to somebody else."""
+    folder = RunFolder.create(recipe.run)
+    (folder.path / ".lock").mkdir()  # refused to every user, the administrator included
+    with pytest.raises(SetupError, match=f"{folder.path} cannot be written"), folder.locked():
+        pass
+
+
+def test_second_launcher_is_kept_out(recipe: Recipe) -> None:
+    """Two launchers cannot work in one folder; after the first has ended the second may."""
+    folder = RunFolder.create(recipe.run)
+    with folder.locked(), pytest.raises(SetupError, match="running"), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_every_server_gets_an_address(recipe: Recipe) -> None:
+    """Ports that are 0 become different free ones, given ones stay; engines choose their own and tell them by lease."""
+    folder = RunFolder.create(recipe.run)
+    given = recipe.model_copy(update={"router": recipe.router.model_copy(update={"port": 4321})})
+    with addressed(given, folder) as live, addressed(live, folder) as again:
+        assert live.router.port == 4321
+        ports = {live.reward.port, live.trainer.port, int(live.bus.url.rpartition(":")[2])}
+        assert len(ports) == 3
+        assert 0 not in ports
+        assert live.rollout.port == 0
+        assert live.run.folder == folder.path
+        assert again == live
+
+
+def test_addresses_are_kept_until_the_run_ends(recipe: Recipe) -> None:
+    """No other program finds a server's port free before the server has started, or while it is down."""
+    with (
+        addressed(recipe, RunFolder.create(recipe.run)) as live,
+        socket.socket() as other,
+        pytest.raises(OSError, match="in use"),
+    ):
+        other.bind(("127.0.0.1", live.router.port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", live.router.port))
+
+
+def test_ports_that_the_recipe_gives_are_kept_too(recipe: Recipe) -> None:
+    """From before their servers listen; one on which somebody listens already is named before anything starts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        given = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"http_port": port})})
+        taken = pytest.raises(SetupError, match=rf"reward\.http_port: cannot listen on 127\.0\.0\.1:{port}: .* in use")
+        with taken, addressed(given, RunFolder.create(recipe.run)):
+            pass
+    with (
+        addressed(given, RunFolder.create(recipe.run)),
+        socket.socket() as other,
+        pytest.raises(OSError, match="in use"),
+    ):
+        other.bind(("127.0.0.1", port))
+
+
+def test_processes_of_a_run(recipe: Recipe) -> None:
+    """Replicas have names of their own; only the trainer ends the run; what serves is stopped after what works."""
+    with addressed(recipe, RunFolder.create(recipe.run)) as live:
+        pass
+    processes = {process.name: process for process in make_plan(live, [], own_bus=True).processes}
+    assert list(processes) == ["nats", "rollout-0", "rollout-1", "trainer", "reward", "router", "worker-0"]
+    assert [name for name, process in processes.items() if process.ends_run] == ["trainer"]
+    stages = {name: process.stage for name, process in processes.items()}
+    assert stages["worker-0"] == stages["trainer"] == StopStage.WORK < stages["router"] == stages["rollout-1"]
+    assert max(stages, key=lambda name: stages[name]) == "nats"
+    assert "nats" not in {process.name for process in make_plan(live, [], own_bus=False).processes}
+
+
+def test_a_plan_says_what_runs_where(recipe: Recipe) -> None:
+    """Before addresses are chosen and after; with GPUs, which process has which."""
+    assert make_plan(recipe, ["0", "1", "2", "3"], own_bus=True).describe() == [
+        "process    address                   GPUs",
+        "nats       127.0.0.1, any free port  -",
+        "rollout-0  127.0.0.1, any free port  0",
+        "rollout-1  127.0.0.1, any free port  1",
+        "trainer    127.0.0.1, any free port  2",
+        "reward     127.0.0.1, any free port  -",
+        "router     127.0.0.1, any free port  -",
+        "worker-0   127.0.0.1, any free port  -",
+        "3 of 4 GPUs are used, each by one process",
+    ]
+    with addressed(recipe, RunFolder.create(recipe.run)) as live:
+        pass
+    lines = make_plan(live, [], own_bus=True).describe()
+    assert ["router", f"127.0.0.1:{live.router.port}", "-"] in [line.split() for line in lines]
+    assert lines[-1] == "no GPU: everything is computed on the CPU"
+
+
+def test_processes_see_their_own_gpus(recipe: Recipe) -> None:
+    """CUDA_VISIBLE_DEVICES of each process is its part of the plan, in an environment without CPU settings."""
+    folder = RunFolder.create(recipe.run)
+    with addressed(recipe, folder) as live:
+        pass
+    plan = make_plan(live, [str(index) for index in range(8)], own_bus=False)
+    visible = {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in process_specs(plan, folder, Security())}
+    assert visible == {
+        "rollout-0": "0", "rollout-1": "1", "trainer": "2", "reward": "", "router": "", "worker-0": "",
+    }  # fmt: skip
+
+
+def test_a_log_is_kept_within_its_bound(tmp_path: Path) -> None:
+    """What outgrew it moves to one predecessor; a process that has the file open for appending writes on."""
+    path = tmp_path / "router.log"
+    log = BoundedLog(path, max_bytes=1000)
+    with path.open("ab", buffering=0) as writer:
+        writer.write(b"old " * 10 + b"\n")
+        log.mark_start()
+        log.bound()
+        assert not (tmp_path / "router.log.1").exists()
+        for number in range(100):
+            writer.write(f"line {number} {'x' * 90}\n".encode())
+            log.bound()
+            assert path.stat().st_size <= 1100
+        writer.write(b"the last words\n")
+    assert (tmp_path / "router.log.1").stat().st_size <= 1100
+    assert log.last_lines(1) == ["the last words"]
+    assert len(log.last_lines(1000)) < 12
+    assert {each.name for each in tmp_path.iterdir()} == {"router.log", "router.log.1"}
+
+
+def test_a_log_is_kept_within_its_bound_where_it_cannot_be_copied(tmp_path: Path) -> None:
+    """On a full disk the log is cut all the same."""
+    path = tmp_path / "router.log"
+    path.write_text("x" * 2000)
+    (tmp_path / "router.log.1").symlink_to("/dev/full")
+    BoundedLog(path, max_bytes=1000).bound()
+    assert path.stat().st_size == 0
+    assert not (tmp_path / "router.log.1").is_symlink()
+
+
+def test_a_log_s_end_is_that_of_the_newest_start(tmp_path: Path) -> None:
+    """What an earlier start of the process has logged is no explanation of its last death."""
+    path = tmp_path / "router.log"
+    path.write_text("an earlier life\n")
+    log = BoundedLog(path)
+    assert log.last_lines(5) == ["an earlier life"]
+    log.mark_start()
+    assert log.last_lines(5) == []
+    with path.open("a") as writer:
+        writer.write("1\n2\n3\n")
+    assert log.last_lines(2) == ["2", "3"]
+    assert BoundedLog(tmp_path / "none.log").last_lines(5) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (trainer_pb2.RUN_PHASE_STARTING, "loading the model"),
+        (trainer_pb2.RUN_PHASE_TRAINING, "computing step 8 of 20"),
+        (trainer_pb2.RUN_PHASE_PUSHING, "pushing weights to the engines"),
+        (trainer_pb2.RUN_PHASE_SAVING, "writing the checkpoint of step 7"),
+        (trainer_pb2.RUN_PHASE_COLLECTING, "ending the step"),
+    ],
+)
+def test_what_the_trainer_is_still_doing(phase: trainer_pb2.RunPhase.ValueType, words: str) -> None:
+    """As a person reads it who has pressed Ctrl-C."""
+    assert describe_phase(trainer_pb2.GetRunResponse(phase=phase, step=7, num_steps=20)) == words
+
+
+def test_one_computing_thread_each_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU each process computes in one thread, unless the person has decided otherwise."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert child_environment(has_gpu=False)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in child_environment(has_gpu=True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert child_environment(has_gpu=False)["OMP_NUM_THREADS"] == "3"
+
+
+def test_reaper_kills_groups_that_were_not_taken_back() -> None:
+    """The reaper's list is what was named and not taken back."""
+    assert groups_left(["+11\n", "+12\n", "-11\n", "+13\n"]) == {12, 13}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], mode: str = "a") -> None:
+    """Append rows as the trainer does."""
+    with path.open(mode) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
+    """A row is given when its line is complete, and only once."""
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    assert follower.poll() == []
+    write_rows(path, [{"step": 1}, {"step": 2}])
+    with path.open("a") as file:
+        file.write('{"step"')
+    assert follower.poll() == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert follower.poll() == [{"step": 3}]
+    assert [row["step"] for row in follower.rows] == [1, 2, 3]
+
+
+def test_follower_takes_over_a_replaced_file(tmp_path: Path) -> None:
+    """When a resumed trainer cuts the file back, its steps count, and those known already are not shown again."""
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    write_rows(path, [{"step": 1}, {"step": 2, "reward_mean": 0.1}])
+    follower.poll()
+    write_rows(tmp_path / "new", [{"step": 1}, {"step": 2, "reward_mean": 0.2}, {"step": 3}])
+    os.replace(tmp_path / "new", path)
+    assert follower.poll() == [{"step": 3}]
+    assert follower.rows[1]["reward_mean"] == 0.2
+
+
+def test_sparkline_rises_with_the_values() -> None:
+    """The least value is the lowest bar, the greatest the highest; long series are averaged into the width."""
+    assert sparkline([0.0, 0.5, 1.0], width=10) == "▁▅█"
+    assert sparkline([float(number) for number in range(800)], width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0], width=8) == "▁▁"
+    assert sparkline([float("nan")], width=8) == ""
+
+
+def test_step_is_one_line() -> None:
+    """A step's line holds what a person watches; what the row lacks is left out."""
+    row = {"step": 3, "num_steps": 100, "reward_mean": 0.4128, "staleness_mean": 0.5, "staleness_max": 1}
+    row |= {"output_tokens_per_s": 1234.5, "push_s": 0.21, "num_replicas": 2, "dlogp_mean": 1.2e-6, "dlogp_max": 9e-6}
+    assert describe_step(row) == (
+        "step 3/100  reward 0.413  staleness 0.50 (max 1)  1,234 tokens/s  push 0.21 s  replicas 2  "
+        "|dlogp| 1.2e-06 (max 9.0e-06)"
+    )
+    assert describe_step({"step": 3, "num_steps": 4}) == "step 3/4"
+
+
+def test_the_display_says_what_the_trainer_waited_for() -> None:
+    """Only what took time; rows of another version may lack some of it."""
+    row = {"train_s": 1.24, "wait_s": 0.31, "push_wait_s": 0.06, "data_wait_s": 0.0, "checkpoint_wait_s": 0.001}
+    assert describe_waits(row) == "1.2 s training, waiting 0.3 s for groups, 0.1 s for pushes"
+    assert describe_waits({"train_s": 1.0}) == "1.0 s training"
+
+
+def test_filtered_groups_are_shown_with_the_reward_of_all_that_were_played() -> None:
+    """A batch without groups of equal rewards stays near one half, whatever the policy learns."""
+    row = {"step": 3, "num_steps": 4, "reward_mean": 0.5, "reward_mean_played": 0.9}
+    assert describe_step(row) == "step 3/4  reward 0.500"
+    row |= {"num_filtered_groups": 7, "filtered_group_fraction": 0.25}
+    assert describe_step(row) == "step 3/4  reward 0.900  filtered 25%"
+    assert describe_run([row]) == [
+        "reward  first 1 steps 0.900, last 1 steps 0.900 (+0.000)",
+        "groups  filtered 7",
+    ]
+
+
+def test_the_push_of_a_step_is_shown_with_its_version() -> None:
+    """A step that trains version 7 pushes version 8; of the live replicas one may have failed."""
+    terminal = io.StringIO()
+    display = LiveDisplay(Console(file=terminal, force_terminal=True, width=120), "run")
+    row = {"step": 8, "num_steps": 9, "policy_version": 7, "push_s": 0.5, "num_replicas": 3, "push_replicas": 2}
+    display.show([], [row], [row])
+    display.close()
+    assert "version 8 to 2 replicas" in terminal.getvalue()
+
+
+def test_summary_compares_the_first_steps_with_the_last() -> None:
+    """The summary gives the mean reward of the first and last ten steps, and what became of the groups."""
+    rows = [
+        {"step": n, "reward_mean": 0.2 if n <= 10 else 0.7, "num_groups": 2, "groups": [2 * n, 2 * n + 1]}
+        for n in range(1, 31)
+    ]
+    rows[-1] |= {"num_trained_groups": 60, "num_stale_groups": 1, "num_failed_groups": 0, "groups": [60, 17]}
+    assert describe_run(rows) == [
+        "reward  first 10 steps 0.200, last 10 steps 0.700 (+0.500)",
+        "groups  trained 60, stale 1, failed 0, trained twice 1",
+    ]
+    assert describe_run([]) == ["no step was trained"]

@@ -1,0 +1,75 @@
+"""Which columns are read without settings, and when a person has to say it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.errors import DataError
+from services.trainer.data.config import DataConfig
+from services.trainer.data.rows.columns import Columns, cell, find_columns
+from tests.support.trainer.pictures import png
+
+PICTURE = {"bytes": png(), "path": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"problem": "?", "answer": "1"}, Columns(text="problem", gold="answer", images=())),
+        ({"problem": "?", "answer": "1", "image": PICTURE}, Columns(text="problem", gold="answer", images=("image",))),
+        (
+            {"images": [PICTURE], "problem": "?", "answer": "1", "choices": [1], "ground_truth": "B", "id": "7"},
+            Columns(text="problem", gold="answer", images=("images",)),
+        ),
+        (
+            {"prompt": [], "reward_model": {}, "extra_info": {"answer": "1", "question": "?"}},
+            Columns(text="prompt", gold="reward_model", images=()),
+        ),
+        (
+            {"prompt": [], "reward_spec": {}, "env_class": "geometry3k"},
+            Columns(text="prompt", gold="reward_spec", images=()),
+        ),
+        ({"input": "?", "label": "1", "metadata": {}}, Columns(text="input", gold="label", images=())),
+        ({"conversations": [], "label": "1"}, Columns(text="conversations", gold="label", images=())),
+        ({"question": "?", "answer": 1, "image": None}, Columns(text="question", gold="answer", images=("image",))),
+    ],
+)
+def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:
+    """Each data set of the table in docs/data.md needs no setting."""
+    assert replace(find_columns(row, DataConfig(), name="x"), extra=()) == found
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"problem": "?", "prompt": "?", "answer": "1"}, "problem and prompt could both.*--data.problem_column=prompt"),
+        ({"question": "?", "query": "?", "answer": "1"}, "question and query could both hold the prompt's text"),
+        ({"problem": "?", "answer": "1", "reward_model": {}}, "answer and reward_model could both.*answer_column="),
+        (
+            {"problem": "?", "answer": "1", "image": PICTURE, "images": []},
+            "images and image could both.*images_column=",
+        ),
+        ({"problem": "?", "answer": "1", "decoded_image": PICTURE}, "'decoded_image' holds images.*=decoded_image, or"),
+        ({"problem": "?", "answer": "1", "pic": "data:image/png;base64,xx"}, "'pic' holds images that would not be"),
+        ({"problem": "?", "answer": "1", "pics": [png()]}, "'pics' holds images that would not be read"),
+    ],
+)
+def test_what_could_mean_two_things_is_asked(row: dict[str, Any], words: str) -> None:
+    """With the settings that answer it; images are never left unread in silence."""
+    with pytest.raises(DataError, match=words):
+        find_columns(row, DataConfig(), name="x")
+
+
+def test_settings_name_columns_and_paths_into_structs() -> None:
+    """One or several image columns, none at all, and dots; a name with a dot in it comes first."""
+    row = {"a": {"b": {"c": "deep"}}, "a.b": "flat", "image_1": PICTURE, "image_2": PICTURE, "images": 3, "answer": 1}
+    config = DataConfig(problem_column="a.b.c", images_column=("image_1", "image_2"))
+    found = find_columns(row, config, name="x")
+    assert found == Columns(text="a.b.c", gold="answer", images=("image_1", "image_2"), extra=("a", "a.b", "images"))
+    assert cell(row, "a.b.c") == "deep"
+    assert cell(row, "a.b") == "flat"
+    assert cell(row, "a.x.c") is None
+    assert find_columns(row, DataConfig(problem_column="a", images_column=()), name="x").images == ()
+    with pytest.raises(DataError, match=r"x has no column 'pic'; it has a, a\.b, .*--data\.images_column="):
+        find_columns(row, DataConfig(problem_column="a", images_column="pic"), name="x")

@@ -1,0 +1,62 @@
+"""docs/metrics.md explains every metric that a step logs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from services.trainer.admission.group_state import GroupCounts
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.config import TrainerConfig
+from services.trainer.flow.filter_tally import Interval
+from services.trainer.telemetry.step_metrics import (
+    StepClock,
+    describe_batch,
+    describe_filters,
+    describe_groups,
+    describe_push,
+)
+from services.trainer.weight_sync.publisher import PushReport
+from tests.support.trainer.groups import IMAGES, make_group, picture
+from tests.support.trainer.read_groups import reader_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def explained() -> list[re.Pattern[str]]:
+    """The names of the page's tables; `<k>` stands for anything."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`([\w<>]+)`", row.split(" | ")[0])]
+    return [re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in names]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"preset": "dppo", "kl": {"kind": "k3"}, "entropy": {"kind": "bonus"}, "drift": 0.1},
+        {"preset": "slime_geo3k", "correction": {"kind": "mask", "veto_low": 1e-4}, "rejection": {"kind": "opsm"}},
+    ],
+)
+def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, object]) -> None:
+    """Those of the backend under several algorithms, and those of the controller."""
+    group = make_group(
+        tiny_model_path, index=0, rewards=(1.0, 0.0, 0.0, 1.0), version=1, images=[picture(0)], placeholders=[9]
+    )
+    config = TrainerConfig.model_validate({"device": "cpu", "optimizer": {"learning_rates": {"tower": 1e-7}}})
+    backend = InProcessBackend(
+        tiny_model_path, config, AlgorithmConfig.model_validate(algorithm), seed=0, temperature=1.0
+    )
+    backend.load(None)
+    ready = reader_of(tiny_model_path).read(group, IMAGES)
+    row = take_step(backend, [[ready]], 2)
+    row |= describe_batch([group])
+    row |= describe_filters([group], [ready], Interval(num_groups=1, num_filtered=0, rewards=(1.0,)))
+    report = PushReport(version=1, num_replicas=1, num_failed=0, num_bytes=1, push_s=1.0, pause_s=1.0)
+    row |= describe_push(report, num_live_replicas=1)
+    row |= StepClock().seconds()
+    row |= describe_groups(GroupCounts(), num_duplicate=0, num_unreadable=0)
+    patterns = explained()
+    assert [name for name in row if not any(pattern.fullmatch(name) for pattern in patterns)] == []
