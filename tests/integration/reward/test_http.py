@@ -27,8 +27,8 @@ HANGS = {"golds": ["5"], "response": r"\boxed{10000000!}", "profile": "math_veri
 async def serving(
     *, max_items: int = MAX_ITEMS, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, RunningService]]:
-    """A service and a client of its HTTP frontend."""
-    async with running(RewardConfig.model_validate(settings), max_items=max_items) as service:
+    """A service whose items have time on a busy machine too, and a client of its HTTP frontend."""
+    async with running(RewardConfig.model_validate({"deadline_s": HANG_S, **settings}), max_items=max_items) as service:
         limits = httpx.Limits(max_connections=None)
         url = f"http://{service.http.address}"
         async with httpx.AsyncClient(base_url=url, timeout=30.0, limits=limits) as client:

@@ -10,6 +10,7 @@ from services.reward.admission_queue import MAX_ITEMS
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import MAX_OVERTIME, running
+from tests.support.waiting import HANG_S
 
 OK = reward_pb2.VERDICT_STATUS_OK
 TIMEOUT = reward_pb2.VERDICT_STATUS_TIMEOUT
@@ -41,8 +42,8 @@ async def reward_service(
     grace_s: float = 5.0,
     **settings: object,
 ) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
-    """A service with two workers and the usual settings, and a client of it."""
-    config = RewardConfig.model_validate({"workers": 2, **settings})
+    """A service with two workers, whose items have time on a busy machine too, and a client of it."""
+    config = RewardConfig.model_validate({"workers": 2, "deadline_s": HANG_S, **settings})
     service = running(config, grace_s=grace_s, max_overtime=max_overtime, max_items=max_items)
     async with service as (server, pool, _), RewardClient(server.address) as client:
         yield client, pool
@@ -50,7 +51,7 @@ async def reward_service(
 
 def easy_item(item_id: str = "") -> reward_pb2.VerifyItem:
     """An item that takes a worker milliseconds."""
-    return item_of("5", r"\boxed{5}", item_id=item_id, profile="math_verify")
+    return item_of("5", r"\boxed{5}", item_id=item_id, profile="math_verify", deadline_s=30.0)
 
 
 def hanging_item(item_id: str = "", *, deadline_s: float = 30.0) -> reward_pb2.VerifyItem:
