@@ -15,7 +15,7 @@ from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
 from services.trainer.data.sources.files import require_files
-from services.trainer.evaluation.sets import require_sets
+from services.trainer.evaluation.set_files import require_sets
 from services.trainer.telemetry.trackers import require_packages
 
 

@@ -40,7 +40,7 @@ def train(
     from services.launch import launcher
     from services.launch.run_folder import RunFolder
     from services.trainer.data.sources.files import pin
-    from services.trainer.evaluation.sets import pin_sets
+    from services.trainer.evaluation.set_files import pin_sets
 
     recipes, overrides = sort_arguments(recipe, context.args)
     if resume is not None and recipes:

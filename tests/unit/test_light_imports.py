@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -27,6 +28,21 @@ if name == "penstock":
         # penstock.weights is shared by trainer and engine and made of tensors.
         if not found.name.startswith("penstock.weights") and not found.name.endswith("__main__"):
             importlib.import_module(found.name)
+"""
+
+_COMMAND = """
+import json, sys
+
+class Blocker:
+    blocked = set(json.loads(sys.argv[1]))
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.blocked:
+            raise ModuleNotFoundError(f"{name} is not installed", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from services.cli.app import main
+sys.exit(main(json.loads(sys.argv[2])))
 """
 
 
@@ -88,3 +104,28 @@ def test_the_reward_server_process_holds_no_sympy() -> None:
     program = "import services.reward.server, sys; assert not {'sympy', 'math_verify', 'numpy'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["version"], 0),
+        (["init"], 0),
+        (["config", "tiny-cpu"], 0),
+        (["train", "tiny-cpu", "--dry-run"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_line_runs_with_what_penstock_itself_requires(command: list[str], code: int) -> None:
+    """Without any extra, as the reward service's image or a person's first look has it."""
+    brought = required("penstock", frozenset({""}))
+    blocked = [
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if not {canonicalize_name(name) for name in distributions} & brought
+    ]
+    assert {"PIL", "torch", "fastapi", "pyarrow"} <= set(blocked)
+    arguments = [json.dumps(blocked), json.dumps(command)]
+    done = subprocess.run([sys.executable, "-c", _COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert done.stderr == ""

@@ -30,7 +30,8 @@ from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.openai_player import OpenAiPlayer
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
-from services.trainer.evaluation.sets import EvaluationSet, open_sets, pin_sets
+from services.trainer.evaluation.set_files import pin_sets
+from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.evaluation.summary import Summary, summarize
 
 API_KEY: Final = "OPENAI_API_KEY"

@@ -3,22 +3,20 @@
 Invariant: row i of a set is the same in every evaluation, whatever was played before it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import msgspec
 
-from penstock.errors import ConfigError, DataError, SetupError
+from penstock.errors import ConfigError, DataError
 from penstock.records import GroupId, Prompt, Sampling, TextPart
 from services.trainer.data.config import DataConfig
 from services.trainer.data.rows.example import Example
 from services.trainer.data.rows.messages import IMAGE_MARK
-from services.trainer.data.sources.files import pin, require_files
 from services.trainer.data.sources.opening import built_in, open_sources
 from services.trainer.data.sources.source import Source
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.outcome import PlayedPrompt, source_of
+from services.trainer.evaluation.set_files import named_set
 
 MAX_CHECKED_ROWS: Final = 5000
 """So many rows of each set are read before anything is played: about a millisecond per image."""
@@ -54,7 +52,7 @@ class EvaluationSet:
         Raises:
             DataError: the row is wrong, or wants more tokens than the set allows.
         """
-        with _named(self.name):
+        with named_set(self.name):
             example = self._source[row]
             wanted, most = example.max_new_tokens, self.config.max_new_tokens
             if wanted is not None and wanted > most:
@@ -151,42 +149,8 @@ def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, Evaluatio
     """
     opened = {}
     for name, each in config.sets.items():
-        with _named(name):
+        with named_set(name):
             source = built_in(each, seed=HELD_OUT_SEED) if not each.paths else open_sources(each.data(data))[""]
         opened[name] = EvaluationSet(name, each, source)
         opened[name].check()
     return opened
-
-
-def require_sets(config: EvaluationConfig) -> None:
-    """Check that the sets' files exist, as far as this machine knows; cheap enough to do before anything else starts.
-
-    Raises:
-        ConfigError: a file does not exist.
-    """
-    for name, each in config.sets.items():
-        with _named(name):
-            require_files(each)
-
-
-def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
-    """Return the settings with the commit of each data set on the Hugging Face Hub; see `files.pin`.
-
-    Raises:
-        DataError: there is no such data set, revision, configuration or split.
-        SetupError: the Hub cannot be reached, and its cache has no copy.
-    """
-    pinned = {}
-    for name, each in config.sets.items():
-        with _named(name):
-            pinned[name] = each.model_copy(update={"revision": pin(each.data(data)).revision})
-    return config.model_copy(update={"sets": pinned})
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Say in an error which set it is about."""
-    try:
-        yield
-    except (ConfigError, DataError, SetupError) as error:
-        raise type(error)(f"evaluation.sets.{name}: {error}") from None

@@ -1,0 +1,46 @@
+"""The files of evaluation sets: checked and pinned without the packages that read them.
+
+Every process reads its recipe through this, also where neither images nor data are ever read.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.errors import ConfigError, DataError, SetupError
+from services.trainer.data.config import DataConfig
+from services.trainer.data.sources.files import pin, require_files
+from services.trainer.evaluation.config import EvaluationConfig
+
+
+def require_sets(config: EvaluationConfig) -> None:
+    """Check that the sets' files exist, as far as this machine knows; cheap enough to do before anything else starts.
+
+    Raises:
+        ConfigError: a file does not exist.
+    """
+    for name, each in config.sets.items():
+        with named_set(name):
+            require_files(each)
+
+
+def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
+    """Return the settings with the commit of each data set on the Hugging Face Hub; see `files.pin`.
+
+    Raises:
+        DataError: there is no such data set, revision, configuration or split.
+        SetupError: the Hub cannot be reached, and its cache has no copy.
+    """
+    pinned = {}
+    for name, each in config.sets.items():
+        with named_set(name):
+            pinned[name] = each.model_copy(update={"revision": pin(each.data(data)).revision})
+    return config.model_copy(update={"sets": pinned})
+
+
+@contextmanager
+def named_set(name: str) -> Iterator[None]:
+    """Say in an error which set it is about."""
+    try:
+        yield
+    except (ConfigError, DataError, SetupError) as error:
+        raise type(error)(f"evaluation.sets.{name}: {error}") from None
