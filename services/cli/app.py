@@ -16,6 +16,7 @@ from penstock.runtime import process
 from services.cli import bus
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
 from services.cli.data.command import data
+from services.cli.doctor_command import doctor
 from services.cli.evaluation.command import eval_
 from services.cli.init_command import init
 from services.cli.replay.command import replay
@@ -37,6 +38,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "replay": replay,
     "data": data,
     "config": show_config,
+    "doctor": doctor,
 }
 for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)

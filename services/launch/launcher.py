@@ -25,7 +25,7 @@ from services.launch.gpu_plan import find_gpus
 from services.launch.metrics import MetricsFollower, describe_evaluation, describe_run
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
-from services.launch.run_plan import LOCAL, PlannedProcess, RunPlan, make_plan
+from services.launch.run_plan import LOCAL, PORTS, PlannedProcess, RunPlan, make_plan
 from services.launch.run_status import describe_phase, fetch_run
 from services.launch.supervisor import Supervisor, supervised
 from services.recipe import Recipe
@@ -35,16 +35,6 @@ log = structlog.get_logger()
 _BUS_START_TIMEOUT_S = 10.0
 REFRESH_S = 0.5
 """How often the display is drawn anew, and the processes are looked after."""
-_PORTS = (
-    ("rollout", "port"),
-    ("worker", "port"),
-    ("reward", "port"),
-    ("reward", "http_port"),
-    ("router", "port"),
-    ("router", "http_port"),
-    ("trainer", "port"),
-)
-"""The settings of servers' ports."""
 KILL_MARGIN_S = 10.0
 """A process that is asked to stop is killed `run.grace_s` and this later: after its grace an engine sends its last
 answers (2 s) and ends SGLang's processes, which on a busy machine takes seconds."""
@@ -136,7 +126,7 @@ def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
     tree = recipe.model_dump()
     tree["run"]["folder"] = folder.path
     with ExitStack() as held:
-        for section, name in _PORTS:
+        for section, name in PORTS:
             if port := tree[section][name]:
                 held.enter_context(held_port(recipe.network.host, port, key=f"{section}.{name}"))
         ports = iter(held.enter_context(held_ports(4)))

@@ -9,6 +9,16 @@ from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
 from services.recipe import Recipe
 
 LOCAL = "127.0.0.1"
+PORTS = (
+    ("rollout", "port"),
+    ("worker", "port"),
+    ("reward", "port"),
+    ("reward", "http_port"),
+    ("router", "port"),
+    ("router", "http_port"),
+    ("trainer", "port"),
+)
+"""The settings of servers' ports."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 import pydantic
 
@@ -17,6 +17,10 @@ from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig
+
+TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
+scale or cap their logits, count positions in another way, or route tokens to experts."""
 
 
 class ScheduleConfig(Axis):

@@ -113,11 +113,12 @@ def test_the_reward_server_process_holds_no_sympy() -> None:
         (["init"], 0),
         (["config", "tiny-cpu"], 0),
         (["train", "tiny-cpu", "--dry-run"], 0),
+        (["doctor", "tiny-cpu"], 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_command_line_runs_with_what_penstock_itself_requires(command: list[str], code: int) -> None:
-    """Without any extra, as the reward service's image or a person's first look has it."""
+    """Without any extra, as the reward service's image or a person's first look has it; what is missing is a fault."""
     brought = required("penstock", frozenset({""}))
     blocked = [
         module
@@ -129,3 +130,4 @@ def test_the_command_line_runs_with_what_penstock_itself_requires(command: list[
     done = subprocess.run([sys.executable, "-c", _COMMAND, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert done.stderr == ""
+    assert ("pip install 'penstock[" in done.stdout) == (code == 1)

@@ -14,11 +14,12 @@ import torch
 
 from bench.trainer.padded import PaddedPolicy
 from penstock.model.tokens import forbidden_token_ids, image_token_id
-from services.trainer.backend.policy.model import TRAINED_MODEL_TYPES, PolicyModel
+from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
+from services.trainer.config import TRAINED_MODEL_TYPES
 from tests.conftest import ROOT
 from tests.support.trainer.groups import picture
 from tests.support.trainer.rows import group_row, row_of

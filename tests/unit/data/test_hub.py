@@ -163,7 +163,7 @@ def test_without_a_network_the_cache_serves(hub: HubServer, monkeypatch: pytest.
             r"neither a file or folder here nor a data set on the .* check the name, and for a private",
         ),
         ("owner/a--b..c", {}, r"neither a file or folder here nor a data set on the"),
-        ("owner/gated", {}, r"is gated: accept its terms on its page, then run `hf auth login`"),
+        ("owner/gated", {}, r"is gated; accept its terms on its page, then run `hf auth login`"),
         ("owner/plain", {"revision": "v9"}, r"has no revision 'v9'; give a branch, a tag or a commit"),
         ("owner/plain", {"split": "val"}, r"has no split 'val'; it has test, train"),
         ("owner/plain", {"hub_config": "c"}, r"has no configuration 'c'; its folders are data"),

@@ -3,7 +3,7 @@
 Legend: A, T, N, I, U, P, D as in `batching.rows`; H = hidden size.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -11,10 +11,7 @@ from penstock.errors import ConfigError
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.batching.rows import PackedRow
-
-TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
-scale or cap their logits, count positions in another way, or route tokens to experts."""
+from services.trainer.config import TRAINED_MODEL_TYPES
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here

@@ -7,7 +7,8 @@ the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE 
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,53 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
         DataError: there is no such data set, revision, configuration or split, or it is not open to this account.
         SetupError: the Hub cannot be reached, and the cache has no complete copy.
     """
+    name = f"data.path {repo!r} on the Hugging Face Hub"
+    with _explained(repo, revision, name):
+        return _fetch(repo, config=config, split=split, revision=revision, name=name)
+
+
+def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
+    """Ask the Hub for a data set, and download nothing of it.
+
+    Args:
+        repo: `owner/name`.
+        revision: Branch, tag or commit; empty for the main branch.
+        timeout_s: For the connection, and for each part of the answer.
+
+    Raises:
+        DataError: there is no such data set or revision, or it is not open to this account.
+        SetupError: the Hub cannot be reached, or HF_HUB_OFFLINE forbids it.
+    """
+    import huggingface_hub
+
+    with _explained(repo, revision, f"data.path {repo!r} on the Hugging Face Hub"):
+        api = huggingface_hub.HfApi(endpoint=_endpoint())
+        api.dataset_info(repo, revision=revision or None, timeout=timeout_s)
+
+
+def is_cached(repo: str, *, revision: str) -> bool:
+    """Whether the cache has files of the data set; not whether it has all of them."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        huggingface_hub.snapshot_download(repo, repo_type="dataset", revision=revision or None, local_files_only=True)
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError):
+        return False
+    return True
+
+
+@contextmanager
+def _explained(repo: str, revision: str, name: str) -> Iterator[None]:
+    """What huggingface_hub raises, as errors that say what to do."""
     import httpx
     from huggingface_hub import errors
 
-    name = f"data.path {repo!r} on the Hugging Face Hub"
     try:
-        return _fetch(repo, config=config, split=split, revision=revision, name=name)
+        yield
     except errors.GatedRepoError:
         raise DataError(
-            f"{name} is gated: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+            f"{name} is gated; accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
         ) from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise DataError(

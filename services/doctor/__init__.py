@@ -1,0 +1,1 @@
+"""What `penstock doctor` looks at: each check is a function of what a machine shows, and returns what it found."""

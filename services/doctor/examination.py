@@ -1,0 +1,184 @@
+"""All checks of a machine, side by side, each in bounded time.
+
+Invariant: what hangs or breaks is a finding, and hides no other.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from services.doctor import gpu, memory, network, software
+from services.doctor.finding import Finding, blamed, warning
+from services.doctor.hub import check_hub
+from services.doctor.inputs import check_data, check_model, check_settings
+from services.launch.gpu_plan import find_gpus
+from services.launch.run_plan import make_plan
+from services.recipe import Recipe
+
+DEADLINE_S = 15.0
+"""For a check that asks this machine or the network."""
+
+_DISTRIBUTIONS = {"PIL": "pillow", "math_verify": "math-verify", "huggingface_hub": "huggingface-hub"}
+_CGROUP = Path("/sys/fs/cgroup")
+_SHM = Path("/dev/shm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing to look at."""
+
+    name: str
+    look: Callable[[], Iterable[Finding | None]]
+    """Returns what it finds; None for what is not worth a line."""
+    deadline_s: float
+
+
+def checks_of(recipe: Recipe | None) -> list[Check]:
+    """What to look at: the machine, and with a recipe also what that asks of it."""
+    looks: dict[str, Callable[[], Iterable[Finding | None]]] = {
+        "Python": lambda: [software.check_python(tuple(sys.version_info[:3]))],
+        "packages": lambda: _packages(recipe),
+        "GPUs": lambda: _gpus(recipe),
+        "memory": lambda: _memory(recipe),
+    }
+    if recipe is not None:
+        looks |= {
+            "model": lambda: [check_model(recipe)[0]],
+            "data": lambda: [check_data(recipe)],
+            "settings": lambda: [check_settings(recipe)],
+            "Hub": lambda: [check_hub(recipe)],
+            "ports": lambda: [network.check_ports(recipe)],
+            "hosts": lambda: [network.check_hosts(list(network.hosts_of(recipe)), network.resolve)],
+            "bus": lambda: [network.check_bus(recipe.bus.url, socket.create_connection)],
+        }
+    return [
+        Check(name=name, look=look, deadline_s=DEADLINE_S + (gpu.PROBE_TIMEOUT_S if name == "GPUs" else 0))
+        for name, look in looks.items()
+    ]
+
+
+def examine(checks: Sequence[Check]) -> Iterator[Finding]:
+    """Do all checks at once, and yield what they find in their order. A check past its deadline is left behind."""
+    begun = time.monotonic()
+    looks = [_Look(check) for check in checks]
+    for look in looks:
+        look.thread.join(max(0.0, begun + look.check.deadline_s - time.monotonic()))
+        yield from look.findings()
+
+
+class _Look:
+    """A check in a thread of its own, which ends with the process if it hangs."""
+
+    def __init__(self, check: Check) -> None:
+        self.check = check
+        self._found: list[Finding] | None = None
+        self.thread = threading.Thread(target=self._run, name=f"doctor-{check.name}", daemon=True)
+        self.thread.start()
+
+    def findings(self) -> list[Finding]:
+        """What it has found; a warning if it has not ended."""
+        found = self._found
+        if found is not None:
+            return found
+        seen = f"no answer within {self.check.deadline_s:g} s"
+        return [warning(self.check.name, seen, "look at the disks, the network and name servers of this machine")]
+
+    def _run(self) -> None:
+        try:
+            self._found = [finding for finding in self.check.look() if finding is not None]
+        except Exception as error:  # noqa: BLE001 - a boundary: a check that breaks hides no other
+            seen = f"the check itself failed: {type(error).__name__}: {error}"
+            self._found = [warning(self.check.name, seen, "please report it, with this line")]
+
+
+def _packages(recipe: Recipe | None) -> Iterator[Finding | None]:
+    yield software.check_packages(_version_of)
+    yield software.check_sglang(_version_of("sglang"), importlib.metadata.requires("penstock") or [])
+    beside_python = Path(sys.executable).parent / "nats-server"
+    binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
+    yield software.check_nats_server(binary, recipe.bus.url if recipe is not None else "")
+
+
+def _gpus(recipe: Recipe | None) -> Iterator[Finding | None]:
+    devices = find_gpus()
+    if not devices or _version_of("torch") is None:
+        yield gpu.check_gpus(devices, None)
+        return
+    try:
+        facts = gpu.probe_gpus()
+    except (TimeoutError, ValueError) as error:
+        yield warning("GPUs", str(error), "try `python -c 'import torch; print(torch.cuda.device_count())'`")
+        return
+    yield gpu.check_gpus(devices, facts)
+    if not facts.gpus:
+        return
+    yield gpu.check_capability(facts)
+    yield gpu.check_cudnn(facts)
+    if recipe is None:
+        return
+    yield gpu.check_attention(facts, recipe.rollout.sglang)
+    try:
+        plan = make_plan(recipe, devices, own_bus=not recipe.bus.url).gpus
+    except ConfigError:
+        return  # the check of memory says so
+    yield gpu.check_nccl(facts, plan, recipe.trainer.weight_sync.transport)
+    _, size = check_model(recipe)
+    if size is not None:
+        yield from memory.check_gpu_memory(size, recipe, plan, facts)
+
+
+def _memory(recipe: Recipe | None) -> Iterator[Finding | None]:
+    _, size = check_model(recipe) if recipe is not None else (None, None)
+    if recipe is not None:
+        try:
+            plan = make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url).gpus
+        except ConfigError as error:
+            yield blamed("plan", error)
+        else:
+            if size is not None:
+                yield memory.check_host_memory(size, recipe, plan, _available_memory())
+    yield memory.check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None)
+    runs = Path("runs") if recipe is None else recipe.run.folder or recipe.run.dir
+    while not runs.exists():
+        runs = runs.parent
+    yield memory.check_disk(size, recipe, str(runs.resolve()), _free(runs))
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError:  # none of the usual folders can be written to
+        yield memory.check_temporary(os.environ.get("TMPDIR", "/tmp"), None)
+    else:
+        yield memory.check_temporary(str(temporary), _free(temporary))
+
+
+def _free(folder: Path) -> int | None:
+    """Bytes that are free in the folder's file system; None if it cannot be written to."""
+    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _available_memory() -> int:
+    files = {name: _CGROUP / name for name in ("memory.max", "memory.current")}
+    cgroup = {name: file.read_text() for name, file in files.items() if file.is_file()}
+    return memory.available_memory(Path("/proc/meminfo").read_text(), cgroup)
+
+
+def _version_of(module: str) -> str | None:
+    """The version of an installed module, which is not imported; None if it is not installed."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except ImportError:  # something keeps it from being imported
+        return None
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS.get(module, module))
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,41 @@
+"""The data sets on the Hugging Face Hub that a recipe names: whether this account may read them from here."""
+
+from collections.abc import Iterator
+
+from penstock.errors import DataError, SetupError
+from services.doctor.finding import Finding, blamed, fault, ok, warning
+from services.recipe import Recipe
+from services.trainer.data.config import SourceConfig
+from services.trainer.data.sources import hub
+from services.trainer.data.sources.files import split_slice
+
+TIMEOUT_S = 5.0
+
+
+def hub_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Id and revision of each data set, of training and of evaluation, once each."""
+    sources: list[SourceConfig] = [*recipe.data.by_name.values(), *recipe.evaluation.sets.values()]
+    found = {(split_slice(path)[0], source.revision): None for source in sources for path in source.paths}
+    return ((repo, revision) for repo, revision in found if hub.is_hub_id(repo))
+
+
+def check_hub(recipe: Recipe) -> Finding:
+    """Ask the Hub for each data set; nothing is downloaded."""
+    sources = list(hub_sources(recipe))
+    for repo, revision in sources:
+        try:
+            hub.look_up(repo, revision=revision, timeout_s=TIMEOUT_S)
+        except ModuleNotFoundError as error:
+            remedy = "pip install 'penstock[trainer]'"
+            return warning("Hub", f"{repo} cannot be looked up: {error.name} is not installed", remedy)
+        except DataError as error:
+            return blamed("Hub", error)
+        except SetupError as error:
+            seen = str(error).rpartition("; ")[0]
+            if hub.is_cached(repo, revision=revision):
+                return warning(
+                    "Hub", f"{seen}; the cache has files of it", "set HF_HUB_OFFLINE=1 if they are all of them"
+                )
+            remedy = f"look at the network, HF_ENDPOINT and proxies, or bring the cache: `hf download {repo}"
+            return fault("Hub", seen, f"{remedy} --repo-type dataset` where the Hub can be reached")
+    return ok("Hub", f"{', '.join(repo for repo, _ in sources)} can be read" if sources else "not needed")

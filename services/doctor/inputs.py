@@ -1,0 +1,70 @@
+"""The recipe's model, data and settings, as far as they can be told without loading anything."""
+
+from collections.abc import Callable
+
+from penstock.errors import UserError
+from penstock.model.folder import read_json, require_model
+from penstock.runtime.security import Security
+from services.doctor.finding import Finding, blamed, fault, ok
+from services.doctor.memory import ModelSize
+from services.recipe import Recipe
+from services.rollout.engine import sglang_settings
+from services.rollout.engine.settings import num_parameters
+from services.trainer.config import TRAINED_MODEL_TYPES
+from services.trainer.data.sources.files import require_files
+from services.trainer.evaluation.set_files import require_sets
+from services.trainer.telemetry.trackers import require_packages
+
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
+    """Check the model's folder, and say how large the model is."""
+    if recipe.model is None:
+        return fault("model", "section [model] is missing", "give --model.path=, or add it to the recipe"), None
+    path = recipe.model.path
+    try:
+        require_model(path)
+        model_type = read_json(path / "config.json").get("model_type", "")
+        count = num_parameters(path)
+    except UserError as error:
+        return blamed("model", error), None
+    if not count:
+        return fault("model", f"{path} has no .safetensors file", "download the model again, with its weights"), None
+    size = ModelSize(
+        num_parameters=count, checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    )
+    if missing := [name for name in _TEXT_FILES if not (path / name).is_file()]:
+        return fault("model", f"{path} has no {missing[0]}", "download the model again, with its tokenizer"), size
+    seen = f"{path}: {model_type}, {count / 1e6:,.1f} million parameters"
+    if model_type not in TRAINED_MODEL_TYPES:
+        return fault("model", seen, f"the trainer takes {', '.join(TRAINED_MODEL_TYPES)}; choose one of these"), size
+    return ok("model", seen), size
+
+
+def check_data(recipe: Recipe) -> Finding:
+    """Check that the files of the data and of the evaluation sets are there; the Hub is looked at by itself."""
+    try:
+        for source in recipe.data.by_name.values():
+            require_files(source)
+        require_sets(recipe.evaluation)
+    except UserError as error:
+        return blamed("data", error)
+    paths = [path for source in recipe.data.by_name.values() for path in source.paths or ("the built-in pictures",)]
+    return ok("data", f"{', '.join(paths)}; `penstock data` looks into the rows")
+
+
+def check_settings(recipe: Recipe) -> Finding:
+    """Check what is known only beside a machine: packages of trackers, SGLang's names, certificates, the sampling."""
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: Security.load(recipe.security),
+        recipe.sampling.require_trainable,
+        lambda: require_packages(recipe.trackers),
+        lambda: sglang_settings.require_known(recipe.rollout.sglang),
+    )
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            return blamed("settings", error)
+    return ok("settings", "they fit each other")

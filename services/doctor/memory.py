@@ -1,0 +1,193 @@
+"""Memory and disk against what the recipe's model takes.
+
+Sizes are calculated: weights, gradients and AdamW's averages in the trainer, weights in engines, and what the processes
+took without a model where they were measured. Activations and KV caches come on top, so a finding of "ok" leaves room
+for them and does not count them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from services.doctor.finding import Finding, fault, gib, ok, warning
+from services.doctor.gpu import GpuFacts
+from services.launch.gpu_plan import TRAINER, GpuPlan
+from services.recipe import Recipe
+
+MASTER_BYTES = 16
+"""For each parameter that is trained: the weight, its gradient and two averages of AdamW, in float32."""
+CHECKPOINT_BYTES = 12
+"""For each parameter in a checkpoint: the weight and two averages of AdamW, in float32."""
+ENGINE_BYTES = 1.2 * 2**30
+"""Host memory of an engine's processes beside its weights, as measured with the tiny model on a CPU."""
+OTHERS_BYTES = 1.2 * 2**30
+"""Host memory of the trainer beside its weights (0.9 GiB), and of all processes without weights, measured likewise."""
+SPARE = 0.8
+"""Beyond this share of what there is, activations and caches may not fit."""
+MIN_SHM_BYTES = 2**30
+MIN_TEMPORARY_BYTES = 2**30
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """How large a model is."""
+
+    num_parameters: int
+    checkpoint_bytes: int
+    """Of its weight files."""
+
+
+def check_gpu_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, facts: GpuFacts) -> list[Finding]:
+    """Check each kind of process against the GPU on which it computes.
+
+    Args:
+        size: Of the model.
+        recipe: The recipe.
+        plan: Which process computes where.
+        facts: The GPUs, in the order of the plan's devices.
+    """
+    found = []
+    memory = {device: gpu.total_bytes for device, gpu in zip(plan.devices, facts.gpus, strict=False)}
+    free = {device: gpu.free_bytes for device, gpu in zip(plan.devices, facts.gpus, strict=False)}
+    fraction = recipe.rollout.gpu_memory_fraction
+    engines = [name for name in plan.of_process if name != TRAINER]
+    for name in engines[:1]:
+        device = plan.of_process[name][0]
+        found.append(_engine(size, recipe, share=fraction * memory[device], free=free[device]))
+    if TRAINER in plan.of_process:
+        device = plan.of_process[TRAINER][0]
+        taken = len(engines) * fraction if plan.is_shared else 0.0
+        found.append(_trainer(size, recipe, room=(1 - taken) * memory[device], is_shared=bool(taken)))
+    return found
+
+
+def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Finding:
+    rollout = recipe.rollout
+    per_weight = _DTYPE_BYTES.get(rollout.dtype)
+    weights = size.checkpoint_bytes if per_weight is None else per_weight * size.num_parameters
+    weights //= rollout.tensor_parallel
+    seen = f"weights take {gib(weights)} of the {gib(share)} that an engine may use"
+    remedy = "raise rollout.gpu_memory_fraction or rollout.tensor_parallel, or choose a smaller model"
+    if weights >= share:
+        return fault("engine's GPU", seen, remedy)
+    if share > free:
+        return warning(
+            "engine's GPU",
+            f"an engine wants {gib(share)}, and {gib(free)} are free now",
+            "end what else uses the GPU (`nvidia-smi` lists it), or lower rollout.gpu_memory_fraction",
+        )
+    if weights > SPARE * share:
+        return warning("engine's GPU", f"{seen}; {gib(share - weights)} are left for KV caches", remedy)
+    return ok("engine's GPU", seen)
+
+
+def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool) -> Finding:
+    pushed = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
+    per_weight = 2 * pushed if recipe.trainer.optimizer.offload else MASTER_BYTES + pushed
+    if recipe.algorithm.needs_reference:
+        per_weight += pushed if recipe.trainer.optimizer.offload else 4
+    needed = per_weight * size.num_parameters
+    seen = f"weights, gradients, AdamW's averages and the copy that is pushed take {gib(needed)} of {gib(room)}"
+    remedy = "set trainer.optimizer.offload = true, or choose a smaller model"
+    if is_shared:
+        remedy = f"lower rollout.gpu_memory_fraction, since engines share this GPU; or {remedy}"
+    if needed >= room:
+        return fault("trainer's GPU", seen, remedy)
+    if needed > SPARE * room:
+        return warning("trainer's GPU", f"{seen}; {gib(room - needed)} are left for activations", remedy)
+    return ok("trainer's GPU", seen)
+
+
+def check_host_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, available: int) -> Finding:
+    """Check this machine's memory against all processes of a run.
+
+    Args:
+        size: Of the model.
+        recipe: The recipe.
+        plan: Which process computes where.
+        available: Bytes that processes may still take.
+    """
+    rollout = recipe.rollout
+    num_engines = rollout.replicas + rollout.prefill + rollout.decode
+    on_gpu = bool(plan.devices)
+    weights = 0 if on_gpu else num_engines * _DTYPE_BYTES.get(rollout.dtype, 4) * size.num_parameters
+    if TRAINER in plan.of_process:
+        trainer = MASTER_BYTES if recipe.trainer.optimizer.offload else 4  # a model is loaded here first
+    else:
+        trainer = MASTER_BYTES + 2 * 4  # and the copies for two pushes
+    needed = int(num_engines * ENGINE_BYTES + OTHERS_BYTES + weights + trainer * size.num_parameters)
+    seen = f"{num_engines} {'engine' if num_engines == 1 else 'engines'}, trainer and services take about {gib(needed)}"
+    seen += f" of the {gib(available)} that are free"
+    remedy = "lower rollout.replicas, choose a smaller model, or end other programs"
+    if needed >= available:
+        return fault("memory", seen, remedy)
+    if needed > SPARE * available:
+        return warning("memory", seen, remedy)
+    return ok("memory", seen)
+
+
+def available_memory(meminfo: str, cgroup: Mapping[str, str]) -> int:
+    """Bytes that processes may still take: the machine's, or the container's where that has a limit.
+
+    Args:
+        meminfo: The text of /proc/meminfo.
+        cgroup: The texts of memory.max and memory.current of the control group, by name; empty where there are none.
+    """
+    lines = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, current = cgroup.get("memory.max", "max").strip(), cgroup.get("memory.current", "0").strip()
+    return available if limit == "max" else max(0, min(available, int(limit) - int(current)))
+
+
+def check_shared_memory(free: int | None) -> Finding:
+    """Check /dev/shm, through which NCCL and SGLang pass tensors; a container has 64 MiB of it by default.
+
+    Args:
+        free: Bytes; None if there is no /dev/shm.
+    """
+    remedy = "start the container with --shm-size=16g, or 1g without a GPU"
+    if free is None:
+        return warning("shared memory", "there is no /dev/shm", remedy)
+    if free < MIN_SHM_BYTES:
+        return warning(
+            "shared memory", f"/dev/shm has {gib(free)} free; NCCL and SGLang pass tensors through it", remedy
+        )
+    return ok("shared memory", f"/dev/shm has {gib(free)} free")
+
+
+def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free: int | None) -> Finding:
+    """Check the file system of the runs against the checkpoints that a run keeps.
+
+    Args:
+        size: Of the model; None if it is not known.
+        recipe: The recipe; None if none was given.
+        folder: Where runs are kept, or the folder above it that exists.
+        free: Bytes; None if the folder cannot be written to.
+    """
+    if free is None:
+        return fault("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or change its owner")
+    seen = f"{folder} has {gib(free)} free"
+    if size is None or recipe is None:
+        return ok("disk", seen)
+    num_kept = recipe.trainer.keep_checkpoints
+    # The next one is written before the oldest is deleted.
+    needed = (num_kept + 1) * CHECKPOINT_BYTES * size.num_parameters
+    seen += f"; {num_kept} checkpoints, and one more while it is written, take {gib(needed)}"
+    if needed >= free:
+        return fault("disk", seen, "free some of it, set run.dir elsewhere, or lower trainer.keep_checkpoints")
+    return ok("disk", seen)
+
+
+def check_temporary(folder: str, free: int | None) -> Finding:
+    """Check the folder of temporary files: engines keep their sockets and what they fetch there.
+
+    Args:
+        folder: TMPDIR, or the system's.
+        free: Bytes; None if it cannot be written to.
+    """
+    if free is None:
+        return fault("temporary files", f"{folder} cannot be written to", "set TMPDIR to a folder of yours")
+    if free < MIN_TEMPORARY_BYTES:
+        return warning("temporary files", f"{folder} has {gib(free)} free", "free some of it, or set TMPDIR elsewhere")
+    return ok("temporary files", f"{folder} has {gib(free)} free")

@@ -1,0 +1,102 @@
+"""Ports, names of hosts, and a NATS server of one's own."""
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import urlsplit
+
+from penstock.errors import SetupError
+from penstock.runtime.ports import require_free_port
+from services.doctor.finding import Finding, blamed, fault, ok, warning
+from services.launch.run_plan import PORTS
+from services.recipe import Recipe
+
+CONNECT_TIMEOUT_S = 3.0
+OWN_NAME = "this machine's name"
+"""In place of a setting, where network.advertise_host is empty."""
+
+
+def check_ports(recipe: Recipe) -> Finding:
+    """Check that each port that the recipe names can be listened on."""
+    found = [(f"{section}.{name}", getattr(getattr(recipe, section), name)) for section, name in PORTS]
+    fixed = [(key, port) for key, port in found if port]
+    for key, port in fixed:
+        try:
+            require_free_port(recipe.network.host, port, key=key)
+        except SetupError as error:
+            return blamed("ports", error)
+    return ok("ports", ", ".join(f"{key} = {port} is free" for key, port in fixed) or "each process takes a free one")
+
+
+def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The settings that name hosts, with the host."""
+    network = recipe.network
+    if network.advertised != network.host:
+        yield "network.advertise_host" if network.advertise_host else OWN_NAME, network.advertised
+    if recipe.bus.url:
+        yield "bus.url", urlsplit(recipe.bus.url).hostname or recipe.bus.url
+    for key, address in (
+        ("worker.router_address", recipe.worker.router_address),
+        ("worker.reward_address", recipe.worker.reward_address),
+    ):
+        if address:
+            yield key, address.rpartition(":")[0].strip("[]")
+    if recipe.reward.remote.url:
+        yield "reward.remote.url", urlsplit(recipe.reward.remote.url).hostname or recipe.reward.remote.url
+
+
+def check_hosts(hosts: Sequence[tuple[str, str]], resolve: Callable[[str], Sequence[str]]) -> Finding:
+    """Check that the hosts have addresses, and that the name told to others does not lead them to themselves.
+
+    Args:
+        hosts: As `hosts_of` gives them.
+        resolve: The addresses of a host. Raises OSError if it has none.
+    """
+    for key, host in hosts:
+        try:
+            addresses = resolve(host)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return fault(
+                "hosts",
+                f"{key}: {host!r} has no address ({reason})",
+                "correct the name, or add it to DNS or /etc/hosts",
+            )
+        if key == OWN_NAME and all(ipaddress.ip_address(each).is_loopback for each in addresses):
+            return warning(
+                "hosts",
+                f"others are told to reach this machine as {host!r}, which is {addresses[0]}: themselves",
+                "give --network.advertise_host=, a name or address under which others reach this machine",
+            )
+    return ok("hosts", ", ".join(f"{key} {host}" for key, host in hosts) or "all on this machine")
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of `host`, of any kind.
+
+    Raises:
+        OSError: it has none.
+    """
+    return sorted({str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)})
+
+
+def check_bus(url: str, connect: Callable[[tuple[str, int], float], socket.socket]) -> Finding | None:
+    """Check that somebody listens at bus.url; None if the run starts its own server.
+
+    Args:
+        url: bus.url.
+        connect: Connects to (host, port) within seconds. Raises OSError.
+    """
+    if not url:
+        return None
+    parts = urlsplit(url)
+    address = (parts.hostname or "", parts.port or 4222)
+    try:
+        connect(address, CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return fault(
+            "bus",
+            f"bus.url = {url!r} does not answer: {error.strerror or error}",
+            "start it first (`penstock serve nats`), or leave bus.url out, and `penstock train` starts its own",
+        )
+    return ok("bus", f"{url} answers")

