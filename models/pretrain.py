@@ -56,7 +56,7 @@ MAX_NEW_TOKENS: Final = 12
 ROW_SEED: Final = 7_000_000
 """Added to the seed for the training rows: recipes use small seeds, so theirs are other draws."""
 HELD_OUT_SEED: Final = 8_000_000
-"""Added to the seed for the held-out rows."""
+"""Added to the seed for the held-out rows. They are other draws of the same pictures: pre-training sees them all."""
 
 README: Final = """# tiny-qwen3-vl
 

@@ -39,7 +39,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     the trainer dies inside an evaluation.
     """
     num_steps = 40
-    evaluation = {"every": 23, "at_end": "true", "sets__geometry__num_prompts": 24}
+    evaluation = {"every": 23, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
     settings = overrides(
         tmp_path,
         trainer__num_steps=num_steps,
@@ -55,22 +55,22 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
             train.kill(victim)
         assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
-        assert_evaluated(train.folder, [23, 40], num_prompts=24)
+        assert_evaluated(train.folder, [23, 40], num_prompts={"geometry": 24, "held_out": 8})
         assert train.pids() == []
 
 
-def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: int) -> None:
+def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: dict[str, int]) -> None:
     """Each evaluation once, whole, and every token of the one version that it names."""
     rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == steps
     for row in rows:
-        assert (row["sets"]["geometry"]["num_prompts"], row["sets"]["geometry"]["num_failed_prompts"]) == (
-            num_prompts,
-            0,
-        )
+        played_of = {name: (each["num_prompts"], each["num_failed_prompts"]) for name, each in row["sets"].items()}
+        assert played_of == {name: (number, 0) for name, number in num_prompts.items()}
         samples = (folder / f"evaluations/step-{row['step']:06d}/samples.jsonl").read_text().splitlines()
         played = [json.loads(line) for line in samples]
-        assert sorted(line["row"] for line in played) == list(range(num_prompts))
+        assert sorted((line["set_name"], line["row"]) for line in played) == [
+            (name, row) for name, number in sorted(num_prompts.items()) for row in range(number)
+        ]
         assert {tuple(line["versions"]) for line in played} == {(row["policy_version"],) * 2}
 
 

@@ -24,7 +24,7 @@ class SourceConfig(Config):
     kinds: tuple[Literal["x", "y", "length", "distance"], ...] = pydantic.Field(
         default=("x", "y", "length"), min_length=1
     )
-    """Kinds of problem in the built-in data set of 10,000 pictures, which is used when path is empty."""
+    """Kinds of problem in the built-in data set of 10,000 rows, which is used when path is empty."""
     images_column: str | tuple[str, ...] = ""
     """Column with each row's images, or a list of columns. Empty: `images` or `image`, if there is one. An empty list:
     none, the prompts are text."""

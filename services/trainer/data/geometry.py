@@ -1,13 +1,14 @@
 """A built-in geometry data set: small pictures of points on a grid, each with a question.
 
 Rows have the schema of hiyouga/geometry3k, so code that reads that data set reads this one.
-Invariant: row ``i`` depends only on ``(seed, kinds, i)``, never on the size or on the rows read before it.
+Invariants: row ``i`` depends only on ``(seed, kinds, pictures, i)``, never on the size or on rows read before it. No
+picture is both one of training and held out (`is_held_out`).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypedDict, get_args
 
@@ -17,9 +18,14 @@ from PIL import Image, ImageDraw, ImageFont
 Kind = Literal["x", "y", "length", "distance"]
 """The question: a coordinate of P, the length of an axis-parallel AB, or the grid distance from A to B."""
 
+Pictures = Literal["training", "held_out", "all"]
+"""Which pictures rows are drawn from: those that training draws, those that it never draws, or both."""
+
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 NUM_CELLS: Final = 5
 """Grid cells along each axis: coordinates run from 0 to this number."""
+
+_HELD_OUT_REMAINDER: Final = 3
 
 PICTURE_SIZE_PX: Final = 96
 _CELL_PX: Final = 16
@@ -82,6 +88,18 @@ class GeometryProblem:
         return str(abs(ax - bx) + abs(ay - by))
 
 
+def is_held_out(points: Mapping[str, Point]) -> bool:
+    """Whether a picture of these points is held out: one in six, by its parameters.
+
+    With (x, y) the leftmost point, of two on a vertical line the lower, and d its grid distance to the other one (0 if
+    there is none), a picture is held out if x + y + d leaves the remainder 3 when divided by 6. So every coordinate and
+    every length occurs in held-out pictures and in others, no held-out P has x = y, and A and B may be exchanged.
+    """
+    (x, y), *others = sorted(points.values())
+    distance = sum(abs(x - other_x) + abs(y - other_y) for other_x, other_y in others)
+    return (x + y + distance) % (NUM_CELLS + 1) == _HELD_OUT_REMAINDER
+
+
 def draw_problem(problem: GeometryProblem) -> Image.Image:
     """Draw the grid, its axes and the problem's points as an RGB picture of 96 by 96 pixels."""
     picture = Image.new("RGB", (PICTURE_SIZE_PX, PICTURE_SIZE_PX), _PAPER)
@@ -107,14 +125,20 @@ def draw_problem(problem: GeometryProblem) -> Image.Image:
 class GeometryDataset(Sequence[DrawnRow]):
     """Seeded geometry problems with random access.
 
-    Two data sets with the same seed and kinds agree on every row that both have. Different seeds draw independently,
-    so a held-out set needs only another seed.
+    Two data sets with the same seed, kinds and pictures agree on every row that both have. Different seeds draw
+    independently, and from the same few hundred pictures.
     """
 
     columns: Final = ("images", "problem", "answer")
 
-    def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = KINDS) -> None:
+    def __init__(self, size: int, *, seed: int = 0, kinds: Sequence[Kind] = KINDS, pictures: Pictures = "all") -> None:
         """Describe a data set of ``size`` rows. Pictures are drawn when a row is read.
+
+        Args:
+            size: Number of rows.
+            seed: Of the draws, not negative.
+            kinds: Kinds of problem, with equal chances.
+            pictures: Which pictures to draw from.
 
         Raises:
             ValueError: size or seed is negative, or kinds is empty or names an unknown kind.
@@ -129,6 +153,7 @@ class GeometryDataset(Sequence[DrawnRow]):
         self.size = size
         self.seed = seed
         self.kinds = tuple(kinds)
+        self.pictures = pictures
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -161,12 +186,17 @@ class GeometryDataset(Sequence[DrawnRow]):
             raise IndexError(f"row {index} of a geometry data set of {self.size} rows")
         rng = np.random.default_rng((self.seed, index % self.size))
         kind = self.kinds[int(rng.integers(len(self.kinds)))]
-        if kind in ("x", "y"):
-            x, y = (int(value) for value in rng.integers(NUM_CELLS + 1, size=2))
-            return GeometryProblem(kind=kind, points={"P": (x, y)})
-        if kind == "length":
-            return GeometryProblem(kind=kind, points=_draw_axis_parallel(rng))
-        return GeometryProblem(kind=kind, points=_draw_two_points(rng))
+        while True:
+            points = _draw_points(rng, kind)
+            if self.pictures == "all" or is_held_out(points) == (self.pictures == "held_out"):
+                return GeometryProblem(kind=kind, points=points)
+
+
+def _draw_points(rng: np.random.Generator, kind: Kind) -> dict[str, Point]:
+    if kind in ("x", "y"):
+        x, y = (int(value) for value in rng.integers(NUM_CELLS + 1, size=2))
+        return {"P": (x, y)}
+    return _draw_axis_parallel(rng) if kind == "length" else _draw_two_points(rng)
 
 
 def _draw_axis_parallel(rng: np.random.Generator) -> dict[str, Point]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import pydantic
 
@@ -19,6 +19,8 @@ class EvaluationSetConfig(SourceConfig):
     """One evaluation set. What it leaves out is as in `[data]` and `[sampling]`; a set with a path of its own takes no
     split, revision or configuration from there."""
 
+    pictures: Literal["training", "held_out"] = "training"
+    """Pictures of the built-in data set: those that training draws from, or those that no training draws."""
     num_prompts: int = pydantic.Field(default=0, ge=0)
     """Play the first so many rows. 0: all; the built-in data set has 10,000."""
     samples_per_prompt: int = pydantic.Field(default=1, ge=1)
@@ -37,6 +39,14 @@ class EvaluationSetConfig(SourceConfig):
     break_down_by: str = ""
     """Column by whose values the results are broken down, for example `data_source`; a dot leads into a struct. It must
     be one of `extra_columns`. Empty: no break-down."""
+
+    @pydantic.model_validator(mode="after")
+    def _holds_out_pictures_of_its_own(self) -> Self:
+        if self.path and self.pictures != "training":
+            raise ValueError(
+                f"pictures = {self.pictures!r} chooses among built-in pictures, and path names other data; remove one"
+            )
+        return self
 
     def data(self, shared: DataConfig) -> DataConfig:
         """How to read its rows, with the memory and the cache of `shared`."""

@@ -20,9 +20,9 @@ from services.trainer.evaluation.set_files import named_set
 
 MAX_CHECKED_ROWS: Final = 5000
 """So many rows of each set are read before anything is played: about a millisecond per image."""
-HELD_OUT_SEED: Final = 1
+EVALUATION_SEED: Final = 1
 """The built-in problems of evaluation sets are drawn apart from those of training. There are few different pictures, so
-training has seen most of them."""
+training has seen most of them, except those that are held out."""
 
 
 class EvaluationSet:
@@ -150,7 +150,10 @@ def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, Evaluatio
     opened = {}
     for name, each in config.sets.items():
         with named_set(name):
-            source = built_in(each, seed=HELD_OUT_SEED) if not each.paths else open_sources(each.data(data))[""]
+            if each.paths:
+                source = open_sources(each.data(data))[""]
+            else:
+                source = built_in(each, seed=EVALUATION_SEED, pictures=each.pictures)
         opened[name] = EvaluationSet(name, each, source)
         opened[name].check()
     return opened

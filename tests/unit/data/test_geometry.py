@@ -14,6 +14,8 @@ from services.trainer.data.geometry import (
     PICTURE_SIZE_PX,
     GeometryDataset,
     Kind,
+    Pictures,
+    is_held_out,
 )
 
 NUM_ROWS = 120
@@ -75,6 +77,42 @@ def test_answers_can_be_read_from_the_pixels(kind: Kind) -> None:
             expected = abs(ax - bx) + abs(ay - by)
             assert kind == "distance" or ax == bx or ay == by
         assert row["answer"] == str(expected)
+
+
+def pictures_of(pictures: Pictures, kind: Kind, *, seed: int = 0) -> set[tuple[tuple[str, tuple[int, int]], ...]]:
+    """The different pictures among many rows, by their points."""
+    dataset = GeometryDataset(4000, seed=seed, kinds=[kind], pictures=pictures)
+    return {tuple(sorted(dataset.problem(index).points.items())) for index in range(len(dataset))}
+
+
+@pytest.mark.parametrize(("kind", "num_pictures"), [("x", 36), ("y", 36), ("length", 360)])
+def test_training_never_draws_a_held_out_picture(kind: Kind, num_pictures: int) -> None:
+    """One picture in six is held out, whatever the seed; A and B exchanged are the same picture to that rule."""
+    held_out, training = pictures_of("held_out", kind), pictures_of("training", kind)
+    assert not held_out & pictures_of("training", kind, seed=7)
+    assert len(held_out) == num_pictures / 6
+    assert held_out | training == pictures_of("all", kind)
+    assert len(training) == 5 * num_pictures / 6
+    segments = [(a, b) for (_, a), (_, b) in (each for each in held_out if len(each) == 2)]
+    assert {(("A", b), ("B", a)) for a, b in segments} <= held_out
+
+
+def test_a_coordinate_of_a_held_out_picture_is_not_the_other_one() -> None:
+    """Who mixes x and y up is wrong on every one of them; each value of both occurs."""
+    points = [each[0][1] for each in pictures_of("held_out", "x")]
+    assert {x for x, _ in points} == {y for _, y in points} == set(range(6))
+    assert all(x != y for x, y in points)
+    lengths = [abs(a[0] - b[0]) + abs(a[1] - b[1]) for (_, a), (_, b) in pictures_of("held_out", "length")]
+    assert set(lengths) == set(range(1, 6))
+
+
+def test_a_row_of_training_changes_only_where_its_picture_is_held_out() -> None:
+    """The others are drawn as from all pictures."""
+    every, training = GeometryDataset(300), GeometryDataset(300, pictures="training")
+    for index in range(300):
+        drawn = every.problem(index)
+        assert (training.problem(index) == drawn) is not is_held_out(drawn.points)
+        assert training.problem(index).kind == drawn.kind
 
 
 def test_every_kind_and_every_answer_occurs() -> None:

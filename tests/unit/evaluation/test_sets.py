@@ -11,6 +11,8 @@ from penstock import config as configuration
 from penstock.errors import ConfigError, DataError
 from penstock.records import GroupId
 from services.recipe import Recipe
+from services.trainer.data.config import DataConfig
+from services.trainer.data.sources.opening import built_in
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 
 ROWS = [
@@ -76,6 +78,18 @@ def test_the_built_in_problems_are_drawn_apart_from_training(tmp_path: Path) -> 
 
     trained = open_sources(loaded.data)[""]
     assert [found[row].images for row in range(8)] != [trained[row].images for row in range(8)]
+
+
+def test_a_set_may_be_of_pictures_that_no_training_draws(tmp_path: Path) -> None:
+    """Not one of them is among the rows of an epoch of training."""
+    held_out = opened(tmp_path, pictures="held_out", num_prompts=40, kinds=["x", "y"])
+    same = opened(tmp_path, num_prompts=40, kinds=["x", "y"])
+    trained = built_in(DataConfig(kinds=("x", "y")), num_rows=1000)
+    seen = {trained[row].images for row in range(1000)}
+    assert not {held_out[row].images for row in range(40)} & seen
+    assert {same[row].images for row in range(40)} <= seen
+    with pytest.raises(ConfigError, match=r"sets\.s.*pictures = 'held_out' chooses among built-in pictures, and path"):
+        opened(tmp_path, path="a.jsonl", pictures="held_out")
 
 
 def test_more_prompts_than_rows_are_refused(tmp_path: Path, rows: str) -> None:

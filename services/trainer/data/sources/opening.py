@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from services.trainer.data.config import DataConfig, SourceConfig
-from services.trainer.data.geometry import GeometryDataset
+from services.trainer.data.geometry import GeometryDataset, Pictures
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.sources.files import Files, find_files
 from services.trainer.data.sources.readers.blocks import BlockCache
@@ -32,10 +32,23 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     return {name: _open(name, source, blocks, folder) for name, source in config.by_name.items()}
 
 
-def built_in(config: SourceConfig, *, num_rows: int = NUM_BUILT_IN_ROWS, seed: int = BUILT_IN_SEED) -> Source:
-    """Return the built-in geometry problems, which are drawn when they are read."""
+def built_in(
+    config: SourceConfig,
+    *,
+    num_rows: int = NUM_BUILT_IN_ROWS,
+    seed: int = BUILT_IN_SEED,
+    pictures: Pictures = "training",
+) -> Source:
+    """Return the built-in geometry problems, which are drawn when they are read.
+
+    Args:
+        config: Kinds of problem, and how rows are read.
+        num_rows: Of an epoch.
+        seed: Of the draws.
+        pictures: Which pictures to draw from; training never draws those that are held out.
+    """
     name = "the built-in data set"
-    table = GeometryDataset(num_rows, seed=seed, kinds=config.kinds)
+    table = GeometryDataset(num_rows, seed=seed, kinds=config.kinds, pictures=pictures)
     return Source(name, [NamedTable(table=table, name=name, images=ImageReader(folder=Path()))], config)
 
 
