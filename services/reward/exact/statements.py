@@ -36,12 +36,16 @@ _CONCLUSION = re.compile(
 _SAYS_VALUE = re.compile(
     r".*\b(?:is|equals|measures)(?: +(?:equal +to|exactly|simply))?+:? +(?=[^a-z ]|[a-z]\b|\\)(.+)", re.DOTALL
 )
-_SPACE = re.compile(r"[\s*_>:]*+")
+_SPACE = re.compile(r"[\s*_:]*+")
+_LIST_MARK = re.compile(r"(?:[-*•]|\d{1,2}[.)]) +")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _MATH = {"$$": "$$", r"\[": r"\]", r"\(": r"\)", "$": "$"}
 _OPENING = re.compile(r"\$\$?|\\[\[(]")
 _SENTENCE_END = re.compile(r"[.!?](?=[\"')*_\]]*+(?:\s+[^a-z\s]|\s*+$))|\n")
 _BOUNDARY = re.compile(r"[.!?:;](?=\s)|\n")
-_REASON = re.compile(r",? +(?:because|since|which|where|so|and so|as (?:required|desired|shown|needed))\b.*", re.DOTALL)
+_REASON = re.compile(
+    r"(?:,? +(?:because|since|which|where|as (?:required|desired|shown|needed))|, +(?:and +)?so)\b.*", re.DOTALL
+)
 _OTHERWISE = re.compile(r"\b(?:or|else|otherwise|unless|if|maybe|perhaps)\b")
 _GOES_ON = re.compile(
     r"(?:^|[,(]|\b(?:so|thus|therefore|hence|then|and|that|is|but|or|wait|no))[\s*_#>\"'(]*$", re.IGNORECASE
@@ -57,7 +61,7 @@ _VALUE = re.compile(
     r"\d|\\(?!text|quad|,|;)[A-Za-z]+|[π√∞½¼¾⅓⅔°]|^[\s$*(\[{]*[A-Za-z][\s$*).\]}]*$|[\w)] *[-+*/^=<>] *[\w(]|\([A-Z]\)"
 )
 _MARK = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])|</?answer>|<think>")
-_TRIM = " \t\n*_"
+_TRIM = ' \t\n*_"`'
 _MAX_CHARS = 200
 _MAX_STATEMENTS = 32
 _MAX_WORDS = 4
@@ -110,9 +114,12 @@ def read_value(text: str, position: int) -> tuple[str, int]:
     """What is said from `position` on, to the end of the sentence, and where that is; "" if it says nothing."""
     space = _SPACE.match(text, position)
     assert space is not None, "it matches anything"
-    begin = behind = space.end()
+    begin = space.end()
     if "\n\n\n" in space[0]:
         return "", position
+    if "\n" in space[0] and (mark := _LIST_MARK.match(text, begin)) is not None:
+        begin = mark.end()
+    behind = begin
     opening = _OPENING.match(text, begin)
     if opening is not None:  # the end of a sentence may stand inside of mathematics
         closing = text.find(_MATH[opening[0]], opening.end(), begin + _MAX_CHARS)
@@ -128,9 +135,31 @@ def read_value(text: str, position: int) -> tuple[str, int]:
         content = content[: reason.start()].rstrip(_TRIM)
     if is_asked or end - begin > _MAX_CHARS or _DENIAL.match(content):
         return "", position
-    if not _VALUE.search(content) and len(content.split()) > _MAX_WORDS:
-        return "", position
-    return content, end
+    if not _VALUE.search(content):
+        return (content, end) if len(content.split()) <= _MAX_WORDS else ("", position)
+    others, end = _lines_of_values(text, end)
+    return " or ".join((content, *others)), end
+
+
+def _lines_of_values(text: str, position: int) -> tuple[list[str], int]:
+    """The lines behind `position` that are nothing but a value each, and where they end: a list is one answer."""
+    found: list[str] = []
+    line_end = text.find("\n", position)
+    if line_end < 0 or text[position:line_end].strip(_TRIM + ".!"):
+        return found, position
+    end = position
+    while 0 <= line_end < len(text) and len(found) < _MAX_STATEMENTS:
+        begin = line_end + 1
+        line_end = text.find("\n", begin, begin + _MAX_CHARS)
+        line = text[begin : line_end if line_end >= 0 else begin + _MAX_CHARS].strip(_TRIM + "#.")
+        mark = _LIST_MARK.match(line)
+        line = line if mark is None else line[mark.end() :]
+        if line and (_MARK.search(line) or _LONG_WORD.search(line) or not _VALUE.search(line)):
+            break
+        if line:
+            found.append(line)
+            end = line_end if line_end >= 0 else min(begin + _MAX_CHARS, len(text))
+    return found, end
 
 
 def _last_line(text: str) -> list[Span]:

@@ -51,6 +51,7 @@ def test_the_letter_is_found(response: str) -> None:
         r"\boxed{A \text{ or } B}", r"\boxed{A \text{ and } B}", r"\boxed{A}\boxed{B}", r"\boxed{B} or \boxed{A}",
         "The answer is A or B.", "The answer is B or A.", "The answer is A. The answer is B.", "A\nB", "B\nA",
         "<answer>A</answer><answer>B</answer>", "Answer: A\nAnswer: B", "Answer: A, B",
+        "The answer is:\nB\nC", "## Answer\nB\nA",
         "A. 60\nB. 90\nC. 45\nD. 30", "(A) 60 (B) 90 (C) 45 (D) 30", "A) 60 B) 90",
         "The answer is one of (A) 60 (B) 90.", r"\boxed{\text{A. 60, B. 90}}",
         r"\boxed{B}. Wait, the final answer is A.", r"\boxed{B}. The answer is A or B.",
