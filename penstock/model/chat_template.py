@@ -7,13 +7,15 @@ tokenizers, not torch.
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from penstock.errors import ConfigError, InvalidRequestError
+from penstock.model.assistant_spans import Span, added_spans, has_marks
 from penstock.model.detokenize import TokenTexts
-from penstock.model.tokens import image_token_id
+from penstock.model.tokens import end_token_ids, image_token_id
 from penstock.records import Message, TextPart, ToolCall
 
 # Text that spells a special token is replaced before the template is filled in, and encoded as ordinary tokens
@@ -27,8 +29,13 @@ _PROBE = "penstock_probe"
 class Renderer:
     """One model's chat template and tokenizer. Not thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, image_token_id: int | None) -> None:
-        """Wrap a transformers tokenizer; `image_token_id` is None for a model that takes no images.
+    def __init__(self, tokenizer: Any, *, image_token_id: int | None, end_ids: Sequence[int] = ()) -> None:
+        """Wrap a transformers tokenizer.
+
+        Args:
+            tokenizer: With a chat template.
+            image_token_id: None for a model that takes no images.
+            end_ids: Ids that end generation, for `render_conversation`.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
@@ -39,6 +46,7 @@ class Renderer:
             )
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
+        self._end_ids = frozenset(end_ids)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(special)))
@@ -60,7 +68,7 @@ class Renderer:
             raise ConfigError(
                 f"model.path = {str(model_path)!r}: no tokenizer could be loaded: {str(error).splitlines()[0]}"
             ) from None
-        return cls(tokenizer, image_token_id=image_token_id(model_path))
+        return cls(tokenizer, image_token_id=image_token_id(model_path), end_ids=end_token_ids(model_path))
 
     def render_prompt(
         self,
@@ -82,10 +90,7 @@ class Renderer:
             InvalidRequestError: placeholders and images differ in number, or the template refuses the messages or drops
                 their tool calls.
         """
-        if any(message.tool_calls for message in messages) and not self.shows_calls:
-            raise InvalidRequestError(
-                "the messages have tool_calls, which the model's chat template drops; write them as text in the content"
-            )
+        self._require_calls_shown(messages)
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._take_out, taken_out)
@@ -93,6 +98,52 @@ class Renderer:
             chat, tools=[_each_text(tool, take_out) for tool in tools], template_kwargs=template_kwargs
         )
         return self._tokenize(rendered, taken_out, num_images=num_images)
+
+    def render_conversation(
+        self, messages: Sequence[Message], *, num_images: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of a whole conversation, and for each whether the assistant is to learn it.
+
+        It learns what the template marks with `{% generation %}`. Without marks it learns each assistant's turn
+        (`penstock.model.assistant_spans`) up to the first id that ends generation, which is included. Text is tokenised
+        apart on both sides of where a turn begins, as an engine's prompt and answer are.
+
+        Args:
+            messages: The conversation.
+            num_images: The number of images in it.
+            tools: As in `render_prompt`.
+
+        Raises:
+            InvalidRequestError: as in `render_prompt`, or it cannot be told what the assistant says.
+        """
+        self._require_calls_shown(messages)
+        taken_out: list[str] = []
+        chat = [self._to_chat(message, taken_out) for message in messages]
+        take_out = functools.partial(self._take_out, taken_out)
+        shown_tools = [_each_text(tool, take_out) for tool in tools]
+        is_marked = has_marks(self._tokenizer.get_chat_template(tools=shown_tools or None))
+        if is_marked:
+            rendered, spans = self._fill_marked(chat, shown_tools)
+        else:
+            rendered, spans = added_spans(
+                [message.role for message in messages],
+                lambda number, is_prompt: self._fill_template(chat[:number], tools=shown_tools, is_prompt=is_prompt),
+            )
+        ids: list[int] = []
+        is_learned: list[bool] = []
+        place = 0
+        for start, stop in spans:
+            others = self._encode(rendered[place:start], taken_out)
+            turn = self._encode(rendered[start:stop], taken_out)
+            num_said = len(turn) if is_marked else self._num_said(turn)
+            ids += others + turn
+            is_learned += [False] * len(others) + [True] * num_said + [False] * (len(turn) - num_said)
+            place = stop
+        others = self._encode(rendered[place:], taken_out)
+        self._check_placeholders(ids + others, num_images)
+        if not any(is_learned):
+            raise InvalidRequestError("the model's chat template shows nothing that an assistant says")
+        return ids + others, is_learned + [False] * len(others)
 
     def render_text(self, text: str) -> list[int]:
         """The ids of plain text, without the template; special tokens that it spells become ordinary tokens."""
@@ -166,6 +217,12 @@ class Renderer:
         """The text of `ids` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def _require_calls_shown(self, messages: Sequence[Message]) -> None:
+        if any(message.tool_calls for message in messages) and not self.shows_calls:
+            raise InvalidRequestError(
+                "the messages have tool_calls, which the model's chat template drops; write them as text in the content"
+            )
+
     def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
         """The message in the form of chat templates, with text that spells special tokens replaced by marks."""
         take_out = functools.partial(self._take_out, taken_out)
@@ -206,35 +263,67 @@ class Renderer:
         return {"role": role, "content": text if self._image_token_id is None else [{"type": "text", "text": text}]}
 
     def _fill_template(
-        self, chat: list[dict[str, Any]], *, tools: Sequence[Any] = (), template_kwargs: Mapping[str, Any] = {}
+        self,
+        chat: list[dict[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        template_kwargs: Mapping[str, Any] = {},
+        is_prompt: bool = True,
     ) -> str:
-        from jinja2 import TemplateError
-
-        ours: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        ours: dict[str, Any] = {"tokenize": False, "add_generation_prompt": is_prompt}
         if tools:
             ours["tools"] = list(tools)
         if taken := sorted({*ours, "conversation", "tools"} & set(template_kwargs)):
             raise InvalidRequestError(f"chat_template_kwargs sets {taken}, which are reserved; remove them")
-        try:
+        with _refusals_told(chat):
             return str(self._tokenizer.apply_chat_template(chat, **template_kwargs, **ours))
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in chat)
-            raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
+
+    def _fill_marked(self, chat: list[dict[str, Any]], tools: Sequence[Any]) -> tuple[str, list[Span]]:
+        """Fill in a template that marks what the assistant says; return the text, and where."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusals_told(chat):
+            [rendered], [spans] = render_jinja_template(
+                conversations=[chat],
+                tools=list(tools) or None,
+                chat_template=self._tokenizer.get_chat_template(tools=list(tools) or None),
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        return rendered, spans
+
+    def _num_said(self, turn: Sequence[int]) -> int:
+        """Tokens of an assistant's turn up to the one that ends generation."""
+        for place, token in enumerate(turn):
+            if token in self._end_ids:
+                return place + 1
+        raise InvalidRequestError(
+            f"the model's chat template ends an assistant's turn with none of the ids that end generation, "
+            f"{sorted(self._end_ids)}, so the model would never learn to stop; correct eos_token_id in "
+            "generation_config.json"
+        )
 
     def _tokenize(self, rendered: str, taken_out: Sequence[str], *, num_images: int) -> list[int]:
+        ids = self._encode(rendered, taken_out)
+        self._check_placeholders(ids, num_images)
+        return ids
+
+    def _encode(self, rendered: str, taken_out: Sequence[str]) -> list[int]:
         ids: list[int] = []
         for place, piece in enumerate(_TAKEN_OUT.split(rendered)):
             if place % 2 == 0:
                 ids += self._tokenizer(piece, add_special_tokens=False).input_ids
             else:
                 ids += self._spell_out(taken_out[int(piece)])
+        return ids
+
+    def _check_placeholders(self, ids: Sequence[int], num_images: int) -> None:
         num_placeholders = 0 if self._image_token_id is None else ids.count(self._image_token_id)
         if num_placeholders != num_images:
             raise InvalidRequestError(
                 f"the chat template made {num_placeholders} image placeholders (id {self._image_token_id}) "
                 f"for {num_images} images; the numbers must be equal"
             )
-        return ids
 
     def _spell_out(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
@@ -243,6 +332,18 @@ class Renderer:
                 f"the text holds {text!r}, which the tokenizer cannot encode as ordinary tokens; remove it"
             )
         return ids
+
+
+@contextmanager
+def _refusals_told(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Pass on what a template says against the messages."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in chat)
+        raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
