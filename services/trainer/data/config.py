@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import pydantic
 
 from penstock.config import Config
+
+ANSWER: Final = "{answer}"
+"""Stands for a row's answer in `answer_format`."""
 
 
 class SourceConfig(Config):
@@ -34,7 +37,13 @@ class SourceConfig(Config):
     answer_column: str = ""
     """Column with the correct answer, or a list of those that count. A dot leads into a struct:
     `reward_model.ground_truth`. Empty: `answer`, `reward_model` or `reward_spec`, else `label`, `ground_truth` or
-    `target`. If it is the text's column, of messages, the last message is the answer."""
+    `target`. If it is the text's column, of messages, the last message is the answer. For `penstock sft`: what follows
+    the prompt; empty: nothing, where messages end with the assistant's, else `completion`, `response` or `output`, else
+    as before."""
+    answer_format: str = ""
+    """For `penstock sft`: what the assistant says where rows have a bare answer, which `{answer}` stands for, as in
+    `\\boxed{{answer}}`. Labels and boxes around a row's answer are removed first; of several answers the first counts.
+    Empty: the answer's column has the assistant's own words."""
     profile_column: str = ""
     """Column with a row's reward profile. Empty, or where a row has none: `profile`."""
     environment_column: str = ""
@@ -76,6 +85,11 @@ class SourceConfig(Config):
     def _is_meant(self) -> Self:
         if "" in self.paths:
             raise ValueError("path holds an empty name; give a file, a folder or a glob")
+        if self.answer_format and ANSWER not in self.answer_format:
+            raise ValueError(
+                f"answer_format = {self.answer_format!r} has no {ANSWER}, so that all rows would be answered alike; "
+                f"write for example \\boxed{{{ANSWER}}}"
+            )
         if 0 < self.max_pixels < self.min_pixels:
             raise ValueError(f"max_pixels = {self.max_pixels} is below min_pixels = {self.min_pixels}; raise it")
         return self

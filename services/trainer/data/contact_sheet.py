@@ -58,7 +58,7 @@ def _article(entry: Entry) -> str:
     extra = f"<details><summary>extra</summary>{html.escape(str(dict(example.extra)))}</details>"
     return (
         f"<article><h2>{html.escape(' · '.join(facts))}</h2>\n{messages}\n"
-        f"<p>Answer: {golds}</p>{extra if example.extra else ''}</article>"
+        f"{f'<p>Answer: {golds}</p>' if golds else ''}{extra if example.extra else ''}</article>"
     )
 
 

@@ -23,7 +23,7 @@ from services.trainer.data.mixture import Mixture
 from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.opening import cache_folder, open_sources
-from services.trainer.data.sources.source import Source
+from services.trainer.data.sources.source import PROMPTS, RowForm, Source
 
 log = structlog.get_logger()
 
@@ -108,6 +108,13 @@ class Dataset:
         fits = self._limit is None or num_tokens <= self._limit.max_tokens
         return example if fits else FilterReason.OVERLONG_PROMPT
 
+    def num_passed_over(self) -> int:
+        """Rows of all sources that are known to be too long."""
+        if self._limit is None:
+            return 0
+        most = self._limit.max_tokens
+        return sum(int((known.num_tokens > most).sum()) for known in self.lengths.values())
+
     def check(self, *, max_rows: int = MAX_CHECKED_ROWS, on_progress: Progress | None = None) -> None:
         """Read the first rows of each source, those that are not known yet, and count the tokens of their prompts.
 
@@ -155,12 +162,7 @@ class Dataset:
         if self._limit is None or not (num_overlong := int((checked > self._limit.max_tokens).sum())):
             return
         if num_overlong == len(source):
-            raise DataError(
-                f"{source.name}: all {num_overlong} prompts are longer than the {self._limit.max_tokens} tokens that "
-                f"leave room for an answer, the shortest of them {checked.min()}; raise rollout.context_length, lower "
-                "sampling.max_new_tokens, or play them with the room that is left by "
-                "filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
-            )
+            raise DataError(f"{source.name}: {self._limit.refusal(num_rows=num_overlong, shortest=int(checked.min()))}")
         log.warning(
             "data.overlong_prompts_dropped",
             source=source.name,
@@ -178,20 +180,23 @@ class Dataset:
             raise self.sources[name].wrong(number, error) from None
 
 
-def open_dataset(config: DataConfig, *, seed: int = 0, limit: PromptLimit | None = None) -> Dataset:
+def open_dataset(
+    config: DataConfig, *, seed: int = 0, limit: PromptLimit | None = None, form: RowForm = PROMPTS
+) -> Dataset:
     """Open the sources of a run, or the built-in data set if there is none, and check their first rows.
 
     Args:
         config: Which data, and how to read it.
         seed: Seed of the order of rows, if it is shuffled. The built-in problems are always the same.
         limit: Which prompts are too long to be played; None plays all.
+        form: What rows are read as.
 
     Raises:
         ConfigError: a source's share of the prompts is too small, or there is no such file.
         DataError: a file, one of its columns or one of its rows is wrong, or no prompt fits.
         SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
-    sources = open_sources(config)
+    sources = open_sources(config, form=form)
     dataset = Dataset(
         sources, config, seed=seed, limit=limit, lengths=open_lengths(sources, cache_folder(config), limit)
     )

@@ -64,7 +64,7 @@ class Lengths:
         identity = [
             _FORMAT,
             source.config.model_dump(mode="json", exclude={"weight"}),
-            [table.stamp for table in source.tables],
+            [(table.form.name, table.stamp) for table in source.tables],
             model,
         ]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

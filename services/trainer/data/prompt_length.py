@@ -1,8 +1,9 @@
-"""The length of a row's prompt, as the engine will count it: rendered with the chat template, images expanded."""
+"""The length of a row's prompt, as the engine will count it: rendered with the chat template, images expanded. In
+supervised training, of its whole conversation."""
 
 import threading
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
@@ -11,6 +12,8 @@ from penstock.model.images import read_sizes
 from penstock.model.tokens import context_length, image_token_id
 from services.trainer.data.lengths import model_digest
 from services.trainer.data.rows.example import Example
+
+_UNLIMITED: Final = 2**31 - 1
 
 
 class PromptLimit:
@@ -79,8 +82,50 @@ class PromptLimit:
             InvalidRequestError: the chat template refuses the messages, or the model an image.
         """
         with self._lock:
-            ids = self._renderer.render_prompt(example.messages, num_images=len(example.images), tools=example.tools)
-            num_tokens = len(ids)
+            num_tokens = self._num_rendered(self._renderer, example)
         if self._grid is not None:
             num_tokens += self._grid.num_added_tokens(read_sizes(example.images))
         return num_tokens
+
+    def refusal(self, *, num_rows: int, shortest: int) -> str:
+        """Say what to do where all rows of a source are too long.
+
+        Args:
+            num_rows: How many there are.
+            shortest: Tokens of the shortest.
+        """
+        return (
+            f"all {num_rows} prompts are longer than the {self.max_tokens} tokens that leave room for an answer, the "
+            f"shortest of them {shortest}; raise rollout.context_length, lower sampling.max_new_tokens, or play them "
+            "with the room that is left by filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
+        )
+
+    def _num_rendered(self, renderer: Renderer, example: Example) -> int:
+        """Tokens with one placeholder for each image."""
+        return len(renderer.render_prompt(example.messages, num_images=len(example.images), tools=example.tools))
+
+
+class ConversationLimit(PromptLimit):
+    """Which demonstrations are short enough to learn from."""
+
+    @classmethod
+    def of_model(cls, model_path: Path, *, max_tokens: int) -> Self:
+        """Return the limit of supervised training: `sft.max_tokens`, or what the model allows, if that is less.
+
+        Raises:
+            ConfigError: the model has no chat template.
+        """
+        bounds = [bound for bound in (max_tokens, context_length(model_path)) if bound]
+        return cls.load(model_path, max_tokens=min(bounds, default=_UNLIMITED))
+
+    def refusal(self, *, num_rows: int, shortest: int) -> str:
+        """Say what to do where all rows of a source are too long; see `PromptLimit.refusal`."""
+        return (
+            f"all {num_rows} conversations are longer than the {self.max_tokens} tokens that are trained on, the "
+            f"shortest of them {shortest}; raise sft.max_tokens, up to the model's context, or shrink the images with "
+            "data.max_pixels"
+        )
+
+    def _num_rendered(self, renderer: Renderer, example: Example) -> int:
+        ids, _ = renderer.render_conversation(example.messages, num_images=len(example.images), tools=example.tools)
+        return len(ids)

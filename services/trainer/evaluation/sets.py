@@ -13,7 +13,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.rows.example import Example
 from services.trainer.data.rows.messages import IMAGE_MARK
 from services.trainer.data.sources.opening import built_in, open_sources
-from services.trainer.data.sources.source import Source
+from services.trainer.data.sources.source import PROMPTS, RowForm, Source
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.outcome import PlayedPrompt, source_of
 from services.trainer.evaluation.set_files import named_set
@@ -135,12 +135,13 @@ class EvaluationSet:
         )
 
 
-def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, EvaluationSet]:
+def open_sets(config: EvaluationConfig, data: DataConfig, *, form: RowForm = PROMPTS) -> dict[str, EvaluationSet]:
     """Open every set and read its rows, so that nothing is started for a set that cannot be played.
 
     Args:
         config: The sets.
         data: What they share with training: memory and cache.
+        form: What rows are read as.
 
     Raises:
         ConfigError: a file does not exist, or has fewer rows than the set wants.
@@ -151,9 +152,9 @@ def open_sets(config: EvaluationConfig, data: DataConfig) -> dict[str, Evaluatio
     for name, each in config.sets.items():
         with named_set(name):
             if each.paths:
-                source = open_sources(each.data(data))[""]
+                source = open_sources(each.data(data), form=form)[""]
             else:
-                source = built_in(each, seed=EVALUATION_SEED, pictures=each.pictures)
+                source = built_in(each, seed=EVALUATION_SEED, pictures=each.pictures, form=form)
         opened[name] = EvaluationSet(name, each, source)
         opened[name].check()
     return opened

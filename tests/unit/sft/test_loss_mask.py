@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.trainer.data.messages import Role
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -12,7 +13,6 @@ from models.tiny_qwen3_vl import CHAT_TEMPLATE, MARKUP_TOKENS, QWEN_PRETOKENIZE_
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, Message, TextPart
-from services.trainer.data.messages import Role
 
 QWEN = Path(__file__).parents[4] / "shared" / "qwen" / "qwen.tiktoken"
 IM_END, IMAGE_PAD = 151645, 151655

@@ -20,10 +20,13 @@ from typing import Any
 from penstock.errors import DataError
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.rows.images import looks_like_image
+from services.trainer.data.rows.messages import is_answered
 
 _TEXT = (("problem", "prompt"), ("question", "query", "input", "messages", "conversations"))
 _GOLD = (("answer", "reward_model", "reward_spec"), ("label", "ground_truth", "target"))
 _IMAGES = (("images", "image"),)
+_CONVERSATION = (("messages", "conversations"), ("problem", "prompt"), ("question", "query", "input"))
+_COMPLETION = (("completion", "response", "output"), *_GOLD)
 """Names by rank: those of the second rank are read if there is none of the first."""
 
 
@@ -33,6 +36,7 @@ class Columns:
 
     text: str
     gold: str
+    """The correct answer, or in supervised training the assistant's; empty if the text's messages have it."""
     images: tuple[str, ...]
     extra: tuple[str, ...] = ()
     """Further columns that travel with the prompt."""
@@ -49,22 +53,33 @@ def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> 
     Raises:
         DataError: a column is missing, several could be meant, or images would stay unread.
     """
-    columns = Columns(
+    return _with_the_rest(
+        row,
+        config,
         text=_one(row, config.problem_column, _TEXT, "problem_column", name=name, what="the prompt's text"),
         gold=_one(row, config.answer_column, _GOLD, "answer_column", name=name, what="the correct answer"),
-        images=_image_columns(row, config, name=name),
+        name=name,
     )
-    for key in ("profile_column", "environment_column", "sampling_column", "tools_column"):
-        if wanted := getattr(config, key):
-            _one(row, wanted, (), key, name=name, what="")
-    if not columns.images and config.images_column == "":
-        unread = [column for column, value in row.items() if looks_like_image(value)]
-        if unread:
-            raise DataError(
-                f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
-                f"--data.images_column={unread[0]}, or train on the text alone with --data.images_column=[]"
-            )
-    return replace(columns, extra=_extra(row, columns, config, name=name))
+
+
+def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> Columns:
+    """Choose the columns of a table for supervised training: a conversation, or a prompt and its completion.
+
+    Args:
+        row: The table's first row, with a value or None in each column.
+        config: The settings.
+        name: What to call the table in an error.
+
+    Raises:
+        DataError: as for `find_columns`.
+    """
+    what = "the conversation or the prompt"
+    text = _one(row, config.problem_column, _CONVERSATION, "problem_column", name=name, what=what)
+    gold = ""
+    if config.answer_column or not is_answered(cell(row, text)):
+        what = "what the assistant says"
+        gold = _one(row, config.answer_column, _COMPLETION, "answer_column", name=name, what=what)
+    return _with_the_rest(row, config, text=text, gold="" if gold == text else gold, name=name)
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
@@ -82,6 +97,22 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
             return None
         value = value.get(key)
     return value
+
+
+def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:
+    """Choose the columns of images, and the further ones."""
+    columns = Columns(text=text, gold=gold, images=_image_columns(row, config, name=name))
+    for key in ("profile_column", "environment_column", "sampling_column", "tools_column"):
+        if wanted := getattr(config, key):
+            _one(row, wanted, (), key, name=name, what="")
+    if not columns.images and config.images_column == "":
+        unread = [column for column, value in row.items() if looks_like_image(value)]
+        if unread:
+            raise DataError(
+                f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
+                f"--data.images_column={unread[0]}, or train on the text alone with --data.images_column=[]"
+            )
+    return replace(columns, extra=_extra(row, columns, config, name=name))
 
 
 def _image_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> tuple[str, ...]:

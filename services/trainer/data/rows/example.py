@@ -1,4 +1,4 @@
-"""Rows of a data set to examples, the part of a prompt that comes from the data.
+"""Rows of a data set to examples: the part of a prompt that comes from the data, or a demonstration.
 
 Invariant: the images that an example's messages refer to are exactly the images beside them, in order.
 """
@@ -10,23 +10,31 @@ from typing import Any, TypeVar
 
 from penstock.model.images import decode_image
 from penstock.records import Message
-from services.trainer.data.config import SourceConfig
+from services.trainer.data.config import ANSWER, SourceConfig
 from services.trainer.data.json_values import as_json, without_nulls
 from services.trainer.data.rows.columns import Columns, cell
 from services.trainer.data.rows.golds import read_golds
 from services.trainer.data.rows.images import ImageReader
-from services.trainer.data.rows.messages import make_messages, place_images, read_turns, split_answer
+from services.trainer.data.rows.messages import (
+    Turn,
+    make_messages,
+    place_images,
+    read_completion,
+    read_turns,
+    split_answer,
+)
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """What a prompt takes from a data set."""
+    """What a prompt takes from a data set; or a demonstration: a whole conversation, for supervised training."""
 
     messages: tuple[Message, ...]
     images: tuple[bytes, ...]
     golds: tuple[str, ...]
+    """Correct answers; none in a demonstration."""
     profile: str
     """The reward service's profile that judges it."""
     environment: str
@@ -60,6 +68,41 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         golds = _read(lambda _: read_golds(answer), row, columns.gold)
     else:
         golds = _read(read_golds, row, columns.gold)
+    return _example(row, columns, config, reader, turns, golds=golds)
+
+
+def make_demonstration(row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader) -> Example:
+    """Turn a row into a demonstration.
+
+    Args:
+        row: Values by column.
+        columns: Which of them to read, from `find_demonstration_columns`.
+        config: How to read them.
+        reader: Reads the images.
+
+    Raises:
+        ValueError: a value is not what its column should hold, or no assistant says anything.
+        InvalidRequestError: an image cannot be decoded, or is too large.
+    """
+    turns = _read(read_turns, row, columns.text)
+    if columns.gold and config.answer_format:
+        gold = _read(read_golds, row, columns.gold)[0]
+        turns += read_completion(config.answer_format.replace(ANSWER, gold))
+    elif columns.gold:
+        turns += _read(read_completion, row, columns.gold)
+    return _example(row, columns, config, reader, turns, golds=(), is_demonstration=True)
+
+
+def _example(
+    row: Mapping[str, Any],
+    columns: Columns,
+    config: SourceConfig,
+    reader: ImageReader,
+    turns: tuple[Turn, ...],
+    *,
+    golds: tuple[str, ...],
+    is_demonstration: bool = False,
+) -> Example:
     _require_unicode(*golds, *(piece for turn in turns for piece in turn.pieces if isinstance(piece, str)))
     placed, cells = place_images(
         turns,
@@ -70,7 +113,12 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
     for number, data in enumerate(images):
         decode_image(data, field=f"image {number}")  # completely, as the engine will, so that truncated files are found
     return Example(
-        messages=make_messages(placed, prompt_suffix=config.prompt_suffix, system_prompt=config.system_prompt),
+        messages=make_messages(
+            placed,
+            prompt_suffix=config.prompt_suffix,
+            system_prompt=config.system_prompt,
+            is_demonstration=is_demonstration,
+        ),
         images=images,
         golds=golds,
         profile=_named(row, config.profile_column) or config.profile,

@@ -62,6 +62,29 @@ def read_turns(cell: Any) -> tuple[Turn, ...]:
     raise ValueError(f"{_kind(cell)}; want text, or a list of messages with role and content")
 
 
+def is_answered(cell: Any) -> bool:
+    """Whether a cell is a list of messages one of which is the assistant's."""
+    messages = cell if isinstance(cell, list) else []
+    roles = [message.get("role") or message.get("from") for message in messages if isinstance(message, Mapping)]
+    return any(_SHAREGPT_ROLES.get(role, role) == "assistant" for role in roles if isinstance(role, str))
+
+
+def read_completion(cell: Any) -> tuple[Turn, ...]:
+    """Return what follows a prompt: text is one message of the assistant's, in which nothing is a mark.
+
+    Raises:
+        ValueError: it is neither text nor a list of messages.
+    """
+    match cell:
+        case str():
+            return (Turn("assistant", (cell,)),)
+        case [*messages] if messages:
+            return read_turns(cell)
+    raise ValueError(
+        f"{_kind(cell)}; want what the assistant says, as text or messages; for a bare answer set data.answer_format"
+    )
+
+
 def split_answer(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], str]:
     """Return the messages before the last one, and its text: conversations that end with the correct answer.
 
@@ -101,22 +124,28 @@ def place_images(
     return tuple(turns), [next(rest) if place.cell is None else place.cell for place in places]
 
 
-def make_messages(turns: Sequence[Turn], *, prompt_suffix: str = "", system_prompt: str = "") -> tuple[Message, ...]:
-    """Turn a row's messages into those of its prompt.
+def make_messages(
+    turns: Sequence[Turn], *, prompt_suffix: str = "", system_prompt: str = "", is_demonstration: bool = False
+) -> tuple[Message, ...]:
+    """Turn a row's messages into those of its prompt, or of a demonstration.
 
     Args:
         turns: The row's messages.
-        prompt_suffix: Appended to the last user message.
+        prompt_suffix: Appended to the last user message, in a demonstration to the last that is answered.
         system_prompt: Put first, unless empty.
+        is_demonstration: The assistant's messages are there, to be learned.
 
     Raises:
-        ValueError: chat templates would drop or refuse one of the messages: there is no user message, a system message
-            that is not the first, or an assistant's at the end.
+        ValueError: chat templates would drop or refuse one of the messages: there is no user message, or a system
+            message that is not the first. A prompt that ends with the assistant's message; a demonstration without one,
+            or whose assistant says nothing or shows an image.
     """
     roles = [turn.role for turn in turns]
     if "user" not in roles:
         raise ValueError("it has no user message")
-    if roles[-1] == "assistant":
+    if is_demonstration:
+        _require_answers(turns)
+    elif roles[-1] == "assistant":
         raise ValueError("its last message is the assistant's; a prompt ends with a user's or a tool's")
     if "system" in roles[1:]:
         raise ValueError("it has a system message that is not the first; models read one, at the start")
@@ -125,7 +154,8 @@ def make_messages(turns: Sequence[Turn], *, prompt_suffix: str = "", system_prom
             "it has a system message, and data.system_prompt would be a second; leave the setting empty, or remove the "
             "row's"
         )
-    last_user = len(roles) - 1 - roles[::-1].index("user")
+    asked = roles[: len(roles) - roles[::-1].index("assistant")] if is_demonstration else roles
+    last_user = len(asked) - 1 - asked[::-1].index("user")
     num_images = 0
     messages = [Message(role="system", parts=(TextPart(text=system_prompt),))] if system_prompt else []
     for number, turn in enumerate(turns):
@@ -140,6 +170,20 @@ def make_messages(turns: Sequence[Turn], *, prompt_suffix: str = "", system_prom
                 parts.append(TextPart(text=piece))
         messages.append(Message(role=turn.role, parts=tuple(parts), tool_calls=turn.tool_calls))
     return tuple(messages)
+
+
+def _require_answers(turns: Sequence[Turn]) -> None:
+    answers = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+    if not answers:
+        raise ValueError("it has no assistant message, so there is nothing to learn")
+    if "user" not in [turn.role for turn in turns[: answers[0]]]:
+        raise ValueError("its assistant speaks before any user")
+    for number in answers:
+        pieces = turns[number].pieces
+        if not all(isinstance(piece, str) for piece in pieces):
+            raise ValueError(f"its message {number}, the assistant's, has an image; models answer with text")
+        if not turns[number].tool_calls and not "".join(cast(Sequence[str], pieces)).strip():
+            raise ValueError(f"its message {number}, the assistant's, is empty")
 
 
 def _turn(message: Any) -> Turn:

@@ -10,7 +10,7 @@ from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.sources.files import Files, find_files
 from services.trainer.data.sources.readers.blocks import BlockCache
 from services.trainer.data.sources.readers.formats import open_table
-from services.trainer.data.sources.source import NamedTable, Source
+from services.trainer.data.sources.source import PROMPTS, NamedTable, RowForm, Source
 from services.trainer.data.sources.table import Slice, Table
 
 NUM_BUILT_IN_ROWS: Final = 10_000
@@ -20,8 +20,12 @@ BUILT_IN_SEED: Final = 0
 """The built-in problems are the same in every run, so that runs can be compared; run.seed changes their order."""
 
 
-def open_sources(config: DataConfig) -> dict[str, Source]:
+def open_sources(config: DataConfig, *, form: RowForm = PROMPTS) -> dict[str, Source]:
     """Open every source, by name.
+
+    Args:
+        config: Which data, and how to read it.
+        form: What rows are read as.
 
     Raises:
         DataError: a file is missing or wrong, or lacks a column.
@@ -29,7 +33,7 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     """
     blocks = BlockCache(int(config.memory_gib * 2**30))
     folder = cache_folder(config)
-    return {name: _open(name, source, blocks, folder) for name, source in config.by_name.items()}
+    return {name: _open(name, source, blocks, folder, form) for name, source in config.by_name.items()}
 
 
 def built_in(
@@ -38,6 +42,7 @@ def built_in(
     num_rows: int = NUM_BUILT_IN_ROWS,
     seed: int = BUILT_IN_SEED,
     pictures: Pictures = "training",
+    form: RowForm = PROMPTS,
 ) -> Source:
     """Return the built-in geometry problems, which are drawn when they are read.
 
@@ -46,10 +51,12 @@ def built_in(
         num_rows: Of an epoch.
         seed: Of the draws.
         pictures: Which pictures to draw from; training never draws those that are held out.
+        form: What rows are read as.
     """
     name = "the built-in data set"
     table = GeometryDataset(num_rows, seed=seed, kinds=config.kinds, pictures=pictures)
-    return Source(name, [NamedTable(table=table, name=name, images=ImageReader(folder=Path()))], config)
+    rows = NamedTable(table=table, name=name, images=ImageReader(folder=Path()), form=form)
+    return Source(name, [rows], config)
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -59,15 +66,15 @@ def cache_folder(config: DataConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
 
 
-def _open(name: str, config: SourceConfig, blocks: BlockCache, folder: Path) -> Source:
+def _open(name: str, config: SourceConfig, blocks: BlockCache, folder: Path, form: RowForm) -> Source:
     if not config.paths:
-        return built_in(config)
-    tables = [table for files in find_files(config) for table in _tables(files, config, blocks, folder)]
+        return built_in(config, form=form)
+    tables = [table for files in find_files(config) for table in _tables(files, config, blocks, folder, form)]
     shown = ", ".join(config.paths)
     return Source(f"data.sources.{name}.path {shown!r}" if name else f"data.path {shown!r}", tables, config)
 
 
-def _tables(files: Files, config: SourceConfig, blocks: BlockCache, folder: Path) -> list[NamedTable]:
+def _tables(files: Files, config: SourceConfig, blocks: BlockCache, folder: Path, form: RowForm) -> list[NamedTable]:
     tables = []
     place = 0
     opened = [(file, open_table(file, blocks)) for file in files.files]
@@ -90,6 +97,7 @@ def _tables(files: Files, config: SourceConfig, blocks: BlockCache, folder: Path
                     images=images,
                     first_row=rows.start,
                     stamp=_stamp(file, rows),
+                    form=form,
                 )
             )
     return tables

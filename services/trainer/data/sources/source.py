@@ -4,14 +4,39 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.data.config import SourceConfig
-from services.trainer.data.rows.columns import Columns, find_columns
-from services.trainer.data.rows.example import Example, make_example
+from services.trainer.data.rows.columns import Columns, find_columns, find_demonstration_columns
+from services.trainer.data.rows.example import Example, make_demonstration, make_example
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.sources.table import NUM_SHOWN_ROWS, Table
+
+
+class _FindColumns(Protocol):
+    def __call__(self, row: Mapping[str, Any], config: SourceConfig, *, name: str) -> Columns: ...
+
+
+class _ReadRow(Protocol):
+    def __call__(
+        self, row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader, /
+    ) -> Example: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowForm:
+    """What rows are read as."""
+
+    name: str
+    find_columns: _FindColumns
+    read: _ReadRow
+
+
+PROMPTS = RowForm(name="prompts", find_columns=find_columns, read=make_example)
+"""Prompts to play, with the correct answers."""
+DEMONSTRATIONS = RowForm(name="demonstrations", find_columns=find_demonstration_columns, read=make_demonstration)
+"""Conversations whose assistant's messages are to be learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +52,7 @@ class NamedTable:
     """Where its rows begin in the file."""
     stamp: str = ""
     """Changes with the file and the choice of its rows."""
+    form: RowForm = PROMPTS
     _columns: dict[tuple[str, ...], Columns] = field(default_factory=dict, init=False, repr=False)
 
     def columns(self, row: Mapping[str, Any], config: SourceConfig) -> Columns:
@@ -37,7 +63,8 @@ class NamedTable:
         """
         keys = tuple(row)
         if keys not in self._columns:
-            self._columns[keys] = find_columns({**dict.fromkeys(self.table.columns), **row}, config, name=self.name)
+            whole = {**dict.fromkeys(self.table.columns), **row}
+            self._columns[keys] = self.form.find_columns(whole, config, name=self.name)
         return self._columns[keys]
 
 
@@ -71,7 +98,7 @@ class Source:
         table, place = self._locate(number)
         try:
             row = table.table[place]
-            return make_example(row, table.columns(row, self.config), self.config, table.images)
+            return table.form.read(row, table.columns(row, self.config), self.config, table.images)
         except (ValueError, OverflowError, InvalidRequestError, RecursionError) as error:
             raise self.wrong(number, error) from None
 
