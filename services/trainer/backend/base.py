@@ -1,4 +1,4 @@
-"""The seam between the controller and what computes.
+"""The seam between the controllers and what computes.
 
 The controller owns the bus, the ledger, the weight sync and the checkpoint folder. A backend owns the model, the
 optimizer and every tensor. The controller commands it through this protocol alone, whether the backend is one process
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from services.trainer.backend.environment import Environment
-from services.trainer.batching.sequences import TrainGroup
+from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
 
 if TYPE_CHECKING:
@@ -99,6 +99,57 @@ class TrainBackend(Protocol):
 
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """Cross-entropy of some tokens."""
+
+    total: float = 0.0
+    """Sum over the tokens, in nats."""
+    num_tokens: int = 0
+
+    def __add__(self, other: TokenLoss) -> TokenLoss:
+        """Of both."""
+        return TokenLoss(total=self.total + other.total, num_tokens=self.num_tokens + other.num_tokens)
+
+    @property
+    def mean(self) -> float:
+        """Of a token, in nats."""
+        return self.total / self.num_tokens
+
+
+class SupervisedBackend(Protocol):
+    """Trains the model to say what it is shown."""
+
+    @property
+    def config(self) -> BackendConfig:
+        """The settings in use, with device and dtype resolved."""
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or with None the model that the run begins with. Must come before everything else.
+
+        Raises:
+            ConfigError: the folder holds no model that can be loaded.
+        """
+
+    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Update the weights once with the mean cross-entropy of a batch's learned tokens, and return the metrics.
+
+        A loss or gradient that is not finite changes nothing; the metrics count it as `skipped`.
+
+        Args:
+            sequences: The batch, at least one sample.
+
+        Raises:
+            UserError: more than `MAX_SKIPPED_STEPS` steps in a row were skipped.
+        """
+
+    def measure(self, sequences: Sequence[TrainSequence]) -> TokenLoss:
+        """Return the cross-entropy of the samples' learned tokens; changes nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit."""
 
 
 def take_step(backend: TrainBackend, chunks: Iterable[Sequence[TrainGroup]], policy_version: int) -> dict[str, float]:

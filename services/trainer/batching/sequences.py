@@ -7,7 +7,7 @@ many as the image processor's grid says, and the total is checked against the en
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -160,18 +160,7 @@ class GroupReader:
                 f"the policy sampled the forbidden token ids {sorted(forbidden)}; the engine must mask what "
                 "penstock.model.tokens lists for this model"
             )
-        is_image_T = ids_T == self._tokens.image_id if self._tokens.image_id is not None else np.zeros_like(own_T)
-        if is_image_T[0]:
-            raise InvalidRequestError("its first token is an image placeholder; chat templates put something before it")
-        if (is_image_T[1:] & is_image_T[:-1]).any():
-            raise InvalidRequestError(
-                "two image placeholders stand side by side; chat templates put something between them"
-            )
-        if (num_placeholders := int(is_image_T.sum())) != len(images):
-            raise InvalidRequestError(f"it has {num_placeholders} image placeholders, but {len(images)} images")
-
-        repeats_T = np.ones(len(ids_T), dtype=np.int64)
-        repeats_T[is_image_T] = [image.num_placeholders for image in images]
+        is_image_T, repeats_T = find_placeholders(ids_T, images, image_id=self._tokens.image_id)
         own_X = np.repeat(own_T, repeats_T)
         self._check_prompt_length(sequence, own_X)
         versions_T = np.full(len(ids_T), -1, dtype=np.int64)
@@ -199,6 +188,33 @@ class GroupReader:
                 f"{num_prompt}: both must use the same model folder and image processor, and the engine must have seen "
                 "every image"
             )
+
+
+def find_placeholders(
+    ids_T: np.ndarray, images: Sequence[ImagePatches], *, image_id: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return bool[T], which ids are placeholders, and int64[T], how often each id stands in the expanded sequence.
+
+    Args:
+        ids_T: int64[T]: with one placeholder per image.
+        images: In the order of their placeholders.
+        image_id: The placeholder; None for a text-only model.
+
+    Raises:
+        InvalidRequestError: placeholders and images differ in number, or a placeholder is where none can be.
+    """
+    is_image_T = ids_T == image_id if image_id is not None else np.zeros(len(ids_T), dtype=bool)
+    if is_image_T[0]:
+        raise InvalidRequestError("its first token is an image placeholder; chat templates put something before it")
+    if (is_image_T[1:] & is_image_T[:-1]).any():
+        raise InvalidRequestError(
+            "two image placeholders stand side by side; chat templates put something between them"
+        )
+    if (num_placeholders := int(is_image_T.sum())) != len(images):
+        raise InvalidRequestError(f"it has {num_placeholders} image placeholders, but {len(images)} images")
+    repeats_T = np.ones(len(ids_T), dtype=np.int64)
+    repeats_T[is_image_T] = [image.num_placeholders for image in images]
+    return is_image_T, repeats_T
 
 
 def open_reader(model_path: Path) -> GroupReader:

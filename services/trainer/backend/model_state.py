@@ -1,0 +1,183 @@
+"""What a checkpoint of one rank holds: weights, the optimizer's averages, random state. Every kind of step uses it.
+
+Invariant: what `save` writes is of the moment after the last step that was finished.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from penstock.config.base import leaves
+from penstock.errors import ConfigError
+from services.trainer.backend.base import StateDigests
+from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
+from services.trainer.backend.export import save_model, weights_digest
+from services.trainer.backend.learning_rates import rates_of
+from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
+from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
+from services.trainer.backend.policy.load_model import load_policy
+from services.trainer.backend.policy.logprobs import TokenLogprobs
+from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
+from services.trainer.backend.tensor_files import save_state
+from services.trainer.config import BackendConfig
+
+log = structlog.get_logger()
+
+_STATE_FILE = "optimizer.pt"
+
+
+class ModelState:
+    """A model on one device, with its optimizer."""
+
+    policy: PolicyModel
+    weights: MasterWeights
+    optimizer: Optimizer
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: BackendConfig,
+        *,
+        seed: int,
+        temperature: float,
+        forbidden_ids: tuple[int, ...],
+        settings: Mapping[str, Any],
+        adam_eps: float = ADAM_EPS,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    ) -> None:
+        """Choose device and precision; `load` makes policy, weights and optimizer.
+
+        Args:
+            model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
+            config: How steps are computed.
+            seed: Of torch's generator, in a run that starts from `model_path`.
+            temperature: Divides the logits.
+            forbidden_ids: Ids without probability.
+            settings: Those that decide beside `config` what a step computes, by their names in a recipe, as plain data.
+            adam_eps: Added to AdamW's denominator.
+            max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
+
+        Raises:
+            ConfigError: the device is not there, or the process is one of several ranks.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the trainer runs as one process; start it without "
+                "torchrun or accelerate launch"
+            )
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        own = {name: getattr(config, name) for name in BackendConfig.model_fields}
+        self.config = BackendConfig(**{**own, "device": device, "dtype": dtype})
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        self._model_path = model_path
+        self._seed = seed
+        self._temperature = temperature
+        self._forbidden_ids = forbidden_ids
+        self._settings = {**settings, **leaves("trainer", self.config.model_dump(mode="json"))}
+        self._adam_eps = adam_eps
+        self._max_skipped_steps = max_skipped_steps
+
+    def load(self, checkpoint: Path | None) -> Mapping[str, Any]:
+        """Load a checkpoint, or with None the model folder; return what `save` was given beside it, or nothing.
+
+        Raises:
+            ConfigError: the folder holds no model that can be loaded.
+            SetupError: an earlier version of Penstock wrote the checkpoint.
+        """
+        torch.manual_seed(self._seed)
+        self.policy = load_policy(
+            self._model_path if checkpoint is None else checkpoint / "model",
+            temperature=self._temperature,
+            forbidden_ids=self._forbidden_ids,
+            float32_head=self.config.float32_head,
+            gradient_checkpointing=self.config.gradient_checkpointing,
+        )
+        rates = self._choose_trained()
+        self.weights = self._place_weights()
+        self.optimizer = Optimizer(
+            self.weights,
+            rates,
+            self.config.optimizer,
+            num_updates=self.config.num_steps,
+            is_fused=self.device.type == "cuda",
+            eps=self._adam_eps,
+            max_skipped_steps=self._max_skipped_steps,
+        )
+        state: Mapping[str, Any] = {}
+        if checkpoint is not None:
+            state = torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True)
+            self._log_changes(state["settings"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            restore_random_state(state["random"])
+        self.finish_step()
+        return state
+
+    def finish_step(self) -> None:
+        """Take the present random state as the one that `save` writes: the next step may draw."""
+        self._random_state = capture_random_state()
+
+    def precision(self) -> torch.autocast:
+        """Compute in the configured precision; the weights stay float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+
+    def logprobs(self, *inputs: Any) -> TokenLogprobs:
+        """Return what the policy says of its own tokens in a row, with gradient."""
+        with self.precision():
+            logprobs: TokenLogprobs = self.policy(*inputs)
+        return logprobs
+
+    def save(self, folder: Path, further: Mapping[str, Any]) -> None:
+        """Write `model/` and `optimizer.pt` into `folder`.
+
+        Args:
+            folder: There already.
+            further: Plain data and tensors that `load` returns.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        save_model(self.policy, self.weights, self._model_path, folder)
+        state = {
+            **further,
+            "optimizer": self.optimizer.state_dict(),
+            "random": self._random_state,
+            "settings": self._settings,
+        }
+        save_state(state, folder / _STATE_FILE)
+
+    def digests(self) -> StateDigests:
+        """Return digests of the present weights and random state."""
+        return StateDigests(weights=weights_digest(self.weights), random_state=random_state_digest())
+
+    def _choose_trained(self) -> dict[str, float]:
+        """Freeze what has a learning rate of 0; return the rates by name."""
+        parameters = dict(self.policy.model.named_parameters())
+        optimizer = self.config.optimizer
+        rates = rates_of(list(parameters), optimizer.learning_rates, default=optimizer.learning_rate)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(rates[name] > 0)
+        if num_frozen := sum(p.numel() for name, p in parameters.items() if not rates[name]):
+            log.info(
+                "weights.frozen", num_frozen=num_frozen, num_trained=self.policy.model.num_parameters() - num_frozen
+            )
+        return rates
+
+    def _place_weights(self) -> MasterWeights:
+        if not self.config.optimizer.offload:
+            return MasterWeights(self.policy.to(self.device).model)
+        weights = HostMasterWeights(self.policy.model, device=self.device, dtype=DTYPES[self.config.dtype])
+        self.policy.to(self.device)  # the buffers, which keep their precision
+        return weights
+
+    def _log_changes(self, saved: Mapping[str, Any]) -> None:
+        """The recipe's settings hold after a resume; say which the checkpoint was trained with."""
+        for name in sorted({*self._settings, *saved}):
+            before, value = saved.get(name), self._settings.get(name)
+            if before != value:
+                log.info("setting.changed", setting=name, checkpoint=before, recipe=value)

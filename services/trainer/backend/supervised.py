@@ -1,0 +1,98 @@
+"""The backend of supervised training: cross-entropy of given tokens, with the packed rows and the optimizer of all.
+
+Legend: N = learned tokens of a row.
+
+    loss = -(1 / learned tokens of the batch) * sum over them of log p(token | all before it)
+
+at temperature 1, with every id of the vocabulary in the distribution: what `cross_entropy` of a plain forward pass
+gives.
+Invariant: the loss and its gradient do not depend on how the batch is packed, up to the order of float32 sums.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from services.trainer.backend.base import TokenLoss
+from services.trainer.backend.memory import memory_peaks, reset_memory_peak
+from services.trainer.backend.model_state import ModelState
+from services.trainer.backend.policy.planned_rows import PlannedRows
+from services.trainer.batching.sequences import TrainSequence
+from services.trainer.config import BackendConfig
+
+
+class InProcessSupervisedBackend:
+    """A `SupervisedBackend` on one device."""
+
+    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int) -> None:
+        """Choose device and precision; `load` makes the rest.
+
+        Args:
+            model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
+            config: How steps are computed.
+            seed: Of torch's generator.
+
+        Raises:
+            ConfigError: the device is not there, or the process is one of several ranks.
+        """
+        self._model = ModelState(model_path, config, seed=seed, temperature=1.0, forbidden_ids=(), settings={})
+
+    @property
+    def config(self) -> BackendConfig:
+        """The settings in use, with device and dtype resolved."""
+        return self._model.config
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or with None the model folder; see `SupervisedBackend.load`."""
+        self._model.load(checkpoint)
+
+    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Update the weights once; see `SupervisedBackend.step`."""
+        started = time.perf_counter()
+        model = self._model
+        reset_memory_peak(model.device)
+        rows = self._plan(sequences)
+        num_learned = sum(sequence.num_own_tokens for sequence in sequences)
+        loss = entropy = 0.0
+        for row in rows:
+            said = model.logprobs(row)
+            value = -said.logprobs_N.sum() / num_learned
+            value.backward()
+            loss += float(value.detach())
+            entropy += float(said.entropy_N.detach().double().sum())
+        metrics = model.optimizer.update(loss)
+        model.finish_step()
+        duration_s = time.perf_counter() - started
+        num_tokens = sum(map(len, sequences))
+        return metrics | {
+            "loss": loss,
+            "entropy": entropy / num_learned,
+            "num_samples": float(len(sequences)),
+            "num_tokens": float(num_learned),
+            "sequence_tokens_mean": num_tokens / len(sequences),
+            "sequence_tokens_max": float(max(map(len, sequences))),
+            "step_time_s": duration_s,
+            "trained_tokens_per_s": num_tokens / duration_s,
+            "packing_density": rows.token_counts.packing_density,
+            **memory_peaks(model.device),
+        }
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch's stubs are skipped
+    def measure(self, sequences: Sequence[TrainSequence]) -> TokenLoss:
+        """Return the loss of some samples; see `SupervisedBackend.measure`."""
+        total = sum(-float(self._model.logprobs(row).logprobs_N.double().sum()) for row in self._plan(sequences))
+        return TokenLoss(total=total, num_tokens=sum(sequence.num_own_tokens for sequence in sequences))
+
+    def save(self, folder: Path) -> None:
+        """Write `model/` and `optimizer.pt` into `folder`.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        self._model.save(folder, {})
+
+    def _plan(self, sequences: Sequence[TrainSequence]) -> PlannedRows:
+        numbers = range(len(sequences))
+        return PlannedRows.of(sequences, numbers, numbers, self.config, self._model.device)
