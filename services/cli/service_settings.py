@@ -16,6 +16,7 @@ from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
 from services.trainer.data.sources.files import require_files
 from services.trainer.evaluation.set_files import require_sets
+from services.trainer.sft.config import SftSettings
 from services.trainer.telemetry.trackers import require_packages
 
 
@@ -106,6 +107,30 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         evaluation=recipe.evaluation,
         context_length=recipe.rollout.context_length,
     )
+
+
+def for_sft(recipe: Recipe) -> SftSettings:
+    """What `penstock sft` receives.
+
+    Raises:
+        ConfigError: there is no model or no data, a setting does not apply, or a tracker is not installed.
+    """
+    for source in recipe.data.by_name.values():
+        require_files(source)
+    if recipe.sft.validate_every:
+        require_sets(recipe.evaluation)
+    require_packages(recipe.trackers)
+    settings = SftSettings(
+        sft=recipe.sft,
+        trainer=recipe.trainer,
+        run=recipe.run,
+        model=_model(recipe),
+        data=recipe.data,
+        trackers=recipe.trackers,
+        evaluation=recipe.evaluation,
+    )
+    settings.require_meant()
+    return settings
 
 
 def require_inputs(recipe: Recipe) -> None:

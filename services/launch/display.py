@@ -68,7 +68,9 @@ class LiveDisplay:
 
     def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
         """Redraw the table."""
-        parts: list[RenderableType] = [Text(self._title, style="bold"), _processes(children)]
+        parts: list[RenderableType] = [Text(self._title, style="bold")]
+        if children:
+            parts.append(_processes(children))
         if rows:
             parts.append(_table(rows))
         self._live.update(Group(*parts), refresh=True)
@@ -98,6 +100,11 @@ def _table(rows: Sequence[StepRow]) -> Table:
     table.add_row(
         "step", f"{step}/{num_steps}", ProgressBar(total=num_steps or 1, completed=step, width=_SPARKLINE_WIDTH)
     )
+    losses = [] if rewards else [row["loss"] for row in rows if "loss" in row]
+    if losses:
+        table.add_row("loss", f"{losses[-1]:.4f}", Text(sparkline(losses, width=_SPARKLINE_WIDTH), style="green"))
+        speed = f"{last.get('trained_tokens_per_s', 0):,.0f}"
+        table.add_row("throughput", speed, Text("tokens/s, those that are only read included", style="dim"))
     if rewards:
         table.add_row("reward", f"{rewards[-1]:.3f}", Text(sparkline(rewards, width=_SPARKLINE_WIDTH), style="green"))
     if last.get("num_filtered_groups"):

@@ -80,7 +80,10 @@ def reward_of(row: StepRow) -> float:
 def describe_step(row: StepRow) -> str:
     """One step in one line."""
     parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
-    parts += [f"reward {reward_of(row):.3f}"] if "reward_mean" in row else []
+    if "reward_mean" in row:
+        parts.append(f"reward {reward_of(row):.3f}")
+    elif "loss" in row:
+        parts.append(f"loss {row['loss']:.4f}  {row.get('trained_tokens_per_s', 0):,.0f} tokens/s")
     if "staleness_mean" in row:
         parts.append(f"staleness {row['staleness_mean']:.2f} (max {row.get('staleness_max', 0):g})")
     if row.get("filtered_group_fraction"):
@@ -91,6 +94,13 @@ def describe_step(row: StepRow) -> str:
     parts += [f"|dlogp| {row['dlogp_mean']:.1e} (max {row.get('dlogp_max', 0):.1e})"] if "dlogp_mean" in row else []
     parts += [f"{row['step_s']:.1f} s"] if "step_s" in row else []
     return "  ".join(parts)
+
+
+def describe_validation(row: StepRow) -> str:
+    """One validation of supervised training in one line."""
+    sets = {name.removeprefix("validation_loss_"): loss for name, loss in row.items() if "validation_loss_" in name}
+    each = ", ".join(f"{name} {loss:.4f}" for name, loss in sets.items())
+    return f"validation of step {row['step']}  loss {row['validation_loss']:.4f} ({each})  {row['validation_s']:.1f} s"
 
 
 def describe_evaluation(row: StepRow) -> str:

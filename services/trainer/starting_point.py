@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bus.connection import Bus
+from penstock.errors import SetupError
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerSettings
 from services.trainer.versions import PolicyVersions, open_versions
@@ -56,6 +57,11 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
     if checkpoint is None:
         versions.require_checkpoint(checkpoints.folder)
         run_id = f"{settings.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    elif "ledger" not in checkpoint.state:
+        raise SetupError(
+            f"{checkpoint.path} is a checkpoint of supervised training, which `penstock sft --resume` continues; to go "
+            f"on from its weights, begin a run with --model.path={checkpoint.model_path}"
+        )
     else:
         run_id = str(checkpoint.state["run_id"])
     return StartingPoint(

@@ -29,6 +29,7 @@ def data(
         typer.Option("--sheet", metavar="FILE", help="Write a page of examples with their pictures (HTML)."),
     ] = None,
     examples: Annotated[int, typer.Option("--examples", help="Examples of each source on the page.", min=1)] = 12,
+    sft: Annotated[bool, typer.Option("--sft", help="Read rows as `penstock sft` does: whole conversations.")] = False,
 ) -> int:
     """Read the data of a recipe as training would: rows, columns, images, lengths of prompts, what is dropped and why.
 
@@ -38,5 +39,5 @@ def data(
     settings = load_recipes(recipes, overrides)
     log.configure(LogConfig(level="warning"), service="data")
     looking = import_with_extra("services.cli.data.run", "penstock data", extra="trainer")
-    code: int = looking.look(settings, max_rows=rows, sheet=sheet, num_examples=examples)
+    code: int = looking.look(settings, max_rows=rows, sheet=sheet, num_examples=examples, is_sft=sft)
     return code

@@ -15,23 +15,30 @@ from services.trainer.data.contact_sheet import Entry, render_sheet
 from services.trainer.data.dataset import open_lengths
 from services.trainer.data.lengths import Lengths
 from services.trainer.data.mixture import BLOCK, Mixture
-from services.trainer.data.prompt_length import PromptLimit
+from services.trainer.data.prompt_length import ConversationLimit, PromptLimit
 from services.trainer.data.sources.files import require_files
 from services.trainer.data.sources.opening import cache_folder, open_sources
-from services.trainer.data.sources.source import Source
+from services.trainer.data.sources.source import DEMONSTRATIONS, PROMPTS, Source
 from services.trainer.data.survey import Survey, choose_rows, survey
 
 
-def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_examples: int) -> int:
+def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_examples: int, is_sft: bool) -> int:
     """Read every source, print what it holds, and write the page of examples; return the exit code.
+
+    Args:
+        recipe: Names the sources and the model.
+        max_rows: Of each source, from the start; None reads all.
+        sheet: File for the page; None writes none.
+        num_examples: Of each source, on the page.
+        is_sft: Read rows as supervised training does.
 
     Raises:
         UserError: the data or the model are not there, or the page cannot be written.
     """
     for config in recipe.data.by_name.values():
         require_files(config)
-    limit = _limit(recipe)
-    sources = open_sources(recipe.data)
+    limit = _limit(recipe, is_sft=is_sft)
+    sources = open_sources(recipe.data, form=DEMONSTRATIONS if is_sft else PROMPTS)
     lengths = open_lengths(sources, cache_folder(recipe.data), limit)
     found = _survey(sources, lengths, limit, max_rows)
     shares = Mixture({name: recipe.data.weight(name) for name in sources}, seed=0).shares
@@ -45,10 +52,12 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     return 1 if refuses and any(each.num_wrong for each in found.values()) else 0
 
 
-def _limit(recipe: Recipe) -> PromptLimit | None:
+def _limit(recipe: Recipe, *, is_sft: bool) -> PromptLimit | None:
     if recipe.model is None:
         return None
     require_model(recipe.model.path)
+    if is_sft:
+        return ConversationLimit.of_model(recipe.model.path, max_tokens=recipe.sft.max_tokens)
     return PromptLimit.of_run(
         recipe.model.path,
         context=recipe.rollout.context_length,
@@ -84,7 +93,8 @@ def _lines(source: Source, found: Survey, limit: PromptLimit | None) -> Iterator
     columns = source.tables[0].columns(source.tables[0].table[0], source.config)
     images = f", images {', '.join(columns.images)}" if columns.images else ""
     extra = f"; extra {', '.join(columns.extra)}" if columns.extra else ""
-    yield f"columns    text {columns.text}, answer {columns.gold}{images}{extra}"
+    answer = f", answer {columns.gold}" if columns.gold else ""
+    yield f"columns    text {columns.text}{answer}{images}{extra}"
     if found.sizes:
         per_row = ", ".join(f"{number} in {rows} rows" for number, rows in sorted(found.images_per_row.items()))
         areas = sorted(found.sizes, key=lambda size: size[0] * size[1])
@@ -99,7 +109,7 @@ def _lines(source: Source, found: Survey, limit: PromptLimit | None) -> Iterator
         )
     for word, counts in (("profile", found.profiles), ("environment", found.environments)):
         yield f"{word:<10} {', '.join(f'{name} {rows}' for name, rows in counts.most_common())}"
-    yield f"dropped    {found.num_overlong} prompts that are too long"
+    yield f"dropped    {found.num_overlong} rows that are too long"
     if found.num_wrong:
         yield f"wrong      {_counted(found.num_wrong, 'row')}, refused or dropped as data.wrong_rows says:"
         yield from (f"           {reason}" for reason in found.reasons)

@@ -1,4 +1,4 @@
-"""Curves of a run: reward, staleness and |train - rollout logprob| over steps."""
+"""Curves of a run: reward, staleness and |train - rollout logprob| over steps; loss in supervised training."""
 
 import math
 from collections.abc import Sequence
@@ -47,6 +47,30 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
 
     for axis in (reward, staleness, gap):
         axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_loss_curves(
+    rows: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], path: Path, *, title: str
+) -> None:
+    """Draw the losses of supervised training (rows of metrics.jsonl and validation.jsonl) to a PNG at `path`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure.suptitle(title)
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    axis.plot(steps, losses, color="tab:blue", alpha=0.35, label="each batch")
+    axis.plot(steps, _smooth(losses), color="tab:blue", label=f"mean of {_SMOOTH_STEPS} batches")
+    if validations:
+        measured = [row["step"] for row in validations], [row["validation_loss"] for row in validations]
+        axis.plot(*measured, "o-", color="tab:orange", label="validation")
+    axis.set(xlabel="optimizer step", ylabel="loss (nats per token)", ylim=(0, None))
+    axis.legend(loc="upper right")
+    axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

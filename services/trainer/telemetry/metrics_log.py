@@ -1,4 +1,4 @@
-"""The run's metrics: one JSON object per optimizer step, in the order of the weights' surviving history.
+"""The run's metrics: one JSON object per step, in the order of the weights' surviving history.
 
 Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
 wrote after it are moved to a file of their own.
@@ -15,22 +15,25 @@ EXACT = frozenset({"loss", "grad_norm"})
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` in the run folder."""
+    """Appends to `metrics.jsonl` in the run folder, or to a file of another name."""
 
-    def __init__(self, folder: Path, *, last_step: int, last_row: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, last_step: int, last_row: Mapping[str, Any] | None = None, name: str = "metrics"
+    ) -> None:
         """Continue after `last_step`; move later lines to `metrics-discarded.jsonl`. Reads the whole file.
 
         Args:
             folder: The run folder.
             last_step: Step of the checkpoint that the run continues from; 0 for a new run.
             last_row: The step's metrics from that checkpoint; written if the trainer died before it wrote them.
+            name: Of the file, without its suffix.
         """
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / f"{name}.jsonl"
         text = self._path.read_text() if self._path.exists() else ""
         lines = text.splitlines()
         is_kept = [_step_of(line) <= last_step for line in lines]
         if not all(is_kept):
-            with (folder / "metrics-discarded.jsonl").open("a") as discarded:
+            with (folder / f"{name}-discarded.jsonl").open("a") as discarded:
                 discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
         if not (all(is_kept) and text[-1:] in ("", "\n")):
             temporary = self._path.with_suffix(".tmp")

@@ -25,6 +25,7 @@ import structlog
 from penstock.config.base import leaves
 from penstock.errors import ConfigError
 from services.trainer.config import TrackersConfig, TrainerSettings
+from services.trainer.sft.config import SftSettings
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -170,12 +171,13 @@ def require_packages(config: TrackersConfig) -> None:
             )
 
 
-def described(settings: TrainerSettings) -> dict[str, str]:
+def described(settings: TrainerSettings | SftSettings) -> dict[str, str]:
     """Return the settings that decide what is learned, by dotted name: not the addresses, which may hold secrets."""
-    sections = ("run", "model", "data", "sampling", "algorithm", "filters", "trainer")
+    sections = ("run", "model", "data", "sampling", "algorithm", "filters", "sft", "trainer")
     return {
         name: str(value)
         for section in sections
+        if hasattr(settings, section)
         for name, value in leaves(section, getattr(settings, section).model_dump(mode="json")).items()
     }
 

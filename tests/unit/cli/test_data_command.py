@@ -47,7 +47,7 @@ def test_a_report_of_sound_rows(tmp_path: Path, tiny_model_path: Path, capsys: p
         "columns    text problem, answer answer, images images; extra level",
         "images     1 in 3 rows; 64 x 48 to 128 x 96 pixels, median 64 x 48",
         "profile    geo3k 3",
-        "dropped    1 prompts that are too long",
+        "dropped    1 rows that are too long",
     ):
         assert line in out
     assert re.search(r"tokens     median \d+, 90% \d{3}, 99% \d{3}, longest \d{3}; at most 492", out)

@@ -1,0 +1,84 @@
+"""What `penstock sft` does: trains in this process, and shows how the loss falls."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime import process
+from penstock.runtime.security import hide_secrets
+from penstock.telemetry import log
+from services.cli import service_settings
+from services.launch.display import Display, open_display
+from services.launch.metrics import describe_validation
+from services.launch.run_folder import RunFolder
+from services.recipe import Recipe
+from services.trainer.data.sources.files import pin
+from services.trainer.evaluation.set_files import pin_sets
+from services.trainer.sft.loop import Observer
+from services.trainer.sft.main import train as train_supervised
+
+_EXIT_INTERRUPTED = 130
+
+
+class _Shown(Observer):
+    """Shows a run on the terminal."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._rows: list[dict[str, Any]] = []
+
+    def opened(self, *, num_rows: int, num_too_long: int, step: int, num_steps: int) -> None:
+        too_long = f", {num_too_long} of them too long" if num_too_long else ""
+        continues = f", from step {step}" if step else ""
+        self._display.write(f"{num_rows} rows{too_long}; {num_steps} steps{continues}")
+
+    def trained(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        self._display.show([], self._rows, [row])
+
+    def validated(self, row: dict[str, Any]) -> None:
+        self._display.write(describe_validation(row))
+
+
+def train(recipe: Recipe, folder: RunFolder | None) -> int:
+    """Train, and return the exit code: 130 after Ctrl-C.
+
+    Args:
+        recipe: Of the run.
+        folder: Of the run to continue; None begins one.
+
+    Raises:
+        UserError: the data are not on the Hub, or the run folder cannot be used.
+    """
+    evaluation = recipe.evaluation
+    if recipe.sft.validate_every:
+        evaluation = pin_sets(evaluation, recipe.data)
+    recipe = recipe.model_copy(update={"data": pin(recipe.data), "evaluation": evaluation})
+    settings = service_settings.for_sft(recipe)
+    folder = folder or RunFolder.create(recipe.run)  # only now: no mistake leaves a folder behind
+    hide_secrets()
+    with folder.locked():
+        folder.write_config(recipe)
+        log.configure(recipe.log, service="sft", file=folder.launcher_log)
+        is_interrupted = False
+        model: Path | None = None
+
+        async def run(stop: asyncio.Event) -> None:
+            nonlocal is_interrupted, model
+            display = open_display(f"run folder {folder.path}")
+            try:
+                display.write(f"run folder {folder.path}")
+                model = await train_supervised(settings, folder.path, stop, _Shown(display))
+            except asyncio.CancelledError:  # a second Ctrl-C: whoever asks twice does not wait for the step in hand
+                display.close()
+                os._exit(_EXIT_INTERRUPTED)
+            finally:
+                display.close()
+            is_interrupted = stop.is_set()
+
+        code = process.run(run)
+        if model is not None:
+            sys.stdout.write(f"model {model}\n")
+    return _EXIT_INTERRUPTED if is_interrupted else code

@@ -1,0 +1,115 @@
+"""Builds the parts of supervised training, as the newest checkpoint says."""
+
+import math
+import time
+from pathlib import Path
+
+import pydantic
+import structlog
+
+from penstock.errors import ConfigError, SetupError
+from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
+from services.trainer.config import TrainerConfig
+from services.trainer.data.dataset import Dataset, open_dataset
+from services.trainer.data.prompt_length import ConversationLimit
+from services.trainer.data.sources.source import DEMONSTRATIONS
+from services.trainer.evaluation.sets import open_sets
+from services.trainer.sft.batches import BatchReader
+from services.trainer.sft.config import SftSettings
+from services.trainer.sft.loop import Observer, SftLoop
+from services.trainer.sft.sequences import DemonstrationReader
+from services.trainer.sft.validation import Validation
+from services.trainer.telemetry.metrics_log import MetricsLog
+from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
+
+log = structlog.get_logger()
+
+
+def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop:
+    """Build the loop of the run in `folder`. Blocks.
+
+    Args:
+        settings: Of the run.
+        folder: The run folder, which no other process uses.
+        observer: Told how far the run is.
+
+    Raises:
+        UserError: the model, the data or the checkpoints are not as the run needs them.
+    """
+    path, sft = settings.model.path, settings.sft
+    checkpoints = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
+    checkpoints.claim()
+    checkpoint = _resumable(checkpoints.latest())
+    limit = ConversationLimit.of_model(path, max_tokens=sft.max_tokens)
+    dataset = open_dataset(settings.data, seed=settings.run.seed, limit=limit, form=DEMONSTRATIONS)
+    sets = open_sets(settings.evaluation, settings.data, form=DEMONSTRATIONS) if sft.validate_every else {}
+    config = _with_steps(settings, dataset)
+    backend = InProcessSupervisedBackend(path, config, seed=settings.run.seed)
+    backend.load(None if checkpoint is None else checkpoint.path)
+    step = 0 if checkpoint is None else checkpoint.step
+    run_id = f"{settings.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = run_id if checkpoint is None else str(checkpoint.state["run_id"])
+    validation = None
+    if sets:  # a reader of its own: training reads ahead in another thread meanwhile
+        validation = Validation(sets=sets, reader=DemonstrationReader.open(path), limit=limit, backend=backend)
+    log.info("run.opened", run_id=run_id, step=step, num_steps=config.num_steps, resumed=checkpoint is not None)
+    return SftLoop(
+        run_id=run_id,
+        folder=folder,
+        base_model=path,
+        num_steps=config.num_steps,
+        checkpoint_every=config.checkpoint_every,
+        validate_every=sft.validate_every,
+        step=step,
+        position=0 if checkpoint is None else int(checkpoint.state["position"]),
+        num_rows=dataset.num_rows,
+        num_too_long=dataset.num_passed_over(),
+        batches=BatchReader(dataset, DemonstrationReader.open(path), sft),
+        backend=backend,
+        checkpoints=checkpoints,
+        saved_step=None if checkpoint is None else step,
+        validation=validation,
+        metrics=MetricsLog(folder, last_step=step),
+        validations=MetricsLog(folder, last_step=step, name="validation"),
+        trackers=_open_trackers(settings, folder, run_id, step),
+        observer=observer,
+    )
+
+
+def _resumable(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    if checkpoint is not None and checkpoint.state.get("kind") != "sft":
+        raise SetupError(
+            f"{checkpoint.path} is a checkpoint of reinforcement learning, which `penstock train --resume` continues; "
+            f"to go on from its weights, begin a run with --model.path={checkpoint.model_path}"
+        )
+    return checkpoint
+
+
+def _with_steps(settings: SftSettings, dataset: Dataset) -> TrainerConfig:
+    """Return the trainer's settings with the number of steps that the epochs make."""
+    sft, trainer = settings.sft, settings.trainer
+    if not sft.epochs:
+        return trainer
+    num_rows = dataset.num_rows - dataset.num_passed_over()
+    num_steps = max(1, math.ceil(sft.epochs * num_rows / sft.batch_size))
+    try:
+        return TrainerConfig(**{**dict(trainer), "num_steps": num_steps})
+    except pydantic.ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(
+            f"sft.epochs = {sft.epochs:g} makes {num_steps} steps of {num_rows} rows: {message}"
+        ) from None
+
+
+def _open_trackers(settings: SftSettings, folder: Path, run_id: str, step: int) -> Trackers:
+    config = settings.trackers
+    run = TrackedRun(
+        run_id=run_id,
+        name=config.run_name or run_id,
+        project=config.project,
+        last_step=step,
+        folder=folder / "trackers",
+        settings=described(settings),
+    )
+    return Trackers.open(config, run)

@@ -1,0 +1,46 @@
+"""Supervised training as one process: from the newest checkpoint to the last step or a signal."""
+
+import asyncio
+from pathlib import Path
+
+import structlog
+
+from penstock.runtime.disk_space import disk_full_told
+from services.trainer.sft.assembly import assemble
+from services.trainer.sft.config import SftSettings
+from services.trainer.sft.loop import Observer
+from services.trainer.telemetry.curves import draw_loss_curves
+
+log = structlog.get_logger()
+
+
+async def train(
+    settings: SftSettings,
+    folder: Path,
+    stop: asyncio.Event,
+    observer: Observer,
+) -> Path | None:
+    """Train until the recipe's last step or until `stop`, draw the curves, and return the newest model folder.
+
+    Args:
+        settings: Of the run.
+        folder: The run folder, which no other process uses.
+        stop: When it is set, the step under way is finished and a checkpoint written.
+        observer: Told how far the run is.
+
+    Raises:
+        UserError: the model, the data or the checkpoints are not as the run needs them, or the disk is full.
+    """
+    with disk_full_told(folder, f"make room and continue with `penstock sft --resume {folder}`"):
+        loop = await asyncio.to_thread(assemble, settings, folder, observer)
+        try:
+            await loop.run(stop)
+        finally:
+            await asyncio.to_thread(loop.trackers.close)
+        if rows := loop.metrics.rows():
+            title = f"{loop.run_id}: {len(rows)} steps"
+            curves = folder / "curves.png"
+            await asyncio.to_thread(draw_loss_curves, rows, loop.validations.rows(), curves, title=title)
+    log.info("run.ended", step=loop.step, num_steps=loop.num_steps, folder=str(folder))
+    newest = loop.checkpoints.latest()
+    return None if newest is None else newest.model_path

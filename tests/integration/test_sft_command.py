@@ -1,0 +1,112 @@
+"""`penstock sft` as a process: what it prints and writes, kill -9, Ctrl-C, mistakes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+
+
+class SftCommand:
+    """A `penstock sft` on the built-in problems."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        self.process = subprocess.Popen(
+            [PENSTOCK, "sft", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, words: str) -> None:
+        """Wait until it has printed a line with these words."""
+        assert self.process.stdout is not None
+        while words not in (line := self.process.stdout.readline()):
+            assert line, self.process.communicate()
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the end: exit code, the rest of stdout, stderr."""
+        out, err = self.process.communicate(timeout=180)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def recipe(tiny_model_path: Path, tmp_path: Path) -> Path:
+    """Forty small steps."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        f'run.name = "t"\nrun.dir = "{tmp_path}"\nmodel.path = "{tiny_model_path}"\n'
+        'data.answer_format = "{answer}"\nsft.batch_size = 4\n'
+        'trainer.num_steps = 40\ntrainer.checkpoint_every = 3\ntrainer.device = "cpu"\n'
+        "trainer.optimizer.learning_rate = 1e-3\n"
+    )
+    return file
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> bytes:
+    """Of the last step."""
+    return (folder / "checkpoints/step-000040/model/model.safetensors").read_bytes()
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: Path, tmp_path: Path) -> None:
+    """kill -9 in a step, then Ctrl-C, which finishes the step, saves it and exits with 130; then to the end."""
+    whole = SftCommand(recipe, f"--run.folder={tmp_path / 'whole'}")
+    broken = SftCommand(recipe, f"--run.folder={tmp_path / 'broken'}")
+    broken.wait_for("step 5/40")
+    broken.process.kill()
+    broken.finish()
+    assert not (tmp_path / "broken/checkpoints/step-000040").exists()
+
+    resumed = SftCommand("--resume", tmp_path / "broken")
+    resumed.wait_for("step 9/40")
+    resumed.process.send_signal(signal.SIGINT)
+    code, out, err = resumed.finish()
+    last = rows(tmp_path / "broken")[-1]["step"]
+    assert (code, err) == (130, "")
+    assert 9 <= last < 40
+    assert f"model {tmp_path}/broken/checkpoints/step-{last:06d}/model" in out
+
+    assert SftCommand("--resume", tmp_path / "broken").finish()[0] == 0
+    code, out, err = whole.finish()
+    assert (code, err) == (0, "")
+    assert "step 40/40  loss " in out
+    for ours, theirs in zip(rows(tmp_path / "broken"), rows(tmp_path / "whole"), strict=True):
+        assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    assert (tmp_path / "whole/curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.answer_format=x"], "data: answer_format = 'x' has no {answer}"),
+        (["--evaluation.every=3", "--evaluation.sets.a.num_prompts=3"], "sft.validate_every"),
+        (["--resume=/nowhere"], "brings its own recipe"),
+        (["--sft.batch_sise=3"], "did you mean sft.batch_size"),
+        (["--data.path=rows.jsonl", "--data.answer_format="], "row 1: it has no assistant message"),
+        (["--sft.max_tokens=9", "--data.path=rows.jsonl@[:1]", "--data.answer_format="], "raise sft.max_tokens"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(recipe: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+    """Exit code 2, the remedy, no traceback."""
+    ask, answer = {"role": "user", "content": "Find x."}, {"role": "assistant", "content": "5"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in ([ask, answer], [ask])))
+    given = [argument.replace("rows.jsonl", str(tmp_path / "rows.jsonl")) for argument in arguments]
+    code, _, err = SftCommand(recipe, *given).finish()
+    assert code == 2, err
+    [line] = err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line

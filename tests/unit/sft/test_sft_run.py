@@ -1,0 +1,201 @@
+"""Whole runs of supervised training: what they learn, keep and continue from."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from penstock.errors import ConfigError, DataError, SetupError
+from services.cli.service_settings import for_sft
+from services.recipe import Recipe
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.config import TrainerConfig
+from services.trainer.sft.config import SftSettings
+from services.trainer.sft.loop import Observer
+from services.trainer.sft.main import train
+from services.trainer.telemetry.field_names import FIELD_NAMES
+from tests.support.trainer.pictures import png
+
+pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread has used open", "descriptor")
+
+
+def settings_of(model: Path, **sections: dict[str, Any]) -> SftSettings:
+    """A small run on the built-in problems."""
+    recipe: dict[str, Any] = {
+        "model": {"path": model},
+        "data": {"answer_format": r"\boxed{{answer}}"},
+        "sft": {"batch_size": 4},
+        "trainer": {
+            "num_steps": 6,
+            "checkpoint_every": 2,
+            "keep_checkpoints": 9,
+            "device": "cpu",
+            "micro_batch_tokens": 100,
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "schedule": {"kind": "cosine"}},
+        },
+    }
+    for name, section in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **section}
+    return for_sft(Recipe.model_validate(recipe))
+
+
+VALIDATED: dict[str, dict[str, Any]] = {
+    "sft": {"batch_size": 4, "validate_every": 3},
+    "evaluation": {"sets": {"held_out": {"num_prompts": 5, "answer_format": r"\boxed{{answer}}"}}},
+}
+
+
+def run(settings: SftSettings, folder: Path, *, stop_after: int | None = None) -> list[dict[str, Any]]:
+    """Run until the end, or until a stop is asked for after a step; return the rows of the steps."""
+    folder.mkdir(exist_ok=True)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+
+        class StopAfter(Observer):
+            def trained(self, row: dict[str, Any]) -> None:
+                if row["step"] == stop_after:
+                    stop.set()
+
+        await train(settings, folder, stop, StopAfter())
+
+    asyncio.run(main())
+    return lines(folder / "metrics.jsonl")
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def weights(folder: Path, step: int) -> bytes:
+    """The weights' file of a checkpoint."""
+    return (folder / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors").read_bytes()
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What must be the same, however often a run was interrupted."""
+    return [(row["step"], row["loss"], row["grad_norm"], row["learning_rate"], row["epoch"]) for row in rows]
+
+
+def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_one_to_the_bit(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """Weights, AdamW's averages, losses, place in the data, validation: stopped twice, once between two checkpoints."""
+    settings = settings_of(tiny_model_path, **VALIDATED)
+    whole = run(settings, tmp_path / "whole")
+    for stop_after in (1, 4, None):
+        resumed = run(settings, tmp_path / "broken", stop_after=stop_after)
+    assert numbers(resumed) == numbers(whole)
+    assert weights(tmp_path / "broken", 6) == weights(tmp_path / "whole", 6)
+    validations = [lines(tmp_path / name / "validation.jsonl") for name in ("whole", "broken")]
+    unbroken, broken = ([(row["step"], row["validation_loss"]) for row in rows] for rows in validations)
+    assert broken == unbroken
+    assert [step for step, _ in unbroken] == [0, 3, 6]
+    assert unbroken[-1][1] < unbroken[0][1]
+
+
+def test_every_metric_is_explained(tiny_model_path: Path, tmp_path: Path) -> None:
+    """On the page of metrics, those under other frameworks' names aside."""
+    run(settings_of(tiny_model_path, **VALIDATED), tmp_path / "run", stop_after=1)
+    rows = [*lines(tmp_path / "run" / "metrics.jsonl"), *lines(tmp_path / "run" / "validation.jsonl")]
+    names = set().union(*rows) - {theirs for names in FIELD_NAMES.values() for theirs in names}
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    assert {name for name in names if f"`{name.replace('loss_held_out', 'loss_<set>')}`" not in page} == set()
+
+
+def test_what_a_killed_process_did_after_its_checkpoint_is_done_again(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Its lines go to another file, its later checkpoint half written goes, and the end is the unbroken run's."""
+    settings = settings_of(tiny_model_path, **VALIDATED)
+    whole = run(settings, tmp_path / "whole")
+    run(settings, tmp_path / "killed", stop_after=4)
+    later = {**whole[4], "loss": 9.0}
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(later) + "\n" + json.dumps(later)[:20])
+    half = tmp_path / "killed" / "checkpoints" / ".step-000005.x.partial"
+    half.mkdir()
+    assert numbers(run(settings, tmp_path / "killed")) == numbers(whole)
+    assert weights(tmp_path / "killed", 6) == weights(tmp_path / "whole", 6)
+    assert not half.exists()
+    assert json.loads((tmp_path / "killed" / "metrics-discarded.jsonl").read_text().splitlines()[0])["loss"] == 9.0
+
+
+def test_grpo_starts_from_a_checkpoint_and_neither_resumes_the_others(tiny_model_path: Path, tmp_path: Path) -> None:
+    """`model.path` takes its model folder; a folder of the other kind of run is refused with what to do."""
+    settings = settings_of(tiny_model_path, trainer={"num_steps": 2, "optimizer": {}, "device": "cpu"})
+    run(settings, tmp_path / "run")
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1).latest()
+    assert newest is not None
+    backend = InProcessBackend(
+        newest.model_path, TrainerConfig(device="cpu"), AlgorithmConfig(), seed=0, temperature=1.0
+    )
+    backend.load(None)
+    again = CheckpointStore(tmp_path / "rl" / "checkpoints", keep=1)
+    again.save(3, {"run_id": "x", "version": 3, "ledger": {}}, lambda folder: (folder / "model").mkdir())
+    with pytest.raises(SetupError, match=r"of reinforcement learning, which `penstock train --resume` .*--model\.path"):
+        run(settings, tmp_path / "rl")
+
+
+def test_epochs_are_every_row_once_in_an_order_of_their_own(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Of seven rows, one too long: two epochs in batches of two are six steps, images and text mixed."""
+    (tmp_path / "a.png").write_bytes(png(size=(96, 96)))
+    rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(4)]
+    rows += [{"prompt": f"<image>{n}?", "completion": str(n), "images": ["a.png"]} for n in range(2)]
+    rows += [{"prompt": "Say much.", "completion": "much " * 99}]
+    for row in rows:
+        row.setdefault("images", [])
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = settings_of(
+        tiny_model_path,
+        data={"path": str(file), "answer_format": "", "cache_dir": tmp_path / "cache"},
+        sft={"batch_size": 2, "epochs": 2, "max_tokens": 80},
+    )
+    found = run(settings, tmp_path / "run")
+    assert [row["num_steps"] for row in found] == [6] * 6
+    assert sum(row["num_passed_over_samples"] for row in found) in (1, 2)  # the last row of an order is not reached
+    assert all(row["num_samples"] == 2 and math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in found)
+
+
+def test_a_batch_in_tokens_is_as_many_samples_as_fit(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Built-in problems have 39 or 40 tokens: three fit into 120."""
+    settings = settings_of(tiny_model_path, sft={"batch_size": 121, "batch_unit": "tokens"})
+    for row in run(settings, tmp_path / "run"):
+        assert row["num_samples"] == 3
+        assert row["sequence_tokens_mean"] * 3 <= 121
+
+
+def test_samples_that_are_all_too_long_end_the_run_with_the_remedy(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Also on the built-in problems, which are not read before."""
+    settings = settings_of(tiny_model_path, sft={"max_tokens": 20})
+    with pytest.raises(DataError, match=r"too long or wrong"):
+        run(settings, tmp_path / "run")
+
+
+def test_a_schedule_that_does_not_fit_into_the_epochs_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    """The steps of the epochs are named."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    data = {"path": str(tmp_path / "rows.jsonl"), "answer_format": "", "cache_dir": tmp_path / "cache"}
+    settings = settings_of(tiny_model_path, data=data, sft={"batch_size": 1, "epochs": 2})
+    with pytest.raises(ConfigError, match=r"sft\.epochs = 2 makes 2 steps of 1 rows: optimizer\.warmup_steps = 2"):
+        run(settings, tmp_path / "run")
+
+
+def test_long_rows_are_counted_in_a_warning(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Nothing is cut, and nothing disappears in silence."""
+    texts = ["b", "much " * 99]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": "a", "completion": text}) + "\n" for text in texts)
+    )
+    data = {"path": str(tmp_path / "rows.jsonl"), "answer_format": "", "cache_dir": tmp_path / "cache"}
+    settings = settings_of(tiny_model_path, data=data, sft={"batch_size": 1, "max_tokens": 80})
+    with structlog.testing.capture_logs() as logs:
+        run(settings, tmp_path / "run", stop_after=1)
+    [warning] = [entry for entry in logs if entry["event"] == "data.overlong_prompts_dropped"]
+    assert (warning["num_rows"], warning["log_level"]) == (1, "warning")

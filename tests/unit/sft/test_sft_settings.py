@@ -1,0 +1,49 @@
+"""What `penstock sft` refuses before it reads data or model, with the reason and the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from services.cli.service_settings import for_sft
+from services.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"evaluation": {"every": 5, "sets": {"a": {}}}},
+            r"evaluation\.every, .* engines.*sft\.validate_every.*penstock eval",
+        ),
+        ({"sft": {"validate_every": 5}}, r"sft\.validate_every = 5 needs rows .*\[evaluation\.sets\.test\]"),
+        ({"data": {"pools": {"easy_chance": 0.5}}}, r"data\.pools .*leave easy_chance and hard_chance at 1"),
+        ({"data": {"max_prompt_tokens": 9}}, r"data\.max_prompt_tokens = 9 .*sft\.max_tokens"),
+        ({"trainer": {"record_groups": True}}, r"trainer\.record_groups = true .*leave it out"),
+        ({"sft": {"epochs": 2, "batch_unit": "tokens"}}, r"sft\.epochs = 2 .*give trainer\.num_steps"),
+        ({"model": None}, r"section \[model\] is missing"),
+        ({"data": {"path": "/nowhere.parquet"}}, r"'/nowhere\.parquet': there is no such file"),
+    ],
+    ids=str,
+)
+def test_what_does_not_apply_is_refused(tiny_model_path: Path, sections: dict[str, Any], words: str) -> None:
+    """Nothing that a person wrote is ignored where they would expect it to act."""
+    recipe = Recipe.model_validate({"model": {"path": tiny_model_path}, **sections})
+    with pytest.raises(ConfigError, match=words):
+        for_sft(recipe)
+
+
+def test_one_recipe_serves_supervised_training_and_reinforcement_learning(tiny_model_path: Path) -> None:
+    """Sections of engines, rewards and algorithm are left alone."""
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": tiny_model_path},
+            "sft": {"validate_every": 5},
+            "evaluation": {"sets": {"a": {}}},
+            "algorithm": {"preset": "dapo"},
+            "rollout": {"replicas": 3},
+            "sampling": {"temperature": 0.7},
+        }
+    )
+    assert for_sft(recipe).sft.validate_every == 5
