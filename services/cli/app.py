@@ -20,7 +20,7 @@ from services.cli.doctor_command import doctor
 from services.cli.evaluation.command import eval_
 from services.cli.init_command import init
 from services.cli.replay.command import replay
-from services.cli.replicas.command import command as replicas
+from services.cli.replicas import command as replicas
 from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft

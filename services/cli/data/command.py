@@ -1,4 +1,4 @@
-"""The command `penstock data`; `data` has the work."""
+"""The command `penstock data`; `run` has the work."""
 
 from pathlib import Path
 from typing import Annotated

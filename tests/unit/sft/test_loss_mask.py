@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services.trainer.data.messages import Role
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from models.tiny_qwen3_vl import CHAT_TEMPLATE, MARKUP_TOKENS, QWEN_PRETOKENIZE_REGEX, SPECIAL_TOKENS
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
-from penstock.records import ImagePart, Message, TextPart
+from penstock.records import ImagePart, Message, TextPart, ToolCall
+from services.trainer.data.rows.messages import Role
 
 QWEN = Path(__file__).parents[4] / "shared" / "qwen" / "qwen.tiktoken"
 IM_END, IMAGE_PAD = 151645, 151655
@@ -100,6 +100,21 @@ def test_every_assistants_turn_is_learned_and_nothing_between(tiny: Any, templat
             runs[-1].append(token)
     texts = [tiny.convert_tokens_to_string(run) for run in runs]
     assert texts == ["It is \\boxed{3}.<|im_end|>", "\\boxed{4}<|im_end|>"]
+
+
+def test_tool_calls_are_learned_as_the_template_writes_them(tiny: Any) -> None:
+    """With the turn that holds them; a template that drops them is refused."""
+    end_id = tiny.convert_tokens_to_ids("<|im_end|>")
+    renderer = Renderer(tiny, image_token_id=None, end_ids=[end_id])
+    call = Message(role="assistant", parts=(), tool_calls=(ToolCall(name="zoom", arguments={"factor": 2}),))
+    ids, is_learned = renderer.render_conversation([say("user", "x"), call], num_images=0)
+    own = tiny.decode([token for token, is_own in zip(ids, is_learned, strict=True) if is_own])
+    assert own == '<tool_call>\n{"name": "zoom", "arguments": {"factor": 2}}\n</tool_call><|im_end|>'
+    tiny.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(InvalidRequestError, match=r"tool_calls, which the model's chat template drops"):
+        Renderer(tiny, image_token_id=None, end_ids=[end_id]).render_conversation(
+            [say("user", "x"), call], num_images=0
+        )
 
 
 def test_marks_of_a_template_give_the_mask_of_transformers(qwen: Any) -> None:
