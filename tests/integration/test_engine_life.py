@@ -6,11 +6,13 @@ import signal
 import socket
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 from google.protobuf import json_format
+from nats.js.kv import KeyValue
 
 from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
@@ -47,10 +49,6 @@ def _replicas(watch: Watch) -> list[common_pb2.Replica]:
     return [json_format.Parse(value, common_pb2.Replica()) for value in watch.values.values()]
 
 
-async def _gone(pids: list[int], timeout_s: float) -> None:
-    await until(lambda: not any(_runs(pid) for pid in pids))
-
-
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -85,7 +83,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         plays = [asyncio.create_task(_play(client, each)) for each in turns]
         await until(lambda: all(each.num_tokens > 0 for each in turns))
         calls = [asyncio.ensure_future(engine.generation.Generate(_request(20), timeout=60)) for _ in range(8)]
-        await asyncio.sleep(0.3)  # they are in the engine, or through
+        await until(lambda: _have_arrived(engine, *plays, *calls))
         engine.process.send_signal(signal.SIGTERM)
         await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
         answers = await asyncio.gather(*calls)
@@ -99,6 +97,24 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert not any(_runs(pid) for pid in children)
         assert not list(engine.scratch.iterdir())  # nor the files of SGLang's sockets
         assert not watch.values
+
+
+async def _have_arrived(engine: EngineProcess, *calls: "asyncio.Future[Any]") -> bool:
+    """Whether each call is in the engine, or through."""
+    replica = await engine.replica()
+    return replica.num_running + replica.num_queued >= sum(not call.done() for call in calls)
+
+
+async def _until_renewed(bucket: KeyValue, replica_id: str) -> None:
+    """The lease was written again with nothing new in it, so it does not lapse."""
+    written = await bucket.get(replica_id)
+
+    async def is_renewed() -> bool:
+        nonlocal written
+        before, written = written, await bucket.get(replica_id)
+        return written.revision != before.revision and written.value == before.value
+
+    await until(is_renewed)
 
 
 async def _until_refused(engine: EngineProcess) -> None:
@@ -116,6 +132,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
+        bucket = await bus.bucket("replicas", ttl_s=LEASE_TTL_S)
         with pytest.raises(grpc.aio.AioRpcError, match=r"grace_s = -1.0 must be 0"):
             await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=-1.0), timeout=20)
         turns = [ResumableTurn(_endless_request()) for _ in range(4)]
@@ -123,7 +140,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         unary = asyncio.ensure_future(engine.generation.Generate(_endless_request(), timeout=60))
         await until(lambda: all(each.num_tokens > 0 for each in turns))
         short = asyncio.ensure_future(engine.generation.Generate(_request(5), timeout=60))
-        await asyncio.sleep(0.2)  # it is in the engine, or through
+        await until(lambda: _have_arrived(engine, *plays, unary, short))
         order = rollout_pb2.DrainReplicaRequest(grace_s=1.0)
         draining = asyncio.ensure_future(engine.control.DrainReplica(order, timeout=60))
         await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
@@ -140,7 +157,7 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         outputs = [each.remaining().input_ids[3:] for each in turns]
         assert all(len(one) > 1 and one == outputs[0][: len(one)] for one in sorted(outputs, key=len)[:-1])
         assert await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(), timeout=5) == drained
-        await asyncio.sleep(LEASE_TTL_S)  # a lease that were not renewed would be gone
+        await _until_renewed(bucket, (await engine.replica()).replica_id)
         (leased,) = _replicas(watch)
         assert (leased.state, leased.num_running) == (common_pb2.REPLICA_STATE_DRAINING, 0)
         engine.process.send_signal(signal.SIGTERM)
@@ -187,7 +204,7 @@ async def test_a_killed_engine_leaves_no_orphans(tiny_model_path: Path, nats_url
         children = _children(engine.process.pid)
         engine.process.kill()
         await engine.process.wait()
-        await _gone(children, timeout_s=3.0)
+        await until(lambda: not any(_runs(pid) for pid in children))
 
 
 async def test_a_setting_of_sglang_reaches_it(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
