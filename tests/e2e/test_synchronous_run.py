@@ -28,6 +28,7 @@ from services.trainer.data.geometry import GeometryDataset
 from services.trainer.replay.recording import read_recording
 from tests.support.certificates import make_certificates, security_of
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -94,13 +95,16 @@ async def assert_closed(train: TrainProcess, certificates: SecurityConfig) -> No
 
 async def address_of_first_engine(router: RouterClient, train: TrainProcess) -> str:
     """Wait until one has joined, while the run goes on."""
-    async with asyncio.timeout(180):
-        while train.process.poll() is None:
-            with contextlib.suppress(UnavailableError):
-                for each in (await router.list_replicas()).replicas:
-                    return each.replica.address
-            await asyncio.sleep(0.1)  # `until` would not notice that the run has ended
-    raise AssertionError(train.tail())
+    addresses: list[str] = []
+
+    async def has_joined() -> bool:
+        assert train.process.poll() is None, train.tail()
+        with contextlib.suppress(UnavailableError):
+            addresses.extend(each.replica.address for each in (await router.list_replicas()).replicas)
+        return bool(addresses)
+
+    await until(has_joined, 180.0)
+    return addresses[0]
 
 
 def test_no_secret_was_written_down(run: TrainProcess) -> None:

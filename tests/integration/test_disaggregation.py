@@ -249,14 +249,17 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         require_logprobs({version + 1: newer}, again, answer)
 
 
-async def test_a_push_that_breaks_off_leaves_no_peer_waiting(pair: Pair) -> None:
+async def test_a_push_that_breaks_off_leaves_no_peer_waiting(engine: EngineProcess, pair: Pair) -> None:
     """Aborted before weights were touched: what waited goes on under the old version."""
     made = turn("image", max_new_tokens=24)
     push = Push(pair.decode, pair.policy.perturbed(5).weights, await pair.version() + 1)
     await push.prepare()
     await push.pause()
     playing = asyncio.ensure_future(pair.generate(made))
-    await asyncio.sleep(0.3)  # time to answer, if it were not paused
+    for peer in pair.engines:
+        await until_replica(peer, lambda replica: replica.num_running == 1)
+    for _ in range(5):  # the pair, were it not paused, would answer in this time
+        await engine.generation.Generate(made, timeout=60)
     assert not playing.done()
     assert await push.abort("changed its mind") == common_pb2.REPLICA_STATE_READY
     await asyncio.to_thread(push.group.close)
@@ -360,8 +363,8 @@ async def test_a_run_loses_nothing_when_both_peers_are_killed(engine: EngineProc
         ]
         await until_replica(pair.decode, lambda replica: replica.num_running >= 4 and replica.kv_use > 0)
         kill(pair.prefill)
-        await asyncio.sleep(0.3)  # the second dies while turns of the first are moved
-        kill(pair.decode)
+        await pair.prefill.process.wait()
+        kill(pair.decode)  # while turns of the first are moved
         answers = await asyncio.gather(*playing)
     for request_, answer in zip(made, answers, strict=True):
         assert answer.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED

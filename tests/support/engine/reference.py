@@ -1,6 +1,5 @@
 """What engines are measured against: the same tiny Qwen3-VL in transformers, and the prompts and pictures for both."""
 
-import asyncio
 import copy
 import io
 import random
@@ -15,6 +14,7 @@ from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2
+from tests.support.waiting import until
 
 TOLERANCE = 1e-4
 START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367
@@ -174,7 +174,12 @@ def long_request() -> generate_pb2.GenerateRequest:
 
 async def until_replica(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
     """The replica as soon as it is as `wanted`."""
-    async with asyncio.timeout(timeout_s):
-        while not wanted(replica := await engine.replica()):
-            await asyncio.sleep(0.02)  # the next look
+    replica = common_pb2.Replica()
+
+    async def holds() -> bool:
+        nonlocal replica
+        replica = await engine.replica()
+        return bool(wanted(replica))
+
+    await until(holds, timeout_s)
     return replica
