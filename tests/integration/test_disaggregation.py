@@ -330,11 +330,12 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
 
     traffic = Traffic(play_another, 8)
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 4, timeout_s=60.0)
-    await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)
     traffic.stop()
+    await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)
     for error, each in zip(await asyncio.gather(*traffic.calls, return_exceptions=True), turns, strict=True):
         if not each.is_finished:
-            require_code(error, grpc.StatusCode.UNAVAILABLE)
+            late = each.num_tokens == 0 and "DRAINING" in str(error)  # it came when the engine drained already
+            require_code(error, grpc.StatusCode.FAILED_PRECONDITION if late else grpc.StatusCode.UNAVAILABLE)
     assert any(each.num_tokens > 0 and not each.is_finished for each in turns)
     requests = [await pair.bootstrapped(each.remaining()) for each in turns if not each.is_finished]
     waiting = [asyncio.ensure_future(pair.prefill.generation.Generate(given, timeout=60)) for given in requests]
@@ -353,21 +354,21 @@ async def test_a_run_loses_nothing_when_both_peers_are_killed(engine: EngineProc
     made = [turn(kind, max_new_tokens=300, seed=seed) for kind in PICTURES for seed in range(5)]
     async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus, router(bus) as caller:
         await caller.until(lambda pool: sum(each.routable for each in pool.replicas) == 3)
-        playing = [
-            asyncio.ensure_future(
-                caller.generate(
-                    str(index), input_ids=each.input_ids, images=each.images, sampling=each.sampling, timeout_s=200.0
-                )
-            )
-            for index, each in enumerate(made)
-        ]
-        await until_replica(pair.decode, lambda replica: replica.num_running >= 4 and replica.kv_use > 0)
+
+        async def play_another(index: int) -> generate_pb2.GenerateResponse:
+            each = made[index % len(made)]
+            fields = {"input_ids": each.input_ids, "images": each.images, "sampling": each.sampling}
+            return await caller.generate(str(index), timeout_s=200.0, **fields)
+
+        traffic = Traffic(play_another, len(made))
+        await until_replica(pair.decode, lambda replica: replica.num_running >= 2 and replica.kv_use > 0)
         kill(pair.prefill)
         await pair.prefill.process.wait()
         kill(pair.decode)  # while turns of the first are moved
-        answers = await asyncio.gather(*playing)
-    for request_, answer in zip(made, answers, strict=True):
+        traffic.stop()
+        answers = await asyncio.gather(*traffic.calls)
+    for index, answer in enumerate(answers):
         assert answer.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
-        require_logprobs({version: pair.policy}, request_, answer)
+        require_logprobs({version: pair.policy}, made[index % len(made)], answer)
     for each in pair.engines:
         await each.process.wait()

@@ -14,7 +14,7 @@ from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 TOLERANCE = 1e-4
 START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367
@@ -172,7 +172,7 @@ def long_request() -> generate_pb2.GenerateRequest:
     return request([3, 4, 5], max_new_tokens=900)
 
 
-async def until_replica(engine: EngineProcess, wanted: Any, timeout_s: float = 20.0) -> common_pb2.Replica:
+async def until_replica(engine: EngineProcess, wanted: Any, timeout_s: float = HANG_S) -> common_pb2.Replica:
     """The replica as soon as it is as `wanted`."""
     replica = common_pb2.Replica()
 
