@@ -68,6 +68,11 @@ class ReplicaSlots:
         return self._num_in_flight
 
     @property
+    def has_free_slot(self) -> bool:
+        """Whether it has fewer calls than it runs at once."""
+        return self.status.load < 1
+
+    @property
     def breaker_state(self) -> BreakerState:
         """The state of its circuit breaker."""
         return self._breaker.state

@@ -142,11 +142,10 @@ class SlotPool:
                 replica.update(lease)
         self._pair_up()
         sizes = self.view.sizes()
-        if sizes != self._sizes:
-            self._sizes = sizes
-            for queue in self._queues.values():
-                queue.dissolve()
-            self._queues.clear()
+        for need in list(self._queues):
+            if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
+                self._queues.pop(need).dissolve()
+        self._sizes = sizes
         self._serve_queues()
 
     def _add(self, lease: common_pb2.Replica) -> None:
@@ -215,19 +214,18 @@ class SlotPool:
     def _take_now(self, query: Query) -> Slot | None:
         """A slot, if there is one and nobody waits for it."""
         query.min_version = max(query.min_version, self._pool.min_version)
-        self._measure(query)
-        return None if query.home or query.need in self._queues else self._choose(query)
+        must_wait = self._measure(query)
+        return None if must_wait or query.need in self._queues else self._choose(query)
 
-    def _measure(self, query: Query) -> None:
+    def _measure(self, query: Query) -> bool:
+        """Note what the call needs; return whether it must wait for the replica that should take it."""
         query.num_small = bisect.bisect_left(self._sizes, query.num_tokens)
-        query.home = self.balancer.find_home(query, self.view, self._clock())
+        query.home, is_full = self.balancer.find_home(query, self.view, self._clock())
+        return is_full
 
     def _choose(self, query: Query) -> Slot | None:
         query.min_version = max(query.min_version, self._pool.min_version)
-        now = self._clock()
-        if query.home and self.balancer.find_home(query, self.view, now):
-            return None
-        chosen = self.balancer.choose(query, self.view, now)
+        chosen = self.balancer.choose(query, self.view, now := self._clock())
         if chosen is None:
             return None
         self.balancer.record(query, chosen.replica_id)
@@ -244,7 +242,7 @@ class SlotPool:
         """Give free slots to waiting calls; of each queue only the head is looked at.
 
         Calls whose session or group has begun come first: they wait for one replica, and a new group would only take
-        what theirs needs. Among the others the oldest is first.
+        what theirs needs. Among the others the oldest is first. What is left goes to those that wait for another one.
 
         Args:
             freed: Only this replica has a new free slot; empty: any may.
@@ -255,10 +253,18 @@ class SlotPool:
             *_, need = heapq.heappop(heads)
             if self._serve_head(need) and need in self._queues:
                 heapq.heappush(heads, self._place(need))
-        replica = self.replicas.get(freed)
-        if replica is not None and replica.num_in_flight == 0 and self._queues:
-            # It is idle, and nobody else wants it: calls do not wait for their own replica beside an idle one.
-            self._serve_head(min(self._queues, key=lambda need: self._queues[need].head().ticket.order))
+        if freed in self.replicas and self.replicas[freed].has_free_slot:
+            self._serve_elsewhere()
+
+    def _serve_elsewhere(self) -> None:
+        """Let the call that has waited longest for its own replica go elsewhere, and then the rest of its group.
+
+        For when a free slot is left over: calls do not wait beside one.
+        """
+        begun = [need for need in self._queues if need[-1]]
+        need = min(begun, key=lambda need: self._queues[need].head().ticket.order, default=None)
+        while need in self._queues and self._serve_head(need):
+            pass
 
     def _serve_head(self, need: Need) -> bool:
         """Give a slot to the head of a queue, if there is one for it; return whether there was."""

@@ -13,12 +13,12 @@ class Balancer(Protocol):
     """Whether it wants `Query.blocks`."""
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
-        """Return the replica that gets the call; None exactly if none is fit."""
+        """Return the replica that gets the call; None exactly if none is fit, or if it waits for `query.home`."""
         ...
 
-    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
-        """Return the full replica for which the call should wait, whether or not others could take it; empty if there
-        is none."""
+    def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
+        """Return the replica that should get the call, now or later, whether or not others could take it, and whether
+        it is full; an empty id if there is none."""
         ...
 
     def record(self, query: Query, replica_id: str) -> None:

@@ -31,9 +31,9 @@ class ConsistentHashBalancer:
         ranked = sorted(fit, key=lambda each: _draw(key, each.replica_id, each.max_running), reverse=True)
         return next((each for each in ranked if not is_overloaded(each, fit, self._max_load_ratio)), None)
 
-    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+    def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
         """Have no call wait while a replica can take it."""
-        return ""
+        return "", False
 
     def record(self, query: Query, replica_id: str) -> None:
         """Remember nothing."""

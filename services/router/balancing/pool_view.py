@@ -36,7 +36,7 @@ class Query:
     """How many of the pool's sizes (`PoolView.sizes`) are too small for `num_tokens`."""
 
     home: str = ""
-    """Id of the full replica for which it waits, because the beginning of its prompt is there; empty: any will do."""
+    """Id of the replica that should take it, because the beginning of its prompt is there; empty: any will do."""
 
     @property
     def need(self) -> "Need":

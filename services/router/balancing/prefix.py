@@ -43,9 +43,9 @@ class PrefixBalancer:
                 return least if is_overloaded else owner
         return least
 
-    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+    def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
         """Have no call wait while a replica can take it."""
-        return ""
+        return "", False
 
     def record(self, query: Query, replica_id: str) -> None:
         """Remember that the replica holds the prompt's blocks."""

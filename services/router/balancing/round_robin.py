@@ -19,9 +19,9 @@ class RoundRobinBalancer:
         fit = pool.find_fit(query, now)
         return min(fit, key=lambda each: (each.replica_id <= last, each.replica_id), default=None)
 
-    def find_home(self, query: Query, pool: PoolView, now: float) -> str:
+    def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
         """Have no call wait while a replica can take it."""
-        return ""
+        return "", False
 
     def record(self, query: Query, replica_id: str) -> None:
         """Go on after this replica."""

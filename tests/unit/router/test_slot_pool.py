@@ -16,7 +16,7 @@ from services.router.slot_pool import SlotPool
 from services.router.tuning import LimitTuning, Tuning
 from services.router.wait_queue import Ticket
 from tests.support.router.replica_statuses import Clock, replica, slot_pool
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, promptly, settled
 
 
 @contextlib.asynccontextmanager
@@ -217,8 +217,20 @@ async def test_a_group_exceeds_its_replicas_limit_and_then_waits_for_it_before_n
         assert some.num_waiting == 0
 
 
-async def test_a_group_does_not_wait_for_a_replica_that_is_gone_or_far_slower() -> None:
-    """A call that waits for it goes elsewhere as soon as its lease ends, or when others are at less than half of it."""
+async def test_a_group_that_has_begun_does_not_queue_behind_new_ones() -> None:
+    """While its replica takes it beyond its limit, it gets its slot at once, and the calls before it wait on."""
+    async with slots(num_replicas=2, max_running=4) as (some, _), asyncio.timeout(HANG_S):
+        held = [await some.take(sample(f"g{number}", 0)) for number in range(8)]
+        new = await waiting_for(some, sample("new", 0))
+        follower = await promptly(some.take(sample("g0", 1)))
+        assert follower.replica_id == held[0].replica_id
+        assert not new.done()
+        held[1].release()
+        await new
+
+
+async def test_a_group_does_not_wait_for_a_replica_that_is_gone() -> None:
+    """Once its lease has ended, a call that waits for it is one like others: the oldest goes first."""
     async with slot_pool(replica("r0", max_running=4), replica("r1", max_running=4)) as (some, pool, leases):
         async with asyncio.timeout(HANG_S):
             held = [await some.take(sample(f"g{number}", 0)) for number in range(8)]
@@ -226,31 +238,48 @@ async def test_a_group_does_not_wait_for_a_replica_that_is_gone_or_far_slower() 
             elsewhere = [slot for slot in held if slot.replica_id != home]
             for number in (1, 2):
                 await some.take(sample("g0", number))
-            slower = await waiting_for(some, sample("g0", 3))
-            elsewhere[0].release()
-            pool.on_change()
-            assert not slower.done()  # 3 calls there and 6 here are no more than chance
-            elsewhere[1].release()
-            pool.on_change()
-            other = (await slower).replica_id
-            assert other != home
-            lost = await waiting_for(some, sample("g0", 0))
-            leases.values = {other: leases.values[other]}
+            lost = await waiting_for(some, sample("g0", 3))
+            new = await waiting_for(some, sample("new", 0))
+            leases.values = {elsewhere[0].replica_id: leases.values[elsewhere[0].replica_id]}
             pool.refresh()
-            pool.on_change()
-            assert (await lost).replica_id == other
+            await settled()
+            elsewhere[0].release()
+            assert (await lost).replica_id == elsewhere[0].replica_id
+            assert not new.done()
+            elsewhere[1].release()
+            await new
 
 
-async def test_no_call_waits_for_its_replica_beside_an_idle_one() -> None:
-    """The oldest that waits takes it at once, though nothing else than that slot has changed."""
+@pytest.mark.parametrize("max_running", [1, 4])
+async def test_no_call_waits_for_its_replica_beside_a_free_slot(max_running: int) -> None:
+    """The group that has waited longest takes it at once, and more of it follow: its prompt is computed there once."""
+    beyond = max_running // 2  # more than it runs at once
+    async with slots(num_replicas=2, max_running=max_running) as (some, _), asyncio.timeout(HANG_S):
+        held = [await some.take(sample(f"g{number}", 0)) for number in range(2 * max_running)]
+        home, other = held[0], held[1]
+        assert home.replica_id != other.replica_id
+        for number in range(beyond):
+            await some.take(sample("g0", 1 + number))
+        moving = [await waiting_for(some, sample("g0", 10 + number)) for number in range(1 + beyond)]
+        last = await waiting_for(some, sample("g0", 20))
+        other.release()
+        assert {(await each).replica_id for each in moving} == {other.replica_id}
+        assert not last.done()  # both are full now
+        home.release()
+        assert (await last).replica_id == home.replica_id  # which has its prompt as well
+
+
+async def test_a_free_slot_goes_to_a_new_group_first() -> None:
+    """The prompt of a group that has begun is cached on its own replica; a new one has to be computed anyway."""
     async with slots(num_replicas=2) as (some, _), asyncio.timeout(HANG_S):
         held = [await some.take(sample(f"g{number}", 0)) for number in range(2)]
-        first, second = [await waiting_for(some, sample(f"g{number}", 1)) for number in (0, 0)]
+        begun = await waiting_for(some, sample("g0", 1))
+        new = await waiting_for(some, sample("new", 0))
         held[1].release()
-        assert (await first).replica_id == held[1].replica_id
-        assert not second.done()
+        assert (await new).replica_id == held[1].replica_id
+        assert not begun.done()
         held[0].release()
-        assert (await second).replica_id == held[0].replica_id
+        assert (await begun).replica_id == held[0].replica_id
 
 
 async def test_a_call_that_joins_a_queue_looks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +289,7 @@ async def test_a_call_that_joins_a_queue_looks_for_itself_alone(monkeypatch: pyt
         homes: list[str] = []
         find_home = some.balancer.find_home
 
-        def noted(query: Query, pool: PoolView, now: float) -> str:
+        def noted(query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
             homes.append(query.session_id)
             return find_home(query, pool, now)
 
