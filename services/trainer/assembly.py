@@ -226,7 +226,8 @@ async def assemble(
             position=position,
             streak=streak,
             streams=_streams(config, settings.algorithm),
-            min_chunk_tokens=config.micro_batch_tokens,
+            pass_tokens=config.micro_batch_tokens,
+            pads_passes=config.fixed_rows,
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,

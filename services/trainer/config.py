@@ -165,9 +165,10 @@ class TrainerConfig(BackendConfig):
     max_staleness: int = pydantic.Field(default=1, ge=0)
     """Most versions by which a group's oldest token may lag the published version; 0 is synchronous GRPO."""
     streaming: bool = True
-    """Compute the gradient of groups as they arrive, once they have micro_batch_tokens, while others of their batch are
-    still played. Off: wait for the whole batch, so that a step's numbers do not depend on arrival times, not even by
-    rounding errors. Algorithms that compare groups with each other always wait."""
+    """Compute the gradient of groups as they arrive, once they have micro_batch_tokens, or half of what their batch
+    lacks if that has more, while others are still played. Off: wait for the whole batch, so that a step's numbers do
+    not depend on arrival times, not even by rounding errors. Algorithms that compare groups with each other always
+    wait."""
     checkpoint_every: int = pydantic.Field(default=10, ge=1)
     """Steps between checkpoints. Groups stay on the bus until a checkpoint holds what became of them."""
     keep_checkpoints: int = pydantic.Field(default=2, ge=1)

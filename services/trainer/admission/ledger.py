@@ -98,6 +98,11 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return len(self._admissions)
 
     @property
+    def num_committed(self) -> int:
+        """Groups in the batch of the current step."""
+        return len(self._training)
+
+    @property
     def next_index(self) -> int:
         """The first index that was never admitted."""
         return self._next_index

@@ -27,8 +27,8 @@ exists. Asking is cheap, and the answer is certain, so this only bounds what a l
 
 _MAX_CHUNKS = 8
 """Chunks of a batch, at most. Each costs rows of its own and another sum of all gradients: 32 groups of the demo take
-0.22 s of processor time in one chunk, 0.36 s in eight and 0.68 s in 32. With eight, an eighth of the batch is left to
-compute when its last group arrives."""
+0.22 s of processor time in one chunk, 0.36 s in eight and 0.68 s in 32. So at most an eighth of the batch is left to
+compute when its last group arrives, if the others came early enough."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,17 +43,17 @@ class BatchSource:
     streak: FailureStreak
     streams: bool
     """Give the groups of a batch as they come, or all together when the batch is complete."""
-    min_chunk_tokens: int = 0
-    """Fewest tokens of a chunk, all sequences of its groups together; a smaller one would be a forward pass of its own
-    that could have been part of the next."""
+    pass_tokens: int = 0
+    """Tokens of a forward pass, which are worth computing at once; all sequences of the groups count."""
+    pads_passes: bool = False
+    """Whether every forward pass takes as long as a full one, so that nothing less is worth computing."""
     silence_s: float = _SILENCE_S
 
     async def next_chunk(self, clock: StepClock) -> list[Finished]:
         """Wait for groups of the batch that trains the weights of `position.version`, and take them, in order of index.
 
-        With `streams` these are all that are there, not fewer than an eighth of the batch and `min_chunk_tokens` unless
-        they complete it; else they are the whole batch. Report `finish_training` or
-        `abort_training` to the ledger before the next batch.
+        With `streams` these are all that are there, once they are worth computing (`is_chunk`) or complete the batch;
+        else they are the whole batch. Report `finish_training` or `abort_training` to the ledger before the next batch.
 
         Args:
             clock: Measures the wait, and what it was for.
@@ -82,11 +82,16 @@ class BatchSource:
                     await self.feeder.replace_lost()
 
     def _is_chunk(self, indices: Sequence[int]) -> bool:
-        """Return whether these groups are worth computing before the batch is complete."""
-        if len(indices) < -(-self.ledger.gate.groups_per_step // _MAX_CHUNKS):
-            return False
         sequences = (sequence for finished in self.ledger.held(indices) for sequence in finished.ready.sequences)
-        return not self.min_chunk_tokens or sum(map(len, sequences)) >= self.min_chunk_tokens
+        groups_per_step = self.ledger.gate.groups_per_step
+        return is_chunk(
+            len(indices),
+            sum(map(len, sequences)),
+            num_missing=groups_per_step - self.ledger.num_committed,
+            groups_per_step=groups_per_step,
+            pass_tokens=self.pass_tokens,
+            pads_passes=self.pads_passes,
+        )
 
     def _missing(self) -> str:
         """Return the metric for what keeps the batch from being full: groups in play, a push, or prompts."""
@@ -111,3 +116,34 @@ class BatchSource:
                 staleness=version - stale.oldest_version,
                 num_tokens=stale.num_tokens,
             )
+
+
+def is_chunk(
+    num_groups: int,
+    num_tokens: int,
+    *,
+    num_missing: int,
+    groups_per_step: int,
+    pass_tokens: int,
+    pads_passes: bool = False,
+) -> bool:
+    """Return whether groups are worth computing before their batch is complete: at least an eighth of it, and a forward
+    pass or, in a batch of more than one, half of what the batch lacks.
+
+    What is computed early would have to be computed anyway, so it delays the batch by no more than what a chunk costs
+    beyond its groups, and chunks need only be few: a batch of two passes comes in four, each half of the rest.
+
+    Args:
+        num_groups: That can be committed now.
+        num_tokens: Of all their sequences.
+        num_missing: Places of the batch that are not committed.
+        groups_per_step: Size of a batch; all its groups are taken to be as long as these.
+        pass_tokens: Tokens of a forward pass.
+        pads_passes: Whether every forward pass takes as long as a full one, so that nothing less is worth computing.
+    """
+    if num_groups < -(-groups_per_step // _MAX_CHUNKS):
+        return False
+    if num_tokens >= pass_tokens:
+        return True
+    fits_one_pass = num_tokens * groups_per_step <= pass_tokens * num_groups
+    return not (pads_passes or fits_one_pass) and 2 * num_groups >= num_missing

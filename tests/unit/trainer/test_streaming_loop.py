@@ -194,7 +194,8 @@ async def running(
     *,
     streams: bool = True,
     groups_per_step: int = 4,
-    min_chunk_tokens: int = 0,
+    pass_tokens: int = 0,
+    pads_passes: bool = False,
     evaluator: Any = None,
     checkpoints: GatedCheckpoints | None = None,
     rows: Rows | None = None,
@@ -218,7 +219,8 @@ async def running(
         position=position,
         streak=UNUSED,
         streams=streams,
-        min_chunk_tokens=min_chunk_tokens,
+        pass_tokens=pass_tokens,
+        pads_passes=pads_passes,
     )
     loop = training_loop(
         folder,
@@ -287,18 +289,49 @@ async def test_a_chunk_is_an_eighth_of_the_batch_or_what_completes_it(tmp_path: 
         assert len(await promptly(waiting)) == 2
 
 
-async def test_a_chunk_has_enough_tokens_for_a_pass_or_completes_the_batch(tmp_path: Path) -> None:
-    """Groups of ten tokens, of which three are too few; the last one is not waited for with the fourth."""
-    async with running(tmp_path, min_chunk_tokens=31, groups_per_step=5) as run:
+async def test_a_chunk_is_a_forward_pass(tmp_path: Path) -> None:
+    """Groups of ten tokens, of which three are too few; the fourth makes a pass, of a batch of twelve."""
+    async with running(tmp_path, pass_tokens=31, groups_per_step=12) as run:
         run.finish(0, 1)
         run.finish(2)
         await settled()
         assert run.ledger.status(2) is GroupStatus.HELD
         run.finish(3)
         assert await run.backend.next_call() == [0, 1, 2, 3]
-        run.finish(4)
-        run.backend.go_on()
-        assert await run.backend.next_call() == [4]
+
+
+async def test_a_chunk_of_less_than_a_forward_pass_is_half_of_what_the_batch_lacks(tmp_path: Path) -> None:
+    """Of eight groups four, two, one and one, so that only one is left to compute when the last arrives."""
+    async with running(tmp_path, pass_tokens=75, groups_per_step=8) as run:
+        for chunk in ([0, 1, 2, 3], [4, 5], [6], [7]):
+            for index in chunk[:-1]:
+                run.finish(index)
+                await settled()
+                assert run.ledger.status(index) is GroupStatus.HELD
+            run.finish(chunk[-1])
+            assert await run.backend.next_call() == chunk
+            run.backend.go_on()
+        assert await run.backend.next_call() == "finish_step"
+
+
+async def test_a_batch_that_fits_one_forward_pass_is_computed_at_once(tmp_path: Path) -> None:
+    """Each part of it would be a pass of its own."""
+    async with running(tmp_path, pass_tokens=40) as run:
+        run.finish(0, 1, 2)
+        await settled()
+        assert run.ledger.status(0) is GroupStatus.HELD
+        run.finish(3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+
+
+async def test_where_passes_are_padded_a_chunk_is_never_less(tmp_path: Path) -> None:
+    """It would take as long as a full one: half of the batch is not enough."""
+    async with running(tmp_path, pass_tokens=31, pads_passes=True) as run:
+        run.finish(0, 1, 2)
+        await settled()
+        assert run.ledger.status(0) is GroupStatus.HELD
+        run.finish(3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
 
 
 async def test_without_streaming_nothing_is_computed_before_the_batch_is_there(tmp_path: Path) -> None:
