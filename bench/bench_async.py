@@ -9,7 +9,8 @@ batch, U that of an optimizer step. Compared are, over the same steps and the sa
 
 - *ideal*: 1 / max(R/n, U), with slots or trainer never idle; no bound on staleness allows exactly that;
 - *best*: what Penstock would reach if its control plane took no time (bench/async_loop/perfect_loop.py), and how much
-  of that is left if the trainer began only with the whole batch (*not streamed*);
+  of that is left if the trainer began only with the whole batch (*not streamed*), and with the real router's placement
+  and the real trainer's chunks (*routed*, bench/async_loop/routed_loop.py), where still nothing else takes time;
 - loops that wait for the whole batch, simulated without any cost (bench/async_loop/peer_loops.py).
 
 Bars: at least 95% of the best; the control plane (all processes but the engines) below half a core. The exit code is 1
@@ -32,7 +33,9 @@ sys.path[:0] = [str(ROOT)]
 from bench.async_loop.measured_loop import ENGINES, LoopError, Measured, run_loop  # noqa: E402
 from bench.async_loop.peer_loops import one_step_off, synchronous  # noqa: E402
 from bench.async_loop.perfect_loop import step_ends  # noqa: E402
+from bench.async_loop.routed_loop import run_routed  # noqa: E402
 from bench.async_loop.workload import Scenario, scenario  # noqa: E402
+from services.trainer.config import TrainerConfig  # noqa: E402
 
 MIN_OF_BEST = 0.95
 MAX_CORES = 0.5
@@ -49,6 +52,7 @@ class Result:
     num_steps: int
     measured: float
     best: float
+    routed: float
     not_streamed: float
     ideal: float
     synchronous: float
@@ -82,12 +86,15 @@ async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder:
         num_steps=num_steps,
         timeout_s=60.0 + _SLACK * best[-1],
     )
+    pass_tokens = TrainerConfig().micro_batch_tokens
+    routed = run_routed(pool, max_staleness=max_staleness, num_steps=num_steps, pass_tokens=pass_tokens)
     counted = range(num_warmup * pool.groups_per_step, num_steps * pool.groups_per_step)
     return Result(
         max_staleness=max_staleness,
         num_steps=num_steps - num_warmup,
         measured=rate(run.ends),
         best=rate(best),
+        routed=rate(routed.ends),
         not_streamed=rate(step_ends(pool, max_staleness=max_staleness, num_steps=num_steps, streams=False)),
         ideal=(num_steps - num_warmup) / max(pool.rollout_s(counted), pool.train_s(counted)),
         synchronous=rate(synchronous(pool, num_steps=num_steps)),
@@ -113,7 +120,8 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
     rows = [
         (
             *(each.max_staleness, each.num_steps, f"{each.measured:.4f}", f"{each.best:.4f}"),
-            *(f"{each.measured / each.best:.1%}", f"{each.not_streamed / each.best:.0%}", f"{each.ideal:.4f}"),
+            *(f"{each.measured / each.best:.1%}", f"{each.routed / each.best:.0%}"),
+            *(f"{each.not_streamed / each.best:.0%}", f"{each.ideal:.4f}"),
             *(f"{each.best / each.ideal:.0%}", f"{each.synchronous:.4f}", f"{each.one_step_off:.4f}"),
         )
         for each in results
@@ -124,6 +132,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
         "steps/s, measured",
         "best",
         "measured / best",
+        "routed / best",
         "not streamed / best",
         "ideal",
     )
@@ -136,6 +145,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
             *(f"{name}, ms/group" for name in names),
             "control plane, cores",
             "push s (pause s)",
+            "prefill_ratio",
         ),
         [
             (
@@ -144,6 +154,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
                 *(f"{1e3 * each.run.cpu_s[name] / each.num_groups:.1f}" for name in names),
                 f"{each.cores:.2f}",
                 f"{each.run.push_s:.2f} ({each.run.pause_s:.2f})",
+                f"{each.run.prefill_ratio:.2f}",
             )
             for each in results
         ],

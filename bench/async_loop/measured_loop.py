@@ -56,6 +56,8 @@ class Measured:
     """Mean of those steps."""
     pause_s: float
     """Mean seconds in which a push kept engines from generating."""
+    prefill_ratio: float
+    """How often a group's prompt was computed; mean of those steps."""
     stale_groups: int
     """Played in vain; the choice by deadline means that there are none."""
 
@@ -106,6 +108,7 @@ async def run_loop(
         cpu_s=cpu_s,
         push_s=sum(row["push_s"] for row in counted) / max(1, len(counted)),
         pause_s=sum(row["push_pause_s"] for row in counted) / max(1, len(counted)),
+        prefill_ratio=sum(row["prefill_ratio"] for row in counted) / max(1, len(counted)),
         stale_groups=rows[-1]["num_stale_groups"],
     )
 

@@ -2,7 +2,8 @@
 
 It costs so little that hundreds of them fit into one process. Delivery is the real engine's (first token at once, then
 `chunk_tokens` or what a second brings), and so is the push: it reads the trainer's shared memory, answers with true
-digests, and changes its version at commit. Invariant: while it is paused no answer makes progress.
+digests, and changes its version at commit. It counts a prompt as cached once another call of the same group and version
+has begun. Invariant: while it is paused no answer makes progress.
 """
 
 import asyncio
@@ -58,6 +59,7 @@ class PacedEngine(SimulatedEngine):
         self._weights = weights
         self._slots = asyncio.Semaphore(self.replica.max_running)
         self._clock = PausableClock()
+        self._cached_groups: set[str] = set()
         self._push: rollout_pb2.PrepareWeightsRequest | None = None
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
@@ -69,13 +71,16 @@ class PacedEngine(SimulatedEngine):
             await self._delay(request)
             async with self._slots:
                 pace, started = self._pace(request), self._clock.time()
+                num_cached = len(request.input_ids) if request.group_id in self._cached_groups else 0
                 for sent, end in itertools.pairwise(_chunk_ends(pace, request.chunk_tokens)):
                     await self._clock.wait_until(started + end * pace.token_s)
-                    yield self._chunk(request, sent, end, is_last=end == pace.num_tokens)
+                    if not sent and request.group_id:
+                        self._cached_groups.add(request.group_id)
+                    yield self._chunk(request, sent, end, num_cached=num_cached, is_last=end == pace.num_tokens)
             self.num_answered += 1
 
     def _chunk(
-        self, request: generate_pb2.GenerateRequest, sent: int, end: int, *, is_last: bool
+        self, request: generate_pb2.GenerateRequest, sent: int, end: int, *, num_cached: int, is_last: bool
     ) -> generate_pb2.GenerateChunk:
         """Tokens `sent` up to `end`. A chunk has one version, that of its last token."""
         num_tokens = end - sent
@@ -89,6 +94,7 @@ class PacedEngine(SimulatedEngine):
             chunk.finish_reason = generate_pb2.FINISH_REASON_STOP
         if is_last or not sent:
             chunk.usage.num_prompt_tokens = len(request.input_ids)
+            chunk.usage.num_cached_tokens = num_cached
             chunk.usage.num_output_tokens = end
         return chunk
 
@@ -128,6 +134,7 @@ class PacedEngine(SimulatedEngine):
     ) -> rollout_pb2.CommitWeightsResponse:
         """Serve the push's version from now on."""
         self.replica.policy_version = self._require(request.push_id).policy_version
+        self._cached_groups.clear()
         return rollout_pb2.CommitWeightsResponse()
 
     async def ResumeGeneration(  # noqa: N802 - gRPC's name

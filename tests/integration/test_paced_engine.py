@@ -34,21 +34,34 @@ async def test_tokens_come_as_from_a_real_engine(bus: Bus) -> None:
     assert (chunks[-1].usage.num_prompt_tokens, chunks[-1].usage.num_output_tokens) == (3, 150)
 
 
+async def test_a_prompt_is_cached_once_its_group_has_begun(bus: Bus) -> None:
+    """The first call of a group computes it, the next finds it; calls without a group share nothing."""
+    found = []
+    async with _engine(bus).running() as engine, GenerateClient(engine.replica.address) as client:
+        for group_id in ("g", "g", "h", "", ""):
+            request = _request()
+            request.group_id = group_id
+            *_, last = [chunk async for chunk in client.stream(request, timeout_s=HANG_S)]
+            found.append(last.usage.num_cached_tokens)
+    assert found == [0, 3, 0, 0, 0]
+
+
 async def test_a_call_without_a_slot_waits(bus: Bus) -> None:
-    """With one slot the second call begins when the first has ended."""
-    seen: list[str] = []
+    """With one slot the second call begins when the first has been answered."""
+    answered: list[int] = []
 
-    async def call(name: str, client: GenerateClient) -> None:
+    def pace(_: generate_pb2.GenerateRequest) -> Pace:
+        answered.append(engine.num_answered)
+        return Pace(num_tokens=500, token_s=1e-4)
+
+    async def call(client: GenerateClient) -> None:
         async for _ in client.stream(_request(), timeout_s=HANG_S):
-            seen.append(name)
+            pass
 
-    async with (
-        _engine(bus, num_tokens=500, max_running=1).running() as engine,
-        GenerateClient(engine.replica.address) as client,
-    ):
-        await asyncio.gather(call("a", client), call("b", client))
-    assert seen == sorted(seen, reverse=seen[0] == "b")
-    assert set(seen) == {"a", "b"}
+    engine = PacedEngine(bus, pace=pace, weights=WeightReader(), max_running=1)
+    async with engine.running(), GenerateClient(engine.replica.address) as client:
+        await asyncio.gather(call(client), call(client))
+    assert answered == [0, 1]
 
 
 @pytest.mark.usefixtures("rendezvous")

@@ -1,12 +1,15 @@
 """What `make bench-async` compares Penstock with, on cases small enough to be computed by hand."""
 
+import asyncio
 import itertools
 from dataclasses import dataclass
 
 import pytest
 
+from bench.async_loop import virtual_time
 from bench.async_loop.peer_loops import one_step_off, synchronous
 from bench.async_loop.perfect_loop import Push, step_ends
+from bench.async_loop.routed_loop import run_routed
 from bench.async_loop.workload import Scenario, Workload, scenario
 
 
@@ -107,3 +110,29 @@ def test_the_next_step_waits_for_a_push_that_is_longer_than_it() -> None:
     """At most one push is under way."""
     ends = step_ends(_given(1, slots=4), max_staleness=3, num_steps=12, push=Push(total_s=5.0))
     assert [later - earlier for earlier, later in itertools.pairwise(ends[6:])] == [5.0] * 5
+
+
+def test_with_one_replica_placement_costs_nothing() -> None:
+    """The real router and the real rule for chunks then give what the simulation without them does."""
+    routed = run_routed(_given(2, slots=1), max_staleness=1, num_steps=4, pass_tokens=1)
+    assert routed.ends == pytest.approx([3.0, 5.0, 7.0, 9.0])
+    assert routed.prefill_ratio == 1.0
+
+
+@pytest.mark.parametrize(("max_staleness", "num_steps"), [(1, 20), (4, 30)])
+def test_placement_and_chunks_cost_less_than_five_percent(max_staleness: int, num_steps: int) -> None:
+    """Eight replicas of eight slots: calls hardly wait beside free slots, and groups hardly wait for the trainer."""
+    shares = []
+    for seed in (0, 1):
+        pool = scenario(8, slots=8, samples_per_s=64.0, train_share=0.8, seed=seed)
+        best = step_ends(pool, max_staleness=max_staleness, num_steps=num_steps)
+        routed = run_routed(pool, max_staleness=max_staleness, num_steps=num_steps, pass_tokens=8192)
+        shares.append((best[-1] - best[4]) / (routed.ends[-1] - routed.ends[4]))
+        assert routed.prefill_ratio < 3
+    assert sum(shares) / len(shares) > 0.95
+
+
+def test_virtual_time_says_when_nothing_can_happen_any_more() -> None:
+    """A simulation that waits for itself fails instead of standing still."""
+    with pytest.raises(RuntimeError, match="no timer"):
+        virtual_time.run(asyncio.Event().wait())
