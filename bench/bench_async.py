@@ -68,7 +68,7 @@ class Result:
 
 
 async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder: Path) -> Result:
-    """Run the loop for about so many seconds beyond its start."""
+    """Run the loop for about this many seconds beyond its start."""
     num_warmup = 1 + 2 * min(max_staleness, 2)
     first = step_ends(pool, max_staleness=max_staleness, num_steps=num_warmup + _MIN_STEPS)
     step_s = (first[-1] - first[num_warmup - 1]) / _MIN_STEPS

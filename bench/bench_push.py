@@ -48,7 +48,7 @@ HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128
 """Of Qwen3-VL-2B's language model."""
 BAR = 0.9
 DELTA_EVERY = 100
-"""One number of so many changes from version to version, where deltas are measured."""
+"""One number in 100 changes from version to version, where deltas are measured."""
 RUN = "bench-push"
 
 
@@ -68,7 +68,7 @@ class Row:
 
 
 def shapes_of(num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """As many layers as come nearest to so many bytes of bfloat16."""
+    """As many layers as come nearest to this many bytes of bfloat16."""
     layer = {
         "self_attn.q_proj.weight": (NUM_HEADS * HEAD_DIM, HIDDEN),
         "self_attn.k_proj.weight": (NUM_KV_HEADS * HEAD_DIM, HIDDEN),
@@ -90,7 +90,7 @@ def shapes_of(num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def num_layers(num_bytes: int) -> int:
-    """Layers of about so many bytes in all, rounded up."""
+    """Layers of about this many bytes in all, rounded up."""
     layer = 2 * (2 * NUM_HEADS * HEAD_DIM * HIDDEN + 2 * NUM_KV_HEADS * HEAD_DIM * HIDDEN + 3 * MLP * HIDDEN)
     return max(1, -(-num_bytes // layer))
 
@@ -106,7 +106,7 @@ def change(version: int, tensors: dict[str, torch.Tensor], transport: str) -> No
 async def publishing(
     bus: Bus, config: WeightSyncConfig, num_replicas: int, folder: Path | None, backend: str = "gloo"
 ) -> AsyncIterator[WeightPublisher]:
-    """A publisher that sees so many replicas."""
+    """A publisher that sees this many replicas."""
     ttl_s = bus.config.lease_ttl_s
     async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
         publisher = WeightPublisher(

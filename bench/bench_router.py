@@ -62,7 +62,7 @@ class Result:
 
 
 async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, duration_s: float) -> Result:
-    """Keep so many calls in flight for a while, after a second of warming up."""
+    """Keep this many calls in flight for a while, after a second of warming up."""
     over_ms: list[float] = []
     num_failed = 0
     counting_from = time.monotonic() + 1.0
@@ -97,7 +97,7 @@ async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, dur
 
 
 async def hold(subject: Subject, *, num_in_flight: int, latency_s: float) -> tuple[int, float]:
-    """Have so many calls in flight at once, each once; how many were lost, and the router's memory meanwhile."""
+    """Have this many calls in flight at once, each once; how many were lost, and the router's memory meanwhile."""
     tasks = [asyncio.ensure_future(subject.call(f"held-{number}", latency_s)) for number in range(num_in_flight)]
     await asyncio.sleep(latency_s)
     pss = pss_mib(subject.router)

@@ -321,7 +321,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the rows")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["x", "y", "length"], help="kinds of problem")
     parser.add_argument("--accuracy", type=float, default=0.37, help="accuracy at which training stops")
-    parser.add_argument("--max-steps", type=int, default=1000, help="give up after so many steps")
+    parser.add_argument("--max-steps", type=int, default=1000, help="give up after this many steps")
     parser.add_argument("--batch-size", type=int, default=48, help="rows per step")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate after warm-up")
     parser.add_argument("--warmup-steps", type=int, default=50, help="steps of linear warm-up")

@@ -196,7 +196,7 @@ class _Watch:
         return {name: each.user + each.system for name, each in times.items()}
 
     async def until(self, num_steps: int, *, timeout_s: float) -> None:
-        """Wait until so many steps have ended."""
+        """Wait until this many steps have ended."""
         deadline = time.monotonic() + timeout_s
         while len(self.ends()) < num_steps:
             dead = [name for name, part in self._parts.items() if not part.is_running() or part.status() == "zombie"]

@@ -26,7 +26,7 @@ RUN = "bench"
 TIMEOUT_S = 120.0
 
 Call = Callable[[str, float], Awaitable[None]]
-"""Plays one turn of the session that takes so many seconds in the engine."""
+"""Plays one turn of the session that takes this many seconds in the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

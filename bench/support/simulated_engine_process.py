@@ -62,7 +62,7 @@ class Engine:
         return message.SerializeToString()
 
     def chunks(self, size: int) -> list[bytes]:
-        """The answer in chunks of so many tokens."""
+        """The answer in chunks of this many tokens."""
         size = max(1, size)
         if size not in self._chunks:
             starts = range(0, self.num_tokens, size)

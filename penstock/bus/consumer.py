@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 3.0
 """How often the server is asked whether a consumer that brings nothing is still there."""
 _HEARTBEATS_PER_ACK_WAIT = 3
 _HEARTBEATS_AT_ONCE = 256
-"""Between so many heartbeats other tasks of the process get their turn."""
+"""After this number of heartbeats other tasks of the process get their turn."""
 
 
 class Delivery:

@@ -20,7 +20,7 @@ from penstock.errors import InvalidRequestError
 Span: TypeAlias = tuple[int, int]
 """Characters [start, stop)."""
 Fill: TypeAlias = Callable[[int, bool], str]
-"""Renders the first so many messages, with or without the generation prompt."""
+"""Renders that many messages, from the first, with or without the generation prompt."""
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -1,4 +1,4 @@
-"""A simulated engine that keeps time: so many slots, answers as long as it is told, tokens at a given rate, pushes.
+"""A simulated engine that keeps time: a number of slots, answers as long as told, tokens at a given rate, pushes.
 
 It costs so little that hundreds of them fit into one process. Delivery is the real engine's (first token at once, then
 `chunk_tokens` or what a second brings), and so is the push: it reads the trainer's shared memory, answers with true

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 _REFRESH_S = 0.2
 """Listeners are called at least this often: leases end, and circuit breakers open, without an event."""
 _REFRESH_SHARE = 0.05
-"""Of the router's time. A look at all leases takes a millisecond for each 500, and so many are renewed 300 times a
+"""Of the router's time. A look at all leases takes a millisecond for each 500, and 500 are renewed 300 times a
 second."""
 
 

@@ -22,7 +22,7 @@ NEVER_S = 600.0
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Move the wall clock of this process by so many seconds."""
+    """Move the wall clock of this process by this many seconds."""
     wall_s, wall_ns = time.time, time.time_ns
 
     def move(by_s: float) -> None:

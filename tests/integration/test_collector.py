@@ -83,7 +83,7 @@ async def test_groups_of_evaluations_never_reach_the_ledger(bus: Bus, tiny_model
 
 
 async def num_stored_is(bus: Bus, number: int) -> bool:
-    """Whether the queue of groups holds so many."""
+    """Whether the queue of groups holds this many."""
     return await num_stored(bus) == number
 
 

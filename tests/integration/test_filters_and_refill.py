@@ -68,7 +68,7 @@ async def worker(bus: Bus, model_path: Path, played: Counter[tuple[int, str]]) -
 
 
 async def train(flow: Flow, num_steps: int) -> list[list[int]]:
-    """Train so many batches; returns their groups."""
+    """Train this many batches; returns their groups."""
     batches = []
     for _ in range(num_steps):
         batch = await flow.next_batch(flow.position.version)

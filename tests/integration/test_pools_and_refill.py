@@ -77,7 +77,7 @@ async def worker(bus: Bus, model_path: Path) -> AsyncIterator[None]:
 
 
 async def train(flow: Flow, num_steps: int) -> None:
-    """Train so many batches."""
+    """Train this many batches."""
     for _ in range(num_steps):
         await flow.next_batch(flow.position.version)
         flow.ledger.finish_training()

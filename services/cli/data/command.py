@@ -22,7 +22,7 @@ def data(
         ),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", help="Read so many rows of each source; default: all.", min=1)
+        int | None, typer.Option("--rows", help="Read this many rows of each source; default: all.", min=1)
     ] = None,
     sheet: Annotated[
         Path | None,

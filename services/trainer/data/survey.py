@@ -59,7 +59,7 @@ def survey(
         source: The rows.
         lengths: Takes what is measured.
         limit: Which prompts are too long; None measures none.
-        max_rows: Read so many from the start; None reads all.
+        max_rows: Read this many from the start; None reads all.
         on_row: Called after each row.
     """
     found = Survey(num_rows=len(source))

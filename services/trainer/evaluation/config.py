@@ -22,7 +22,7 @@ class EvaluationSetConfig(SourceConfig):
     pictures: Literal["training", "held_out"] = "training"
     """Pictures of the built-in data set: those that training draws from, or those that no training draws."""
     num_prompts: int = pydantic.Field(default=0, ge=0)
-    """Play the first so many rows. 0: all; the built-in data set has 10,000."""
+    """How many rows to play, from the first. 0: all; the built-in data set has 10,000."""
     samples_per_prompt: int = pydantic.Field(default=1, ge=1)
     """Answers to each prompt, the n of avg@n. More answers make the standard error smaller, and pass@k and maj@k are
     computed for the powers of two up to n."""

@@ -213,7 +213,7 @@ async def test_a_killed_forkserver_is_started_again() -> None:
 
 
 async def test_workers_are_recycled() -> None:
-    """After so many items a worker makes place for a fresh one."""
+    """After this many items a worker makes place for a fresh one."""
     async with _running(num_workers=1, recycle_after=5, max_overtime=0) as pool:
         (before,) = pool.worker_pids
         replies = await _all(pool, *[_EASY] * 12)

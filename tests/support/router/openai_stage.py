@@ -108,12 +108,12 @@ class Stage:
         await self.until_routable(len(self.engines))
 
     async def until_routable(self, count: int) -> None:
-        """Wait until all routers know so many engines that may be given calls, and none that has one."""
+        """Wait until all routers know this many engines that may be given calls, and none that has one."""
         for router in self.routers:
             await until_idle(router.address, num_routable=count)
 
     async def until_load(self, num_running: int) -> None:
-        """Wait until all routers have heard that so many calls run, by what the engines say."""
+        """Wait until all routers have heard that this many calls run, by what the engines say."""
         for router in self.routers:
             await _until_pool(
                 router.address, lambda pool: sum(each.replica.num_running for each in pool.replicas) == num_running
@@ -121,7 +121,7 @@ class Stage:
 
 
 async def until_idle(router: str, *, num_routable: int | None = None) -> None:
-    """Wait until no engine of the router at this address has a call, and so many of them may be given one."""
+    """Wait until no engine of the router at this address has a call, and this many of them may be given one."""
 
     def is_idle(pool: router_pb2.ListReplicasResponse) -> bool:
         num_in_flight = sum(each.num_in_flight for each in pool.replicas)

@@ -49,7 +49,7 @@ class Caller:
         await until(holds)
 
     async def until_routable(self, count: int) -> None:
-        """Wait until so many replicas may be given calls."""
+        """Wait until this many replicas may be given calls."""
         await self.until(lambda pool: sum(each.routable for each in pool.replicas) == count)
 
     async def until_listed(self, replica_id: str) -> None:

@@ -84,7 +84,7 @@ async def read_groups(bus: Bus) -> list[Group]:
 
 
 async def until_done(bus: Bus, num_groups: int) -> list[Group]:
-    """Wait until so many groups are published and no prompt is left."""
+    """Wait until this many groups are published and no prompt is left."""
 
     async def is_done() -> bool:
         return await count(bus, bus.groups) >= num_groups and await count(bus, bus.prompts) == 0

@@ -187,7 +187,7 @@ def test_a_dropped_sample_counts_nowhere(tiny_model_path: Path) -> None:
 
 
 def test_too_large_a_filtered_share_ends_the_run() -> None:
-    """Of the last 256 groups, not one before there are so many; the error has the counts and the remedy."""
+    """Of the last 256 groups, not one before there are 256; the error has the counts and the remedy."""
     tally = FilterTally(max_share=0.9)
     for _ in range(26):
         tally.keep([0.0, 1.0])

@@ -206,7 +206,7 @@ def test_refuses_a_picture_that_the_engine_would_refuse(tmp_path: Path) -> None:
 
 
 def limit_of(model_path: Path, max_tokens: int) -> PromptLimit:
-    """A limit of so many tokens of a prompt."""
+    """A limit of this many tokens of a prompt."""
     limit = PromptLimit.of_run(model_path, context=max_tokens + 8, max_new_tokens=8)
     assert limit is not None
     return limit

@@ -22,7 +22,7 @@ class WithData(Config):
 
 
 def sources(tmp_path: Path, rows: dict[str, int], **weights: float) -> dict[str, Any]:
-    """Settings of sources with so many rows, whose answers name the source and the row."""
+    """Settings of sources with this many rows, whose answers name the source and the row."""
     for name, number in rows.items():
         answers = [f"{name}{row}" for row in range(number)]
         pq.write_table(pa.table({"problem": ["?"] * number, "answer": answers}), tmp_path / f"{name}.parquet")

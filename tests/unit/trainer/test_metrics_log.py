@@ -40,7 +40,7 @@ def test_loss_and_gradient_norm_keep_all_digits(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_resumed_in_one_pass(tmp_path: Path) -> None:
-    """With work per line that grew with the lines, so many of them would take longer than a test may."""
+    """With work per line that grew with the lines, 200,000 of them would take longer than a test may."""
     lines = [json.dumps({"step": step}) + "\n" for step in range(1, 200_001)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     MetricsLog(tmp_path, last_step=199_999)
