@@ -41,7 +41,8 @@ from penstock.weights.digest import MULTILINEAR, XXH3, tensor_digests  # noqa: E
 from penstock.weights.manifest import Manifest  # noqa: E402
 from services.rollout.testing.simulated_replica import simulated_replica  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
-from services.trainer.weight_sync.publisher import PushReport, WeightPublisher  # noqa: E402
+from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
+from services.trainer.weight_sync.push_report import PushReport  # noqa: E402
 from services.trainer.weight_sync.transports.disk import WeightFileStore  # noqa: E402
 
 HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128

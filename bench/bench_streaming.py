@@ -47,7 +47,7 @@ from services.trainer.flow.crash_record import CrashRecord  # noqa: E402
 from services.trainer.loop import TrainingLoop  # noqa: E402
 from services.trainer.position import Position  # noqa: E402
 from services.trainer.telemetry.progress import Progress  # noqa: E402
-from services.trainer.weight_sync.publisher import PushReport  # noqa: E402
+from services.trainer.weight_sync.push_report import PushReport  # noqa: E402
 
 GROUPS_PER_STEP = 32
 GROUP_S = 0.03

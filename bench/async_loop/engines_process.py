@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--workload", type=Path, required=True)
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--first", type=int, default=0, help="number of the first replica")
     options = parser.parse_args()
     recipe = configuration.load(Recipe, [options.config])
     log.configure(recipe.log, service="engines")
@@ -48,7 +49,7 @@ async def _serve(recipe: Recipe, options: argparse.Namespace, stop: asyncio.Even
         await bus.ensure_streams()
         engines = [
             PacedEngine(bus, pace=pace, weights=weights, replica_id=f"engine-{n:04}", max_running=options.slots)
-            for n in range(options.replicas)
+            for n in range(options.first, options.first + options.replicas)
         ]
         for first in range(0, len(engines), _START_AT_ONCE):
             part = engines[first : first + _START_AT_ONCE]

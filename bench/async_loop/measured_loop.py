@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow
@@ -30,6 +31,8 @@ from services.rollout.engine.config import RolloutConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
 from services.trainer.config import DataConfig, TrainerConfig
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.evaluation import MAX_IN_PLAY
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = "engines (simulated)"
@@ -63,9 +66,18 @@ class Measured:
 
 
 async def run_loop(
-    scenario: Scenario, folder: Path, *, max_staleness: int, num_warmup: int, num_steps: int, timeout_s: float
+    scenario: Scenario,
+    folder: Path,
+    *,
+    max_staleness: int,
+    num_warmup: int,
+    num_steps: int,
+    timeout_s: float,
+    num_evaluated: int = 0,
 ) -> Measured:
     """Train `num_steps` steps in `folder`; processor time counts from the end of step `num_warmup` on.
+
+    With `num_evaluated`, so many prompts evaluate the first weights meanwhile.
 
     Raises:
         LoopError: a process ended, or the steps took longer than `timeout_s`.
@@ -78,19 +90,22 @@ async def run_loop(
         url = await stack.enter_async_context(local_server(folder / "nats"))
         [nats] = [each for each in psutil.Process().children() if str(folder / "nats" / "nats.conf") in each.cmdline()]
         recipe = folder / "recipe.toml"
-        recipe.write_text(configuration.dump(_recipe(scenario, folder, url, max_staleness=max_staleness)))
+        settings = recipe_of(
+            scenario, folder, BusConfig(url=url), max_staleness=max_staleness, num_evaluated=num_evaluated
+        )
+        recipe.write_text(configuration.dump(settings))
         config, simulated = ("--config", recipe), ("--workload", workload)
         size = ("--replicas", scenario.replicas, "--slots", scenario.slots_per_replica)
         engines = await stack.enter_async_context(
-            _process(folder, "engines", "bench.async_loop.engines_process", *config, *simulated, *size)
+            serving(folder, "engines", "bench.async_loop.engines_process", *config, *simulated, *size)
         )
         parts = {"nats-server": nats.pid, ENGINES: engines.pid}
         for name in ("router", "worker"):
-            started = await stack.enter_async_context(_process(folder, name, "services.cli", "serve", name, *config))
+            started = await stack.enter_async_context(serving(folder, name, "services.cli", "serve", name, *config))
             parts[name] = started.pid
-        await _until_serving(engines, folder)
+        await until_serving(engines, folder)
         trainer = await stack.enter_async_context(
-            _process(
+            serving(
                 folder, "trainer", "bench.async_loop.trainer_process", *config, *simulated, "--steps-file", steps_file
             )
         )
@@ -113,16 +128,46 @@ async def run_loop(
     )
 
 
-def _recipe(scenario: Scenario, folder: Path, url: str, *, max_staleness: int) -> Recipe:
+def recipe_of(
+    scenario: Scenario,
+    folder: Path,
+    bus: BusConfig,
+    *,
+    max_staleness: int,
+    run_name: str = "async",
+    num_evaluated: int = 0,
+    **settings: Any,
+) -> Recipe:
+    """Return the recipe of a run in `folder`.
+
+    Args:
+        scenario: The engines and their work.
+        folder: Gets the run's data and its folder, `run`.
+        bus: The server.
+        max_staleness: The bound.
+        run_name: Of the run.
+        num_evaluated: Prompts of an evaluation of the first weights, with as many samples as a group; 0: none.
+        settings: Of the trainer.
+    """
     rows = folder / "prompts.parquet"
-    table = pyarrow.table({"problem": [f"What is {n} + {n}?" for n in range(64)], "answer": ["0"] * 64})
+    num_rows = max(64, num_evaluated)
+    table = pyarrow.table({"problem": [f"What is {n} + {n}?" for n in range(num_rows)], "answer": ["0"] * num_rows})
     pyarrow.parquet.write_table(table, rows)
     router_port, reward_port = free_ports(2)
     capacity = (max_staleness + 1) * scenario.groups_per_step
+    if num_evaluated:
+        capacity += MAX_IN_PLAY
+    played = EvaluationSetConfig(
+        path=str(rows),
+        environment="graded",
+        num_prompts=num_evaluated,
+        samples_per_prompt=scenario.workload.samples_per_group,
+        max_new_tokens=scenario.workload.max_tokens,
+    )
     return Recipe(
         model=ModelConfig(path=ROOT / "models" / "tiny-qwen3-vl"),
-        run=RunConfig(name="async", folder=folder / "run", grace_s=0.0),
-        bus=BusConfig(url=url),
+        run=RunConfig(name=run_name, folder=folder / "run", grace_s=0.0),
+        bus=bus,
         log=LogConfig(level="warning", format="json"),
         data=DataConfig(path=str(rows), environment="graded"),
         sampling=SamplingConfig(max_new_tokens=scenario.workload.max_tokens),
@@ -139,15 +184,17 @@ def _recipe(scenario: Scenario, folder: Path, url: str, *, max_staleness: int) -
             groups_per_step=scenario.groups_per_step,
             samples_per_group=scenario.workload.samples_per_group,
             max_staleness=max_staleness,
+            **settings,
         ),
+        evaluation=EvaluationConfig(at_start=num_evaluated > 0, sets={"set": played} if num_evaluated else {}),
     )
 
 
 @contextlib.asynccontextmanager
-async def _process(
+async def serving(
     folder: Path, name: str, module: str, *arguments: object
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a Python module; at the end it is asked to stop, and waited for."""
+    """Run a Python module; at the end its input is closed, it is asked to stop, and waited for."""
     with (folder / f"{name}.log").open("wb") as log:
         started = await asyncio.create_subprocess_exec(
             *(sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)),
@@ -161,6 +208,8 @@ async def _process(
     try:
         yield started
     finally:
+        assert started.stdin is not None
+        started.stdin.close()
         if started.returncode is None:
             started.terminate()
         try:
@@ -170,7 +219,7 @@ async def _process(
             await started.wait()
 
 
-async def _until_serving(engines: asyncio.subprocess.Process, folder: Path) -> None:
+async def until_serving(engines: asyncio.subprocess.Process, folder: Path) -> None:
     assert engines.stdout is not None
     async with asyncio.timeout(_START_TIMEOUT_S):
         if not await engines.stdout.readline():

@@ -13,6 +13,8 @@ from services.trainer.backend.environment import Environment, current_environmen
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
 
+_FILE = "num_steps.txt"
+
 
 class SimulatedBackend:
     """A `TrainBackend` whose steps take as long as the workload says; it writes when each began and ended."""
@@ -32,7 +34,9 @@ class SimulatedBackend:
         return self._config
 
     def load(self, checkpoint: Path | None) -> None:
-        """Do nothing: there is no model."""
+        """Go on with the checkpoint's number of steps: there is no model."""
+        if checkpoint is not None:
+            self._num_steps = int((checkpoint / _FILE).read_text())
 
     def begin_step(self, policy_version: int) -> None:
         """Begin with no groups."""
@@ -74,7 +78,7 @@ class SimulatedBackend:
 
     def save(self, folder: Path) -> None:
         """Write the number of steps."""
-        (folder / "num_steps.txt").write_text(str(self._num_steps))
+        (folder / _FILE).write_text(str(self._num_steps))
 
     def digests(self) -> StateDigests:
         """Return the number of steps."""

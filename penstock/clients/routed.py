@@ -212,6 +212,7 @@ class _RouteSource:
             session_id=request.session_id,
             group_id=request.group_id,
             min_policy_version=request.min_policy_version,
+            exact_policy_version=request.exact_policy_version,
             prefix_ids=request.input_ids[:_PREFIX_TOKENS],
         )
         self._too_long: PromptTooLongError | None = None

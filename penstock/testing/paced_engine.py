@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.bus.connection import Bus
-from penstock.errors import NotReadyError
+from penstock.errors import InvalidRequestError, NotReadyError, UnavailableError
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 
@@ -61,6 +61,8 @@ class PacedEngine(SimulatedEngine):
         self._clock = PausableClock()
         self._cached_groups: set[str] = set()
         self._push: rollout_pb2.PrepareWeightsRequest | None = None
+        self._num_replaced = 0
+        """How often an older version took a newer one's place, which ends what runs."""
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -69,11 +71,14 @@ class PacedEngine(SimulatedEngine):
         self.num_streams += 1
         with self._counted(request, context):
             await self._delay(request)
+            num_replaced = self._num_replaced
             async with self._slots:
                 pace, started = self._pace(request), self._clock.time()
                 num_cached = len(request.input_ids) if request.group_id in self._cached_groups else 0
                 for sent, end in itertools.pairwise(_chunk_ends(pace, request.chunk_tokens)):
                     await self._clock.wait_until(started + end * pace.token_s)
+                    if self._num_replaced > num_replaced:
+                        raise UnavailableError("the engine was given an older version; continue with another replica")
                     if not sent and request.group_id:
                         self._cached_groups.add(request.group_id)
                     yield self._chunk(request, sent, end, num_cached=num_cached, is_last=end == pace.num_tokens)
@@ -101,7 +106,9 @@ class PacedEngine(SimulatedEngine):
     async def PrepareWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.PrepareWeightsRequest, context: Any
     ) -> rollout_pb2.PrepareWeightsResponse:
-        """Announce a push; only shared memory is taken."""
+        """Announce a push; only shared memory is taken, and versions only grow unless the push says otherwise."""
+        if request.policy_version < self.replica.policy_version and not request.replaces_newer:
+            raise InvalidRequestError(f"policy_version = {request.policy_version} is older than this engine's")
         if request.WhichOneof("source") != "shared_memory":
             raise NotReadyError("a simulated engine reads shared memory only; let it share a machine with the trainer")
         self._push = request
@@ -132,8 +139,10 @@ class PacedEngine(SimulatedEngine):
     async def CommitWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.CommitWeightsRequest, context: Any
     ) -> rollout_pb2.CommitWeightsResponse:
-        """Serve the push's version from now on."""
-        self.replica.policy_version = self._require(request.push_id).policy_version
+        """Serve the push's version from now on; if it is older than the one before, running calls fail."""
+        version = self._require(request.push_id).policy_version
+        self._num_replaced += version < self.replica.policy_version
+        self.replica.policy_version = version
         self._cached_groups.clear()
         return rollout_pb2.CommitWeightsResponse()
 

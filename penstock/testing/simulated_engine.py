@@ -168,6 +168,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             raise NotReadyError("this engine is REPLICA_STATE_DRAINING; ask another replica")
         if request.min_policy_version > self.replica.policy_version:
             raise NotReadyError(f"policy version {self.replica.policy_version} < {request.min_policy_version}")
+        if request.exact_policy_version not in (0, self.replica.policy_version):
+            raise NotReadyError(f"policy version {self.replica.policy_version} is not {request.exact_policy_version}")
         await asyncio.sleep(self.delay_s)
         if self.error is not None:
             raise self.error

@@ -141,6 +141,7 @@ class GenerateRequest(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    EXACT_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique name of the call, for logs and aborts."""
     session_id: _builtins.str
@@ -155,6 +156,10 @@ class GenerateRequest(_message.Message):
     group_id: _builtins.str
     """Shared by episodes that begin with the same prompt: new sessions of a group go to the replica that has computed it.
     Empty: the session is on its own.
+    """
+    exact_policy_version: _builtins.int
+    """The only policy version that may answer, for evaluations; 0 for any from min_policy_version on. While replicas are
+    held out of pushes, a router gives such a call to them only, and no other call.
     """
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -186,10 +191,11 @@ class GenerateRequest(_message.Message):
         chunk_tokens: _builtins.int = ...,
         bootstrap: Global___Bootstrap | None = ...,
         group_id: _builtins.str = ...,
+        exact_policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "exact_policy_version", b"exact_policy_version", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,8 +58,8 @@ class GenerateServiceServicer:
         INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
         differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
         request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
-        FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version, or a stored
-        image cannot be fetched at the moment; ask another engine, or try again.
+        FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version or not
+        exact_policy_version, or a stored image cannot be fetched at the moment; ask another engine, or try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,8 @@ class GenerateServiceStub:
     INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
     differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
     request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
-    FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version, or a stored
-    image cannot be fetched at the moment; ask another engine, or try again.
+    FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version or not
+    exact_policy_version, or a stored image cannot be fetched at the moment; ask another engine, or try again.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]
     """GenerateStream plays one turn and sends its tokens as they are generated; its errors are those of Generate. All
@@ -61,8 +61,8 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
     differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
     request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
-    FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version, or a stored
-    image cannot be fetched at the moment; ask another engine, or try again.
+    FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version or not
+    exact_policy_version, or a stored image cannot be fetched at the moment; ask another engine, or try again.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateChunk]  # type: ignore[assignment]
     """GenerateStream plays one turn and sends its tokens as they are generated; its errors are those of Generate. All
@@ -85,8 +85,8 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: the request can never succeed (an id outside the vocabulary, placeholder and image counts that
         differ, an unreadable image). OUT_OF_RANGE: the prompt leaves no room for a token in the context. ABORTED: the
         request broke every replica that tried it; never retry it. UNAVAILABLE: no replica can take it; try again.
-        FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version, or a stored
-        image cannot be fetched at the moment; ask another engine, or try again.
+        FAILED_PRECONDITION: the engine is BROKEN or DRAINING, its policy version is below min_policy_version or not
+        exact_policy_version, or a stored image cannot be fetched at the moment; ask another engine, or try again.
         """
 
     @_abc_1.abstractmethod

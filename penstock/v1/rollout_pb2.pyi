@@ -380,6 +380,7 @@ class PrepareWeightsRequest(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    REPLACES_NEWER_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Unique name of the push."""
     policy_version: _builtins.int
@@ -389,6 +390,10 @@ class PrepareWeightsRequest(_message.Message):
     deadline_s: _builtins.float
     """Seconds after the answer within which the push must be complete, without the time for draining: the sum of the
     trainer's deadlines for its stages. The engine ends the push then; it refuses a deadline above its own bound.
+    """
+    replaces_newer: _builtins.bool
+    """Whether the version may be older than the replica's, which is refused otherwise. If it is, the replica ends what runs
+    before it serves the version, so that no call gets tokens older than it asked for.
     """
     @_builtins.property
     def manifest(self) -> Global___WeightManifest:
@@ -422,10 +427,11 @@ class PrepareWeightsRequest(_message.Message):
         delta: Global___DeltaSource | None = ...,
         digest: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
+        replaces_newer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "delta", b"delta", "disk", b"disk", "manifest", b"manifest", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "deadline_s", b"deadline_s", "delta", b"delta", "digest", b"digest", "disk", b"disk", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "deadline_s", b"deadline_s", "delta", b"delta", "digest", b"digest", "disk", b"disk", "manifest", b"manifest", "policy_version", b"policy_version", "push_id", b"push_id", "replaces_newer", b"replaces_newer", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["broadcast", "disk", "shared_memory", "delta"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

@@ -3,8 +3,10 @@
 isort:skip_file
 The trainer: where a run stands, and what it publishes."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -181,3 +183,43 @@ class PublishedVersion(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishedVersion: _TypeAlias = PublishedVersion  # noqa: Y015
+
+@_typing.final
+class HeldOutReplicas(_message.Message):
+    """The replicas that are held out of pushes, because they play an evaluation. Routers give them its calls and no others.
+    NATS keeps it as JSON in the bucket `policy`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The version at which they are held; 0 if no evaluation plays. Above 0, its calls wait for these replicas, even while
+    there are none.
+    """
+    step: _builtins.int
+    """Optimizer steps that the version has behind it."""
+    trainer_epoch: _builtins.str
+    """The start of the trainer that wrote it."""
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The replicas. A replica that starts anew has another id, and is not held out."""
+
+    def __init__(
+        self,
+        *,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        policy_version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        trainer_epoch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "replica_ids", b"replica_ids", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldOutReplicas: _TypeAlias = HeldOutReplicas  # noqa: Y015

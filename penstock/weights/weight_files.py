@@ -60,6 +60,13 @@ def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: 
     return folder
 
 
+def find_weight_files(parent: Path) -> tuple[int, Path] | None:
+    """The newest version below `parent` and its folder; None if there is none. Blocking."""
+    if not parent.is_dir() or not (versions := _versions(parent)):
+        return None
+    return int(versions[-1].name.removeprefix("v")), versions[-1]
+
+
 def check_weight_files(folder: Path, version: int, manifest: Manifest) -> None:
     """Check that the folder can be read here and contains what was announced.
 
@@ -78,11 +85,11 @@ def check_weight_files(folder: Path, version: int, manifest: Manifest) -> None:
 
 
 def read_weight_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one by one."""
+    """Name and tensor, one by one, in the order in which they were written."""
     from safetensors import safe_open
 
     with safe_open(folder / FILE_NAME, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
+        for name in file.offset_keys():
             yield name, file.get_tensor(name)
 
 

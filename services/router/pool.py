@@ -1,4 +1,4 @@
-"""The replicas that hold a lease, and the published policy version, as the bus says.
+"""The replicas that hold a lease, the published policy version, and the held-out replicas, as the bus says.
 
 Invariant: a replica is listed exactly while its lease lives.
 """
@@ -13,9 +13,10 @@ from penstock.bus.buckets.replica_lease import ReplicaLeases
 from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
 from penstock.errors import CorruptMessageError
+from penstock.records.held_out_replicas import HELD_OUT_KEY, read_held_out_replicas
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, read_published_version
 from penstock.runtime.duty_cycle import DutyCycle
-from penstock.v1 import common_pb2
+from penstock.v1 import common_pb2, trainer_pb2
 
 log = structlog.get_logger()
 
@@ -29,7 +30,7 @@ second."""
 class Pool:
     """What the router knows of the run; it follows the buckets `replicas` and `policy`."""
 
-    def __init__(self, replicas: Watch, policy: Watch) -> None:
+    def __init__(self, replicas: Watch, policy: Watch, held_out: Watch) -> None:
         """Use `open_pool`."""
         self.leases: Mapping[str, common_pb2.Replica] = {}
         """The replicas by id. An entry is replaced when its lease says something new."""
@@ -37,12 +38,15 @@ class Pool:
         """The policy version published last; 0 before the first."""
         self.min_version = 0
         """Oldest policy version within the staleness bound."""
+        self.held_out = trainer_pb2.HeldOutReplicas()
+        """The replicas that are held out of pushes for an evaluation."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when something may have changed, and every `_REFRESH_S`."""
         self.on_lease_interval: Callable[[], None] = lambda: None
         """Called as often as leases are renewed."""
         self._replicas = replicas
         self._policy = policy
+        self._held_out = held_out
         self._parsed = ReplicaLeases()
 
     def refresh(self) -> None:
@@ -63,6 +67,18 @@ class Pool:
         self.published_version, self.min_version = current.policy_version, current.min_policy_version
         self.on_change()
 
+    def read_held_out(self) -> None:
+        """Read which replicas are held out of pushes."""
+        value = self._held_out.values.get(HELD_OUT_KEY)
+        if value is None:
+            return
+        try:
+            self.held_out = read_held_out_replicas(value)
+        except CorruptMessageError as error:
+            log.error("held_out.unreadable", error=str(error))
+            return
+        self.on_change()
+
     async def follow_replicas(self) -> None:
         """Call `refresh` for ever, once for all changes that came since the last time."""
         duty = DutyCycle(share=_REFRESH_SHARE, max_rest_s=_REFRESH_S)
@@ -77,6 +93,12 @@ class Pool:
         while True:
             if await self._policy.changed(_REFRESH_S):
                 self.read_policy()
+
+    async def follow_held_out(self) -> None:
+        """Call `read_held_out` for ever."""
+        while True:
+            if await self._held_out.changed(_REFRESH_S):
+                self.read_held_out()
 
     async def follow_interval(self, interval_s: float) -> None:
         """Call `on_lease_interval` for ever."""
@@ -97,15 +119,18 @@ async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
     async with (
         watched(replicas, ttl_s=ttl_s) as replica_watch,
         watched(policy, keys=CURRENT_KEY) as policy_watch,  # the bucket also holds the origin of every version
+        watched(policy, keys=HELD_OUT_KEY) as held_out_watch,
     ):
-        pool = Pool(replica_watch, policy_watch)
+        pool = Pool(replica_watch, policy_watch, held_out_watch)
         pool.read_policy()
+        pool.read_held_out()
         pool.refresh()
         try:
             async with asyncio.TaskGroup() as tasks:
                 followers = [
                     tasks.create_task(pool.follow_replicas()),
                     tasks.create_task(pool.follow_policy()),
+                    tasks.create_task(pool.follow_held_out()),
                     tasks.create_task(pool.follow_interval(ttl_s / 3)),  # leases are renewed as often
                 ]
                 try:

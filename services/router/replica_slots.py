@@ -53,6 +53,7 @@ class ReplicaSlots:
         self._rejecting_until = 0.0
         self._num_pauses = 0
         self._was_settled = False
+        self._is_held_out = False
         self.lease = lease
         self.update(lease)
         self._was_settled = self.status.is_settled
@@ -84,6 +85,12 @@ class ReplicaSlots:
         self.lease = lease
         self._num_elsewhere = max(0, lease.num_running + lease.num_queued - self._num_in_flight)
         self._refresh()
+
+    def hold_out(self, is_held_out: bool) -> None:
+        """Take whether it is held out of pushes."""
+        if is_held_out != self._is_held_out:
+            self._is_held_out = is_held_out
+            self._refresh()
 
     def pair(self, partners: Partners) -> bool:
         """Take its partners; return whether it lacks them for a new reason."""
@@ -157,6 +164,7 @@ class ReplicaSlots:
             max_tokens=lease.max_tokens or UNBOUNDED,
             max_running=max(1, lease.max_running),
             is_settled=lease.state == common_pb2.REPLICA_STATE_READY,
+            is_held_out=self._is_held_out,
             unroutable=_find_lease_reason(lease) or self.partners.lack,
             partner_ids=self.partners.replica_ids,
             num_in_flight=self._num_in_flight,

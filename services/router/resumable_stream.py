@@ -34,6 +34,7 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         group_id=request.group_id,
         request_id=request.request_id,
         min_version=request.min_policy_version,
+        exact_version=request.exact_policy_version,
         blocks=blocks,
         num_tokens=len(request.input_ids) + 1,  # at least: images are one token each until a replica expands them
     )

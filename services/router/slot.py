@@ -17,6 +17,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.v1 import common_pb2, generate_pb2
+from services.router.balancing import UnroutableReason
 from services.router.connection import ReplicaConnection
 from services.router.replica_slots import ReplicaSlots
 
@@ -38,6 +39,7 @@ class Slot:
         "_on_release",
         "_policy_version",
         "_replica",
+        "_was_held_out",
         "bootstrap",
         "culprit",
         "prefill",
@@ -68,6 +70,7 @@ class Slot:
         self._is_released = False
         self._is_settled = False
         self._policy_version = replica.status.policy_version
+        self._was_held_out = replica.status.is_held_out
         self._is_probe = replica.begin(clock())
 
     @property
@@ -144,14 +147,17 @@ class Slot:
     async def judge(self, error: PenstockError) -> PenstockError:
         """Whether the call failed by an event that its replica's lease explains: NotReadyError then, else `error`.
 
-        A replica that drains, or breaks in a push, hands its calls over. A push to one peer of a PD pair breaks off its
-        calls and thereby its partner's; the lease may report that a moment later. None of this is a failure of the
-        replica, nor of the call. May set `culprit`.
+        A replica that drains, breaks in a push, or is taken for an evaluation, hands its calls over. A push to one peer
+        of a PD pair breaks off its calls and thereby its partner's; the lease may report that a moment later. None of
+        this is a failure of the replica, nor of the call. May set `culprit`.
         """
         if not isinstance(error, UnavailableError) or isinstance(error, UnreachableError):
             return error
         if self._replica.partners.replica_ids is None:
-            reason = self._replica.status.unroutable
+            status = self._replica.status
+            reason = status.unroutable
+            if reason is None and status.is_held_out and not self._was_held_out:
+                reason = UnroutableReason.HELD_OUT
             return error if reason is None else NotReadyError(f"{error} (the replica is {reason.value})")
         both = (self.prefill or self.sibling, self)
         unsettled = [each for each in both if each is not None and not each._is_settled]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import structlog
 
-from penstock.errors import OverloadedError, PenstockError, PromptTooLongError, UnavailableError
+from penstock.errors import InvalidRequestError, OverloadedError, PenstockError, PromptTooLongError, UnavailableError
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.balancing import (
@@ -114,7 +114,9 @@ class SlotPool:
             UnavailableError: for `wait_for_replica_s` no replica could take the call, or up to the deadline of a
                 patient one.
             PromptTooLongError: no replica is large enough for it.
+            InvalidRequestError: it is an evaluation's, and that has ended.
         """
+        self._require_evaluation(ticket.query)
         slot = self._take_now(ticket.query)
         if slot is None and ticket.order == 0:
             self._require_size(ticket.query)
@@ -140,6 +142,9 @@ class SlotPool:
                 self._add(lease)
             elif replica.lease is not lease:
                 replica.update(lease)
+        held_out = self._pool.held_out.replica_ids
+        for replica_id, replica in self.replicas.items():
+            replica.hold_out(replica_id in held_out)
         self._pair_up()
         sizes = self.view.sizes()
         for need in list(self._queues):
@@ -189,6 +194,15 @@ class SlotPool:
             is_paired = replica.lease.role in PD_ROLES  # its partners have a free slot, too
             self._serve_queues("" if is_paired else replica.replica_id)
 
+    def _require_evaluation(self, query: Query) -> None:
+        """A call of an evaluation that has ended, perhaps with its trainer, would wait for a version in vain."""
+        exact, pool = query.exact_version, self._pool
+        if 0 < exact < pool.published_version and exact != pool.held_out.policy_version:
+            raise InvalidRequestError(
+                f"exact_policy_version = {exact}, but version {pool.published_version} is published, and no replica is "
+                "held out at the other; the evaluation has ended"
+            )
+
     def _require_size(self, query: Query) -> None:
         """A call that has been with a replica may wait for another as large; a new one would wait in vain."""
         if self.is_too_long(query) and not query.excluded:
@@ -213,7 +227,7 @@ class SlotPool:
 
     def _take_now(self, query: Query) -> Slot | None:
         """A slot, if there is one and nobody waits for it."""
-        query.min_version = max(query.min_version, self._pool.min_version)
+        self._bind(query)
         must_wait = self._measure(query)
         return None if must_wait or query.need in self._queues else self._choose(query)
 
@@ -223,8 +237,16 @@ class SlotPool:
         query.home, is_full = self.balancer.find_home(query, self.view, self._clock())
         return is_full
 
+    def _bind(self, query: Query) -> None:
+        """Bind the query to the versions of this moment: an evaluation's own, or those inside the staleness bound."""
+        if query.exact_version:
+            query.min_version = query.exact_version
+            query.wants_held_out = self._pool.held_out.policy_version > 0
+        else:
+            query.min_version = max(query.min_version, self._pool.min_version)
+
     def _choose(self, query: Query) -> Slot | None:
-        query.min_version = max(query.min_version, self._pool.min_version)
+        self._bind(query)
         chosen = self.balancer.choose(query, self.view, now := self._clock())
         if chosen is None:
             return None

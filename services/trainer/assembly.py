@@ -33,6 +33,7 @@ from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncCo
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.evaluation.evaluator import Evaluator
+from services.trainer.evaluation.holding import ReplicaHolding
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
@@ -51,6 +52,7 @@ from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
 from services.trainer.versions import first_version, newest_version_held
+from services.trainer.weight_sync.held_out.record import open_held_out_record
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 
@@ -130,6 +132,16 @@ async def assemble(
         await images.clear()
     trackers = await _open_trackers(settings, start, stack)
     trainer_epoch = uuid.uuid4().hex[:8]
+    publisher = _publisher(
+        config.weight_sync,
+        start.folder,
+        replicas,
+        security,
+        host=settings.network.advertised,
+        has_gpu=backend.config.device == "cuda",
+    )
+    stack.push_async_callback(publisher.close)
+    record = await open_held_out_record(bus, trainer_epoch=trainer_epoch)
     evaluator = None
     if evaluated:
         evaluator = Evaluator(
@@ -143,7 +155,13 @@ async def assemble(
             epoch=trainer_epoch,
             step=start.step,
             num_steps=config.num_steps,
+            is_resumed=start.checkpoint is not None,
+            holding=ReplicaHolding(
+                publisher, record, run_folder=start.folder, num=settings.evaluation.held_out_replicas
+            ),
         )
+    elif record.value.policy_version:
+        await record.clear()
     consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
     collector = Collector(
         consumer=consumer,
@@ -180,15 +198,6 @@ async def assemble(
         pools=pools,
     )
     collector.on_received = feeder.wake
-    publisher = _publisher(
-        config.weight_sync,
-        start.folder,
-        replicas,
-        security,
-        host=settings.network.advertised,
-        has_gpu=backend.config.device == "cuda",
-    )
-    stack.push_async_callback(publisher.close)
     publication = Publication(
         position=position,
         max_staleness=config.max_staleness,

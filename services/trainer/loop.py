@@ -10,11 +10,11 @@ batch is one chunk.
 
 Invariants: one optimizer step per published version; at most one push and one checkpoint are under way; a checkpoint's
 weights, ledger and step are of one moment, so an update waits until the files of the one before are written. An update
-also waits for the evaluation of the weights that it changes.
+also waits until replicas are held out for the evaluation of the weights that it changes, or that evaluation has ended.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,14 @@ class TrainingLoop:
     """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
     gradients: GradientStreak = field(default_factory=GradientStreak)
     evaluator: Evaluator | None = None
-    """Measures the policy, while the next update waits for it; None where the recipe does not evaluate."""
+    """Measures the policy; None where the recipe does not evaluate."""
+    _may_update: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while the weights that an evaluation plays must stay the published ones."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
+        if self.evaluator is not None:
+            await self.evaluator.open()
         async with asyncio.TaskGroup() as tasks:
             await self.publication.publish(self.position.version, await self._copy_weights())
             await unless_stopped(self._catch_up(), stop)
@@ -105,14 +109,20 @@ class TrainingLoop:
 
     async def _train_until(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         pushes, writes, settlements, samples, evaluations = (Lane(tasks) for _ in range(5))
+        self._may_update.set()
+        if self.evaluator is not None and self.evaluator.is_interrupted:
+            evaluations.start(self._go_on_evaluating(stop))
         while self.position.num_steps_left and not stop.is_set():
             clock = StepClock()
             if self._is_evaluation_due():
-                evaluations.start(self._evaluate(pushes, stop))
+                await evaluations.free()  # the one before, of an earlier version
+                clock.lap("evaluation_wait_s")
+                self._may_update.clear()
+                evaluations.start(self._evaluate(pushes, stop, on_held_out=self._may_update.set))
             batch = await self._compute_batch(stop, clock)
-            await evaluations.free()
             if batch is None:
                 break
+            await self._may_update.wait()
             clock.lap("evaluation_wait_s")
             if self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
                 await self._abort_batch()
@@ -141,20 +151,28 @@ class TrainingLoop:
         if self.checkpoints.saved_version != self.position.version:
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
             await settlements.free()
+        await evaluations.free()
         if not self.position.num_steps_left and self._is_evaluation_due():
-            await self._evaluate(pushes, stop)
+            await self._evaluate(pushes, stop, on_held_out=None)
 
     def _is_evaluation_due(self) -> bool:
         return self.evaluator is not None and self.evaluator.is_due(self.position.step)
 
-    async def _evaluate(self, pushes: Lane, stop: asyncio.Event) -> None:
+    async def _evaluate(self, pushes: Lane, stop: asyncio.Event, *, on_held_out: Callable[[], None] | None) -> None:
         """Evaluate the weights of the last step, once they are announced, or until `stop`."""
         assert self.evaluator is not None, "nothing is due without an evaluator"
         step, version = self.position.step, self.position.version
         await pushes.free()
-        await unless_stopped(
-            self.evaluator.evaluate(step, version, has_received_all=self.collector.has_everything), stop
+        evaluating = self.evaluator.evaluate(
+            step, version, has_received_all=self.collector.has_everything, on_held_out=on_held_out
         )
+        await unless_stopped(evaluating, stop)
+        self._may_update.set()
+
+    async def _go_on_evaluating(self, stop: asyncio.Event) -> None:
+        """Go on with the evaluation that a kill or a stop interrupted, or until `stop`."""
+        assert self.evaluator is not None, "nothing was interrupted without an evaluator"
+        await unless_stopped(self.evaluator.go_on(has_received_all=self.collector.has_everything), stop)
 
     async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""

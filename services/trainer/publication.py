@@ -15,7 +15,8 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import PolicyVersions
-from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.push_report import PushReport
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 
 

@@ -73,7 +73,7 @@ async def test_an_evaluation_is_one_line(bus: Bus, tmp_path: Path, tiny_model_pa
     """With step, version and the sets' numbers; trackers get them too, and the step is not due again."""
     logged: list[dict[str, Any]] = []
     evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=logged)
-    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete))
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
     for prompt in await take_prompts(bus):
         assert (prompt.exact_version, prompt.purpose, prompt.num_samples) == (7, "s", 2)
         await evaluator.receive(played(prompt, tiny_model_path))
@@ -92,13 +92,13 @@ async def test_an_evaluation_that_a_crash_ends_is_played_anew(bus: Bus, tmp_path
     """Under the version that the resumed trainer announces; nothing that was played before it counts."""
     logged: list[dict[str, Any]] = []
     dying = await open_evaluator(bus, tmp_path, epoch="a", logged=logged)
-    evaluating = asyncio.create_task(dying.evaluate(4, 7, has_received_all=is_complete))
+    evaluating = asyncio.create_task(dying.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
     first, second, _ = await take_prompts(bus)
     await dying.receive(played(first, tiny_model_path))
     await end_task(evaluating)
     resumed = await open_evaluator(bus, tmp_path, epoch="b", logged=logged)
     assert resumed.is_due(4)
-    evaluating = asyncio.create_task(resumed.evaluate(4, 9, has_received_all=is_complete))
+    evaluating = asyncio.create_task(resumed.evaluate(4, 9, has_received_all=is_complete, on_held_out=None))
     prompts = await take_prompts(bus)
     await resumed.receive(played(second, tiny_model_path))  # it was in play when the trainer died
     for prompt in prompts:

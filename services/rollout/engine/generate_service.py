@@ -87,12 +87,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             self._num_calls -= 1
 
     def _admit(self, request: generate_pb2.GenerateRequest) -> None:
-        self._require_serving()
-        if request.min_policy_version > self._receiver.version:
-            raise NotReadyError(
-                f"min_policy_version = {request.min_policy_version}, but this engine serves version "
-                f"{self._receiver.version}; ask another replica, or wait for its next push"
-            )
+        self._require_serving(request)
         limit = (1 + _QUEUED_PER_RUNNING) * self._config.max_running
         if self._num_calls >= limit:
             raise OverloadedError(
@@ -100,10 +95,21 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 "try again later"
             )
 
-    def _require_serving(self) -> None:
-        state = self._view.state
+    def _require_serving(self, request: generate_pb2.GenerateRequest) -> None:
+        """Refuse a request that this engine may not answer, by its state or its version."""
+        state, version = self._view.state, self._receiver.version
         if state in (common_pb2.REPLICA_STATE_BROKEN, common_pb2.REPLICA_STATE_DRAINING):
             raise NotReadyError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
+        if request.min_policy_version > version:
+            raise NotReadyError(
+                f"min_policy_version = {request.min_policy_version}, but this engine serves version {version}; ask "
+                "another replica, or wait for its next push"
+            )
+        if request.exact_policy_version not in (0, version):
+            raise NotReadyError(
+                f"exact_policy_version = {request.exact_policy_version}, but this engine serves version {version}; ask "
+                "a replica that is held at that version"
+            )
 
     async def _check(self, request: generate_pb2.GenerateRequest) -> CheckedRequest:
         if not request.images:
@@ -111,7 +117,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         files = await self._images.files(request.images)
         # Decoding takes milliseconds that the event loop does not have.
         checked = await asyncio.to_thread(self._engine.checker.check, request, files)
-        self._require_serving()  # again: the state may have changed
+        self._require_serving(request)  # again: the state may have changed
         return checked
 
     def _respond(self, generation: Generation) -> generate_pb2.GenerateResponse:

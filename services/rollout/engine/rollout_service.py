@@ -46,6 +46,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             Manifest.from_proto(request.manifest),
             deadline_s=request.deadline_s,
             digest=request.digest,
+            replaces_newer=request.replaces_newer,
         )
         return rollout_pb2.PrepareWeightsResponse()
 

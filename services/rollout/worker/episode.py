@@ -192,6 +192,7 @@ class EpisodePlayer:
                 max_new_tokens=prompt.sampling.max_new_tokens,
             ),
             min_policy_version=prompt.min_version,
+            exact_policy_version=prompt.exact_version or 0,
             chunk_tokens=CHUNK_TOKENS,
         )
         started = time.monotonic()

@@ -22,7 +22,7 @@ _MAX_SHARE = 0.25
 
 
 class FairShare:
-    """The recent excess of each replica that reads prompts and takes calls."""
+    """The recent excess of each replica that reads prompts and takes calls, held-out ones aside."""
 
     def __init__(self) -> None:
         """Start without a history."""
@@ -37,7 +37,7 @@ class FairShare:
         loads = {
             replica_id: (pool.load(replica), replica.max_running)
             for replica_id, replica in pool.replicas.items()
-            if replica.is_open and replica.reads_prompts
+            if replica.is_open and replica.reads_prompts and not replica.is_held_out
         }
         num_slots = sum(slots for _, slots in loads.values())
         mean_load = sum(load * slots for load, slots in loads.values()) / num_slots if num_slots else 0.0

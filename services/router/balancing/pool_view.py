@@ -1,7 +1,8 @@
 """All replicas at one moment, and which of them can take a given call. Pure: time is passed in.
 
-Invariant: a replica that `find_fit` returns is alive, takes calls, is large enough and has at least the wanted policy
-version; a prefill replica has a partner of which the same is true.
+Invariants: a replica that `find_fit` returns is alive, takes calls, is large enough and has at least the wanted policy
+version; a prefill replica has a partner of which the same is true. Replicas that are held out of pushes answer an
+evaluation's calls and no others.
 """
 
 import collections
@@ -11,7 +12,7 @@ from typing import TypeAlias
 
 from services.router.balancing.replica_status import UNBOUNDED, ReplicaStatus, UnroutableReason
 
-Need: TypeAlias = tuple[int, frozenset[str], int, str]
+Need: TypeAlias = tuple[int, int, frozenset[str], int, str]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -26,6 +27,11 @@ class Query:
     """Stands in for the session where there is none."""
     min_version: int = 0
     """Oldest policy version that may answer."""
+    exact_version: int = 0
+    """The only policy version that may answer, for evaluations; 0: any from `min_version` on."""
+    wants_held_out: bool = False
+    """Whether only replicas that are held out of pushes may answer: with `exact_version`, while an evaluation holds
+    some."""
     excluded: frozenset[str] = frozenset()
     """Ids of replicas that failed this call."""
     blocks: tuple[int, ...] = ()
@@ -41,7 +47,7 @@ class Query:
     @property
     def need(self) -> "Need":
         """Calls of equal needs can be taken by the same replicas."""
-        return self.min_version, self.excluded, self.num_small, self.home
+        return self.exact_version, self.min_version, self.excluded, self.num_small, self.home
 
 
 class PoolView:
@@ -106,7 +112,7 @@ class PoolView:
         reasons = collections.Counter(self.find_reason(each, query, now) for each in self.replicas.values())
         return NoReplica(
             reasons={reason: count for reason, count in reasons.items() if reason is not None},
-            min_version=query.min_version,
+            min_version=query.exact_version or query.min_version,
             newest_version=max((each.policy_version for each in self.replicas.values()), default=0),
         )
 
@@ -141,7 +147,7 @@ class NoReplica:
         return f"of {total} replicas " + ", ".join(f"{n} {self._name(which)}" for which, n in self.reasons.items())
 
     def _name(self, reason: UnroutableReason) -> str:
-        if reason is UnroutableReason.STALE:
+        if reason in (UnroutableReason.STALE, UnroutableReason.OTHER_THAN_EXACT):
             return f"{reason.value} {self.min_version} (newest {self.newest_version})"
         return str(reason.value)
 
@@ -162,12 +168,20 @@ def _is_able(replica: ReplicaStatus, query: Query, now: float) -> bool:
     return (
         replica.unroutable is None
         and replica.policy_version >= query.min_version
+        and (not (replica.is_held_out or query.exact_version) or _is_meant_for(replica, query))
         and replica.max_tokens >= query.num_tokens
         and replica.num_in_flight < replica.max_in_flight
         and replica.rejecting_until <= now
         and replica.replica_id not in query.excluded
         and replica.failing_until <= now
     )
+
+
+def _is_meant_for(replica: ReplicaStatus, query: Query) -> bool:
+    """Whether calls like this one go to replicas like this one, by the evaluation that holds some out of pushes."""
+    if not query.exact_version:
+        return not replica.is_held_out
+    return replica.policy_version == query.exact_version and (replica.is_held_out or not query.wants_held_out)
 
 
 def _find_own_reason(replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:
@@ -177,6 +191,11 @@ def _find_own_reason(replica: ReplicaStatus, query: Query, now: float) -> Unrout
         return UnroutableReason.SMALL
     if replica.policy_version < query.min_version:
         return UnroutableReason.STALE
+    if not _is_meant_for(replica, query):
+        if not query.exact_version:
+            return UnroutableReason.HELD_OUT
+        is_exact = replica.policy_version == query.exact_version
+        return UnroutableReason.NOT_HELD_OUT if is_exact else UnroutableReason.OTHER_THAN_EXACT
     if replica.failing_until > now:
         return UnroutableReason.FAILING
     if replica.replica_id in query.excluded:

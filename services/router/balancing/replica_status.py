@@ -30,6 +30,9 @@ class UnroutableReason(enum.Enum):
     OTHER_VERSION = "without a partner that has the same policy version"
     SMALL = "too small for it"
     STALE = "below policy version"
+    OTHER_THAN_EXACT = "not at exactly policy version"
+    HELD_OUT = "held out of pushes for an evaluation"
+    NOT_HELD_OUT = "not held out of pushes for its evaluation"
     TRIED = "already tried"
     FAILING = "failing or unreachable"
     PARTNERS_UNFIT = "without a partner that can take calls"
@@ -59,6 +62,8 @@ class ReplicaStatus:
     """Calls that it runs at once, at least 1: what its load is relative to."""
     is_settled: bool = True
     """Whether it is READY and takes no push."""
+    is_held_out: bool = False
+    """Whether it is held out of pushes and answers the calls of an evaluation only."""
     unroutable: UnroutableReason | None = None
     """Why it can take no call at all, by the leases: its state, its role, or the lack of a partner."""
     partner_ids: tuple[str, ...] | None = None

@@ -57,7 +57,7 @@ class EvaluationSetConfig(SourceConfig):
 class EvaluationConfig(Config):
     """Sets of prompts on which a policy is measured: by `penstock eval`, and while a run trains if it says when.
 
-    An evaluation is of one policy version: the next update waits until it is played.
+    An evaluation is of one policy version, which some replicas keep while the others train on.
     """
 
     every: int = pydantic.Field(default=0, ge=0)
@@ -66,6 +66,11 @@ class EvaluationConfig(Config):
     """Evaluate the model with which the run begins."""
     at_end: bool = False
     """Evaluate after the last step."""
+    held_out_replicas: int = pydantic.Field(default=1, ge=0)
+    """Replicas that keep the version of an evaluation and play nothing else until it has ended, while training goes on
+    with the others; of prefill and decode replicas, so many of each. At least one is left for training. 0: none; all
+    replicas play the evaluation beside training, and the next update waits for it. That is also what happens where no
+    replica can be spared."""
     sets: dict[str, EvaluationSetConfig] = pydantic.Field(default_factory=dict)
     """The sets, by name."""
 

@@ -4,8 +4,9 @@ Invariant: each row has exactly one outcome, whatever is delivered twice, lost o
 """
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -26,6 +27,9 @@ log = structlog.get_logger()
 
 MAX_IN_PLAY: Final = 256
 """Prompts that are published and not yet played: enough for every worker, few enough for their images to be stored."""
+_WAITING_SHARE: Final = 0.5
+"""Where an evaluation has few replicas, so much more than they run at once is in play: it waits for them, and takes
+little of the workers' room from training."""
 MAX_FAILURES_AT_FIRST: Final = 8
 """If all of the first rows of a set fail, its settings are wrong, and the others would fail, too."""
 
@@ -76,6 +80,8 @@ class Evaluation:
         on_played: OnPlayed,
         has_received_all: Callable[[], Awaitable[bool]],
         silence_s: float = SILENCE_S,
+        played: Collection[tuple[str, int]] = (),
+        num_slots: int | None = None,
     ) -> None:
         """Evaluate on these parts.
 
@@ -89,6 +95,8 @@ class Evaluation:
             on_played: Is given each row's outcome.
             has_received_all: Whether every group that the bus holds has been given to `receive` or `fail`.
             silence_s: Seconds without a group after which lost prompts are looked for.
+            played: Rows, by set and number, that the version has played already.
+            num_slots: Samples that the replicas of the evaluation generate at once; None: it has all replicas.
         """
         self._has_received_all = has_received_all
         self._silence_s = silence_s
@@ -103,10 +111,11 @@ class Evaluation:
         self._epoch = epoch
         self._version = version
         self._on_played = on_played
-        self._rows = [(name, row) for name, each in sets.items() for row in range(len(each))]
+        rows = ((name, row) for name, each in sets.items() for row in range(len(each)))
+        self._rows = [each for each in rows if each not in played]
         self._in_play: dict[int, PlayedPrompt] = {}
         """By index in `_rows`, without samples."""
-        self._places = asyncio.Semaphore(MAX_IN_PLAY)
+        self._places = asyncio.Semaphore(_max_in_play(sets, num_slots))
         self._failures = FailureCheck()
         self._num_left = len(self._rows)
         self._publishing = asyncio.Lock()
@@ -151,6 +160,9 @@ class Evaluation:
             await self._publish(index, attempt=group.id.attempt + 1)
         elif group.error:
             await self.fail(group.id, group.error)
+        elif {group.oldest_version, group.newest_version} != {self._version}:
+            versions = f"{group.oldest_version} to {group.newest_version}"
+            await self.fail(group.id, f"it has tokens of policy versions {versions}, not only {self._version}")
         else:
             played = msgspec.structs.replace(
                 self._in_play.pop(index),
@@ -226,3 +238,10 @@ class Evaluation:
             await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:
             raise DataError(f"row {row} of evaluation.sets.{name} cannot be sent: {error}") from None
+
+
+def _max_in_play(sets: Mapping[str, EvaluationSet], num_slots: int | None) -> int:
+    if num_slots is None:
+        return MAX_IN_PLAY
+    fewest = min(each.config.samples_per_prompt for each in sets.values())
+    return min(MAX_IN_PLAY, math.ceil((1 + _WAITING_SHARE) * num_slots / fewest))

@@ -4,14 +4,16 @@
     evaluations/step-000020/    samples.jsonl: the answers
 
 Invariants: each step has at most one line; a step's line is of the weights that the surviving history has at that
-step. The loop must not publish another version before `evaluate` has returned (docs/adr/0016).
+step, and of one version. Where replicas are held out, training goes on beside the evaluation, and a trainer that starts
+again goes on with it (docs/adr/0017); else the loop publishes nothing before `evaluate` has returned (docs/adr/0016).
 """
 
+import asyncio
 import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -23,11 +25,13 @@ from penstock.bus.image_store import ImageStore
 from penstock.records import Group, GroupId
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.evaluation.evaluation import Evaluation
+from services.trainer.evaluation.holding import ReplicaHolding, find_interrupted, folder_of
 from services.trainer.evaluation.outcome import PlayedPrompt
-from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
+from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile, read_samples
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.trackers import Trackers
+from services.trainer.weight_sync.held_out.hold_out import HoldOut
 
 log = structlog.get_logger()
 
@@ -51,6 +55,8 @@ class Evaluator:
         epoch: str,
         step: int,
         num_steps: int,
+        holding: ReplicaHolding | None = None,
+        is_resumed: bool = True,
     ) -> None:
         """Go on after the checkpoint of `step`; what was evaluated after it is of lost weights.
 
@@ -65,6 +71,8 @@ class Evaluator:
             epoch: This start of the trainer.
             step: Optimizer steps taken.
             num_steps: Optimizer steps of the whole run.
+            holding: Holds replicas out of pushes; None: never.
+            is_resumed: Whether there is a checkpoint. Without one the run begins anew, and so do its evaluations.
         """
         self._config = config
         self._sets = sets
@@ -75,37 +83,124 @@ class Evaluator:
         self._run_id = run_id
         self._epoch = epoch
         self._num_steps = num_steps
+        self._holding = holding
         self._done = _keep_until(folder, step)
+        self._interrupted = find_interrupted(folder, step if is_resumed else -1, done=self._done)
+        self._hold_out: HoldOut | None = None
+        """Of the interrupted evaluation."""
+        self._playing: int | None = None
+        """The step whose weights are being evaluated."""
         self._current: Evaluation | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be evaluated, and have not been."""
+        """Whether the weights of `step` are to be evaluated, and neither have been nor are being."""
         config = self._config
         wanted = (
             (config.at_start and step == 0)
             or (config.at_end and step == self._num_steps)
             or (config.every > 0 and step > 0 and step % config.every == 0)
         )
-        return wanted and step not in self._done
+        is_interrupted = self._interrupted is not None and self._interrupted.step == step
+        return wanted and step not in self._done and step != self._playing and not is_interrupted
 
-    async def evaluate(self, step: int, version: int, *, has_received_all: Callable[[], Awaitable[bool]]) -> None:
-        """Play every set with `version`, which must be announced and stay the published one until this returns.
+    async def open(self) -> None:
+        """Before anything is published: hold out again what an interrupted evaluation held out, or nothing.
+
+        Raises:
+            SupersededError: another trainer has taken over.
+        """
+        if self._holding is None:
+            return
+        if self._interrupted is None:
+            await self._holding.clear()
+        else:
+            self._hold_out = await self._holding.go_on(self._interrupted)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether `go_on` has an evaluation to go on with."""
+        return self._interrupted is not None
+
+    async def go_on(self, *, has_received_all: Callable[[], Awaitable[bool]]) -> None:
+        """Play what is left of the evaluation that an earlier trainer began, with the same version; `open` comes first.
+
+        Raises:
+            DataError: a row cannot be read or sent, or nothing of a set can be played.
+            SetupError: NATS lost the run's state.
+            SupersededError: another trainer has taken over.
+        """
+        interrupted, hold_out = self._interrupted, self._hold_out
+        assert interrupted is not None, "there is something to go on with"
+        assert hold_out is not None, "replicas are held out for it"
+        path = folder_of(self._folder, interrupted.step) / SAMPLES_FILE
+        version = interrupted.kept.version
+        outcomes = [
+            each
+            for each in await asyncio.to_thread(read_samples, path)
+            if each.versions == (version, version) and each.row < len(self._sets.get(each.set_name, ()))
+        ]
+        await hold_out.until_some()
+        await self._play(interrupted.step, version, outcomes, hold_out=hold_out, has_received_all=has_received_all)
+        self._interrupted = None
+
+    async def evaluate(
+        self,
+        step: int,
+        version: int,
+        *,
+        has_received_all: Callable[[], Awaitable[bool]],
+        on_held_out: Callable[[], None] | None,
+    ) -> None:
+        """Play every set with `version`, which must be announced and published.
+
+        It must stay the published one until this returns, or until `on_held_out` is called.
 
         Args:
             step: Optimizer steps behind the version.
             version: What plays.
             has_received_all: As of `Evaluation`.
+            on_held_out: Called once replicas are held out, so that others may get newer versions; None: training has
+                ended, and all replicas play.
 
         Raises:
             DataError: a row cannot be read or sent, or nothing of a set can be played.
             SetupError: NATS lost the run's state.
+            SupersededError: another trainer has taken over.
         """
+        hold_out = None
+        if self._holding is not None and on_held_out is not None:
+            hold_out = await self._holding.begin(step, version)
+            if hold_out is not None:
+                self._playing = step
+                on_held_out()
+        await self._play(step, version, [], hold_out=hold_out, has_received_all=has_received_all)
+
+    async def _play(
+        self,
+        step: int,
+        version: int,
+        played: Sequence[PlayedPrompt],
+        *,
+        hold_out: HoldOut | None,
+        has_received_all: Callable[[], Awaitable[bool]],
+    ) -> None:
+        """Play what `played` lacks, and report all."""
         started = time.monotonic()
         outcomes: dict[str, list[PlayedPrompt]] = defaultdict(list)
-        folder = self._folder / "evaluations" / f"step-{step:06d}"
+        for outcome in played:
+            outcomes[outcome.set_name].append(outcome)
+        folder = folder_of(self._folder, step)
         folder.mkdir(parents=True, exist_ok=True)
-        log.info("evaluation.began", step=step, version=version, num_prompts=sum(map(len, self._sets.values())))
-        with closing(SamplesFile(folder / SAMPLES_FILE)) as samples:
+        log.info(
+            "evaluation.began",
+            step=step,
+            version=version,
+            num_prompts=sum(map(len, self._sets.values())),
+            num_played=len(played),
+            num_held_out=0 if hold_out is None else len(hold_out.replica_ids),
+        )
+        self._playing = step
+        with closing(SamplesFile(folder / SAMPLES_FILE, played)) as samples:
 
             def on_played(outcome: PlayedPrompt) -> None:
                 samples.add(outcome)
@@ -120,12 +215,17 @@ class Evaluator:
                 version=version,
                 on_played=on_played,
                 has_received_all=has_received_all,
+                played={(each.set_name, each.row) for each in played},
+                num_slots=None if hold_out is None else hold_out.num_slots,
             )
             try:
                 await self._current.run()
             finally:
-                self._current = None
-        self._report(step, version, time.monotonic() - started, outcomes)
+                self._current = self._playing = None
+        self._report(step, version, time.monotonic() - started, outcomes, hold_out)
+        if hold_out is not None:
+            assert self._holding is not None
+            await self._holding.end(step)
 
     async def receive(self, group: Group) -> None:
         """Take a group of an evaluation; one that nobody waits for any more is ignored.
@@ -147,12 +247,20 @@ class Evaluator:
         await self._current.fail(group_id, reason)
         return True
 
-    def _report(self, step: int, version: int, elapsed_s: float, outcomes: Mapping[str, list[PlayedPrompt]]) -> None:
+    def _report(
+        self,
+        step: int,
+        version: int,
+        elapsed_s: float,
+        outcomes: Mapping[str, list[PlayedPrompt]],
+        hold_out: HoldOut | None,
+    ) -> None:
         summaries = {name: self._summary(name, outcomes[name]) for name in self._sets}
         row = {
             "step": step,
             "policy_version": version,
             "elapsed_s": round(elapsed_s, 3),
+            "num_held_out_replicas": 0 if hold_out is None else len(hold_out.replica_ids),
             "sets": {name: each.as_json() for name, each in summaries.items()},
         }
         with (self._folder / EVALUATIONS_FILE).open("a") as file:

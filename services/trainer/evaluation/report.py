@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +21,13 @@ _HEAD = ("set", "prompts", "n", "score", "pass@n", "maj@n", "cut", "no answer", 
 class SamplesFile:
     """samples.jsonl: one line for each prompt, complete or absent at its end."""
 
-    def __init__(self, path: Path) -> None:
-        """Write to `path`, which is made anew."""
-        self._file = path.open("wb")
+    def __init__(self, path: Path, outcomes: Iterable[PlayedPrompt] = ()) -> None:
+        """Write to `path`, which is made anew and begins with `outcomes`."""
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.writelines(msgspec.json.encode(each) + b"\n" for each in outcomes)
+        os.replace(temporary, path)
+        self._file = path.open("ab")
 
     def add(self, outcome: PlayedPrompt) -> None:
         """Append a line."""
@@ -32,6 +37,15 @@ class SamplesFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def read_samples(path: Path) -> list[PlayedPrompt]:
+    """Return the prompts in the file, without a line that a crash cut short; none if there is no file."""
+    outcomes = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(msgspec.MsgspecError):
+            outcomes.append(msgspec.json.decode(line, type=PlayedPrompt))
+    return outcomes
 
 
 def write_results(folder: Path, *, about: Mapping[str, Any], summaries: Mapping[str, Summary]) -> None:

@@ -12,7 +12,7 @@ from services.trainer.admission.group_state import GroupCounts
 from services.trainer.admission.pools import Pool
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.flow.filter_tally import Interval
-from services.trainer.weight_sync.publisher import PushReport
+from services.trainer.weight_sync.push_report import PushReport
 
 _PARTS = ("wait_s", "data_wait_s", "push_wait_s", "checkpoint_wait_s", "evaluation_wait_s", "train_s")
 """Of a step, as docs/metrics.md explains them; each may come several times."""

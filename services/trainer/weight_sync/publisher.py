@@ -4,13 +4,14 @@ Invariants: a replica generates again only after the digest of every parameter i
 outlasts its deadline, so a replica that dies or hangs costs one deadline and the others get their weights. A failed
 replica is retried alone, so that it cannot spoil a push to others. A publication interrupts the retry, so that training
 does not wait for it; only after two interruptions it waits, so that a slow replica comes back. Weights are pushed from
-a snapshot, so a replica that joins between two steps gets exactly the published version.
+a snapshot, so a replica that joins between two steps gets exactly the published version. Replicas that an evaluation
+holds out keep its version instead, and catch up as late joiners do when it has ended.
 """
 
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -28,9 +29,12 @@ from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.collective_push import CollectivePush
 from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.failed_replicas import FailedReplicas
+from services.trainer.weight_sync.held_out.choice import can_spare, choose_held_out
+from services.trainer.weight_sync.held_out.hold_out import HoldOut
 from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub, all_done
 from services.trainer.weight_sync.push_order import in_turn
 from services.trainer.weight_sync.push_outcome import PushOutcome
+from services.trainer.weight_sync.push_report import PushReport
 from services.trainer.weight_sync.push_stages import ChecksumError, PushStages
 from services.trainer.weight_sync.rolling_push import RollingPush
 from services.trainer.weight_sync.snapshot import WeightSnapshot
@@ -50,25 +54,6 @@ _READY = common_pb2.REPLICA_STATE_READY
 _CATCH_UP_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.1
 """Leases of a large pool are renewed hundreds of times a second, and each look reads all of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """The result of publishing a version."""
-
-    version: int
-    num_replicas: int
-    """Replicas that were brought to the version."""
-    num_failed: int
-    """Replicas that failed; they are retried while they live."""
-    num_bytes: int
-    """Size of the weights."""
-    push_s: float
-    """From the first call to the last answer."""
-    pause_s: float
-    """How long an engine was kept from generating, on average over those that were asked to stop; 0 if none was."""
-    stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each stage, summed over pushes; of replicas that take a push alone, their mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +81,7 @@ class WeightPublisher:
     security: Security | None = None
     """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
     _current: WeightSnapshot | None = None
+    _hold_out: HoldOut | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
     _held: dict[Member, int] = field(default_factory=dict)
@@ -131,8 +117,9 @@ class WeightPublisher:
     ) -> PushReport:
         """Make `weights` the published version and push it to every live replica.
 
-        Replicas that fail now or have failed before are skipped and brought up to date later. It is no error if there
-        are no replicas. A running retry is interrupted; a running catch-up is completed first.
+        Replicas that fail now or have failed before are skipped and brought up to date later, as are those that an
+        evaluation holds out. It is no error if there are no replicas. A running retry is interrupted; a running
+        catch-up is completed first.
 
         Args:
             weights: What `take` returned.
@@ -146,7 +133,7 @@ class WeightPublisher:
         async with self._lock:
             await self._selector.make_ready(weights)
             self._current = weights
-            members = self._members(lambda replica: replica.state in _PUSHABLE)
+            members = self._members(lambda replica: replica.state in _PUSHABLE and not self._is_held_out(replica))
             sound = [member for member in members if member not in self.failed_replicas]
             report = await self._push(weights, sound, on_half_served=on_half_served)
         self.files.write_soon(weights)
@@ -162,6 +149,8 @@ class WeightPublisher:
             await self.replicas.changed(_CATCH_UP_EVERY_S)
             async with self._lock:
                 await self._forget_the_dead()
+                if self._hold_out is not None:
+                    await self._keep_held_out(self._hold_out)
                 fresh = [member for member in self._lagging() if member not in self.failed_replicas]
                 if self._current is not None and fresh:
                     await self._push(self._current, fresh, only_lagging=True)
@@ -177,6 +166,37 @@ class WeightPublisher:
     def num_live_replicas(self) -> int:
         """Replicas with a lease that have finished loading."""
         return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
+
+    @property
+    def current(self) -> WeightSnapshot | None:
+        """The published weights."""
+        return self._current
+
+    def can_hold_out(self, num: int, *, version: int) -> bool:
+        """Return whether training has replicas left if `num` are held out."""
+        replicas = self._sound_replicas()
+        return can_spare(replicas, choose_held_out(replicas, (), num=num, version=version))
+
+    async def hold_out(self, hold_out: HoldOut) -> bool:
+        """Push no more to some replicas, if training has others left; return whether.
+
+        One that dies is replaced by another, which is given the weights that `hold_out` keeps.
+        """
+        async with self._lock:
+            if await hold_out.begin(self._sound_replicas()):
+                self._hold_out = hold_out
+        return self._hold_out is hold_out
+
+    async def go_on_holding_out(self, hold_out: HoldOut) -> None:
+        """Hold out what an earlier trainer did, before anything is published; replicas are chosen as they come."""
+        async with self._lock:
+            await hold_out.update(self._sound_replicas())
+            self._hold_out = hold_out
+
+    async def release_held_out(self) -> None:
+        """Hold nothing out any more; the replicas catch up."""
+        async with self._lock:
+            self._hold_out = None
 
     async def close(self) -> None:
         """Leave the process group, finish writing weight files, and close all channels."""
@@ -212,15 +232,40 @@ class WeightPublisher:
 
     def _lagging(self) -> list[Member]:
         """Replicas that lack the published version, by their leases."""
-        return self._members(lambda replica: replica.state in _PUSHABLE and not self._is_current(replica))
+        if self._current is None:
+            return []
+        version = self._current.version
+        return self._members(
+            lambda replica: (
+                replica.state in _PUSHABLE and not _is_at(version, replica) and not self._is_held_out(replica)
+            )
+        )
 
-    def _is_current(self, replica: common_pb2.Replica) -> bool:
-        version = None if self._current is None else self._current.version
-        return replica.policy_version == version and replica.state == common_pb2.REPLICA_STATE_READY
+    def _is_held_out(self, replica: common_pb2.Replica) -> bool:
+        return self._hold_out is not None and replica.replica_id in self._hold_out.replica_ids
+
+    async def _keep_held_out(self, hold_out: HoldOut) -> None:
+        """Replace held-out replicas that died or failed, and give those that lack the version its weights."""
+        chosen = await hold_out.update(self._sound_replicas())
+        lagging = [_member(replica) for replica in chosen if not _is_at(hold_out.version, replica)]
+        if not lagging:
+            return
+        weights, selector = await hold_out.open_weights(self.config, host=self.host, backend=self.backend)
+        await self._selector.leave_group()  # whoever joins another leaves this one
+        try:
+            await selector.make_ready(weights)
+            await self._push(weights, lagging, only_lagging=True, selector=selector, replaces_newer=True)
+        finally:
+            await selector.close()
+
+    def _sound_replicas(self) -> list[common_pb2.Replica]:
+        """Replicas that can take a push, and have not failed in the last one."""
+        replicas = self._leases.read(self.replicas.values).values()
+        return [one for one in replicas if one.state in _PUSHABLE and _member(one) not in self.failed_replicas]
 
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
         replicas = self._leases.read(self.replicas.values).values()
-        return [Member(one.replica_id, one.address) for one in in_turn(filter(wanted, replicas))]
+        return [_member(one) for one in in_turn(filter(wanted, replicas))]
 
     async def _push(
         self,
@@ -229,6 +274,8 @@ class WeightPublisher:
         *,
         only_lagging: bool = False,
         on_half_served: Callable[[], None] = lambda: None,
+        selector: TransportSelector | None = None,
+        replaces_newer: bool = False,
     ) -> PushReport:
         """Push to `members`, dropping those that fail. After wrong checksums a member is pushed to once more."""
         started = time.monotonic()
@@ -238,7 +285,9 @@ class WeightPublisher:
         paused_s: dict[Member, float] = {}
         repeated: set[Member] = set()
         failed_delta: set[Member] = set()
-        left = await self._answering(tuple(members), failed, only_lagging=only_lagging)
+        selector = selector or self._selector
+        lagging_behind = weights.version if only_lagging else None
+        left = await self._answering(tuple(members), failed, lagging_behind=lagging_behind)
         num_missing = -(-len(left) // 2)
 
         def count() -> None:
@@ -248,15 +297,18 @@ class WeightPublisher:
                 on_half_served()
 
         while left:
-            part, transport = await self._selector.next(
+            part, transport = await selector.next(
                 left, weights, held=self._held, failed_delta=failed_delta, only_lagging=only_lagging
             )
+            stages = PushStages(
+                weights, transport, config=self.config, deadlines=self._deadlines, replaces_newer=replaces_newer
+            )
             try:
-                outcome = await self._run(transport, part, weights, on_served=count)
+                outcome = await self._run(stages, transport, part, on_served=count)
             except asyncio.CancelledError:
                 await self._selector.leave_group()  # a member that was told has left it, whatever it was pushed over
                 raise
-            await self._selector.put_back(transport, outcome)
+            await selector.put_back(transport, outcome)
             done += outcome.done
             for member, seconds in outcome.paused_s.items():
                 paused_s[member] = paused_s.get(member, 0.0) + seconds
@@ -264,7 +316,7 @@ class WeightPublisher:
                 stages_s[stage] = stages_s.get(stage, 0.0) + seconds
             left = tuple(member for member in left if member not in outcome.done and member not in outcome.failed)
             for member, error in outcome.failed.items():
-                has_fallback = self._selector.note_failure(transport, member, error, stage=outcome.failed_in[member])
+                has_fallback = selector.note_failure(transport, member, error, stage=outcome.failed_in[member])
                 failed_delta.add(member)
                 if has_fallback and isinstance(error, NotReadyError):
                     log.info(
@@ -306,13 +358,12 @@ class WeightPublisher:
 
     async def _run(
         self,
+        stages: PushStages,
         transport: Transport,
         members: tuple[Member, ...],
-        weights: WeightSnapshot,
         *,
         on_served: Callable[[], None],
     ) -> PushOutcome:
-        stages = PushStages(weights, transport, config=self.config, deadlines=self._deadlines)
         if not isinstance(transport, CollectiveTransport):
             return await RollingPush(stages, members, self._stub, on_served).run()
         outcome = await CollectivePush(stages, members, self._stub, transport).run()
@@ -321,9 +372,12 @@ class WeightPublisher:
         return outcome
 
     async def _answering(
-        self, members: tuple[Member, ...], failed: dict[Member, PenstockError], *, only_lagging: bool
+        self, members: tuple[Member, ...], failed: dict[Member, PenstockError], *, lagging_behind: int | None
     ) -> tuple[Member, ...]:
-        """Members that can take a push, as they report themselves: a lease may be old, or outlive its holder."""
+        """Members that can take a push, as they report themselves: a lease may be old, or outlive its holder.
+
+        With `lagging_behind`, only those that do not serve this version.
+        """
         if not members:
             return ()
         calls = PushCalls(members, self._stub, "")
@@ -336,7 +390,7 @@ class WeightPublisher:
                 if replica.replica_id != member.replica_id:
                     other = f"{replica.replica_id} answers at {member.address}"
                     calls.fail(member, UnavailableError(f"{member.replica_id}: {other}; it was replaced"))
-                elif replica.state in _PUSHABLE and not (only_lagging and self._is_current(replica)):
+                elif replica.state in _PUSHABLE and not _is_at(lagging_behind, replica):
                     chosen.append(member)
                     self._held[member] = replica.policy_version if replica.state == _READY else 0
         except NoMembersLeftError:
@@ -368,3 +422,11 @@ class WeightPublisher:
         if member not in self._channels:
             self._channels[member] = connect(member.address, self.security)
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[member])
+
+
+def _is_at(version: int | None, replica: common_pb2.Replica) -> bool:
+    return replica.policy_version == version and replica.state == common_pb2.REPLICA_STATE_READY
+
+
+def _member(replica: common_pb2.Replica) -> Member:
+    return Member(replica.replica_id, replica.address)

@@ -34,14 +34,24 @@ class PushStages:
     """The calls of one push."""
 
     def __init__(
-        self, weights: WeightSnapshot, transport: Transport, *, config: WeightSyncConfig, deadlines: PushDeadlines
+        self,
+        weights: WeightSnapshot,
+        transport: Transport,
+        *,
+        config: WeightSyncConfig,
+        deadlines: PushDeadlines,
+        replaces_newer: bool = False,
     ) -> None:
-        """Push `weights` over `transport`, which was opened for the members."""
+        """Push `weights` over `transport`, which was opened for the members.
+
+        With `replaces_newer` they may be older than what members hold, which refuse that otherwise.
+        """
         self.weights = weights
         self.deadlines = deadlines
         self.push_id = f"v{weights.version}-{uuid.uuid4().hex[:8]}"
         self._transport = transport
         self._config = config
+        self._replaces_newer = replaces_newer
         self._manifest = weights.manifest.to_proto()
 
     def prepare(self, stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
@@ -52,6 +62,7 @@ class PushStages:
             manifest=self._manifest,
             digest=self.weights.digest_kind,
             deadline_s=self.deadlines.push_s,
+            replaces_newer=self._replaces_newer,
         )
         self._transport.announce(member, request)
         return stub.PrepareWeights(request, timeout=self.deadlines.prepare_s)

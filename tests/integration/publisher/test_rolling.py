@@ -10,7 +10,8 @@ from penstock.v1 import common_pb2
 from services.rollout.testing.memory_sink import Fault
 from services.rollout.testing.simulated_replica import SimulatedReplica
 from services.trainer.weight_sync import rolling_push
-from services.trainer.weight_sync.publisher import PushReport, WeightPublisher
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.push_report import PushReport
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.waiting import HANG_S, promptly, until
 from tests.support.weights.publishing import (

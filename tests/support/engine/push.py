@@ -25,11 +25,13 @@ class Push:
         bucket_bytes: int = 1 << 20,
         mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_RETRACT,
         drain_s: float = 0.0,
+        replaces_newer: bool = False,
     ) -> None:
         self.engine = engine
         self.weights = weights
         self.version = version
         self.mode, self.drain_s = mode, drain_s
+        self.replaces_newer = replaces_newer
         self.push_id = f"push-{version}-{os.urandom(4).hex()}"
         self.manifest = Manifest.plan(weights.items(), max_bucket_bytes=bucket_bytes)
 
@@ -56,6 +58,7 @@ class Push:
             manifest=self.manifest.to_proto(),
             digest=XXH3,
             deadline_s=120.0,
+            replaces_newer=self.replaces_newer,
         )
         await self.engine.control.PrepareWeights(request, timeout=60)
         if opening is not None:

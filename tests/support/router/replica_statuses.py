@@ -163,7 +163,7 @@ async def slot_pool(
 ) -> AsyncIterator[tuple[SlotPool, Pool, Leases]]:
     """The slots of replicas that nobody calls."""
     leases = Leases(*replicas)
-    pool = Pool(leases, types.SimpleNamespace(values={}))  # type: ignore[arg-type]
+    pool = Pool(leases, types.SimpleNamespace(values={}), types.SimpleNamespace(values={}))  # type: ignore[arg-type]
     pool.refresh()
     optional = {} if clock is None else {"clock": clock}
     slots = SlotPool(RouterConfig(**settings), pool, tuning=tuning or Tuning(), security=Security(), **optional)

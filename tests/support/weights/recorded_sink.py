@@ -101,10 +101,17 @@ async def close_receivers() -> None:
 
 
 async def push(
-    receiver: WeightReceiver, push_id: str, version: int, *, group_name: str = "g1", deadline_s: float = 30.0
+    receiver: WeightReceiver,
+    push_id: str,
+    version: int,
+    *,
+    group_name: str = "g1",
+    deadline_s: float = 30.0,
+    replaces_newer: bool = False,
 ) -> None:
     """A complete push."""
-    await receiver.prepare(push_id, version, group(group_name), MANIFEST, deadline_s=deadline_s)
+    source = group(group_name)
+    await receiver.prepare(push_id, version, source, MANIFEST, deadline_s=deadline_s, replaces_newer=replaces_newer)
     await receiver.pause(push_id)
     await receiver.receive(push_id)
     await receiver.verify(push_id)

@@ -18,7 +18,7 @@ from services.trainer.telemetry.step_metrics import (
     describe_groups,
     describe_push,
 )
-from services.trainer.weight_sync.publisher import PushReport
+from services.trainer.weight_sync.push_report import PushReport
 from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.read_groups import reader_of
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.telemetry.step_metrics import StepClock
-from services.trainer.weight_sync.publisher import PushReport
+from services.trainer.weight_sync.push_report import PushReport
 from tests.support.trainer.training_loops import UNUSED, training_loop
 from tests.support.waiting import HANG_S, promptly, settled
 
@@ -421,9 +421,12 @@ async def test_a_stop_does_not_throw_away_a_batch_that_is_there(tmp_path: Path) 
 class GatedEvaluator:
     """Evaluates the given steps, each until the test says that it is played."""
 
-    def __init__(self, *steps: int) -> None:
-        """Nothing has been evaluated."""
+    is_interrupted = False
+
+    def __init__(self, *steps: int, holds_out: bool = False) -> None:
+        """Nothing has been evaluated; whether replicas are held out."""
         self._due = set(steps)
+        self.holds_out = holds_out
         self.began: list[tuple[int, int]] = []
         self.done: list[int] = []
         self.is_played = asyncio.Event()
@@ -432,11 +435,16 @@ class GatedEvaluator:
         """Until it is done."""
         return step in self._due
 
-    async def evaluate(self, step: int, version: int, *, has_received_all: Any) -> None:
+    async def evaluate(
+        self, step: int, version: int, *, has_received_all: Any, on_held_out: Callable[[], None] | None
+    ) -> None:
         """Wait for the test."""
         self.began.append((step, version))
+        if self.holds_out and on_held_out is not None:
+            self._due.discard(step)
+            on_held_out()
         await promptly(self.is_played.wait())
-        self._due.remove(step)
+        self._due.discard(step)
         self.done.append(step)
 
 
@@ -453,6 +461,24 @@ async def test_an_update_waits_for_the_evaluation_of_the_weights_that_it_changes
         evaluator.is_played.set()
         assert await run.backend.next_call() == "finish_step"
         assert evaluator.done == [0]
+
+
+async def test_steps_go_on_beside_an_evaluation_that_holds_replicas_out(tmp_path: Path) -> None:
+    """The next evaluation waits for the end of the one before, and so does the end of the run."""
+    evaluator = GatedEvaluator(0, 2, holds_out=True)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.backend.go_on(100)
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+        run.finish(8, 9, 10, 11)
+        await settled()
+        assert (run.position.step, evaluator.began, evaluator.done) == (2, [(0, 1)], [])
+        evaluator.is_played.set()
+        await promptly(run.task)
+        assert (run.position.step, evaluator.began, evaluator.done) == (3, [(0, 1), (2, 3)], [0, 2])
 
 
 async def test_an_evaluation_that_is_stopped_comes_again(tmp_path: Path) -> None:

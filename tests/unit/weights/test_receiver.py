@@ -68,6 +68,20 @@ async def test_versions_only_grow(version: int) -> None:
     await push(one, "p3", 5)
 
 
+async def test_an_older_version_that_may_replace_a_newer_one_ends_what_runs() -> None:
+    """Before the pause, and again at commit, when calls have come that may want the newer version."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await push(one, "p1", 5)
+    await push(one, "p2", 5, replaces_newer=True)
+    assert sink.failures == []
+    await push(one, "p3", 4, replaces_newer=True)
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 4)
+    assert [reason.partition(",")[0] for reason in sink.failures] == ["the engine is given an older version"] * 2
+    await push(one, "p4", 6)
+    assert (one.version, len(sink.failures)) == (6, 2)
+
+
 @pytest.mark.parametrize("stage", ["begin", "load a", "load b", "end", "digests xxh3", "version 2"])
 async def test_a_failure_before_commit(stage: str) -> None:
     """BROKEN from the first byte on; before that the old weights serve on. The next push heals."""

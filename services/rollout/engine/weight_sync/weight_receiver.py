@@ -4,7 +4,7 @@ Invariants: touched weights serve no token until a push is complete. The version
 push outlives its deadline, so a trainer that vanishes costs one deadline. A push that ends early is cleaned up to the
 end before anything else begins, even if the call that ended it is cancelled. If its weights were touched, it leaves the
 engine BROKEN: running requests fail, so that other replicas continue them, new ones are refused, and the next complete
-push heals it.
+push heals it. Tokens of a call only grow in version: where a push replaces a newer version, running requests fail.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from services.rollout.engine.weight_sync.weight_sink import WeightSink
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
+_TAKEN = "the engine is given an older version, for an evaluation; continue with another replica"
 
 
 class WeightReceiver:
@@ -91,6 +92,7 @@ class WeightReceiver:
         *,
         deadline_s: float,
         digest: str = XXH3,
+        replaces_newer: bool = False,
     ) -> None:
         """Check the push, and join its process group or check that its source can be read. End an unfinished push.
 
@@ -101,10 +103,11 @@ class WeightReceiver:
             manifest: The tensors.
             deadline_s: Seconds within which the push must be complete, without the time for draining.
             digest: The kind of digest for `verify`.
+            replaces_newer: Whether the version may be older than the engine's.
 
         Raises:
-            InvalidRequestError: the manifest does not fit this engine's model, the engine's version is newer, or the
-                deadline is out of bounds.
+            InvalidRequestError: the manifest does not fit this engine's model, the engine's version is newer and may
+                not be replaced, or the deadline is out of bounds.
             NotReadyError: the source cannot be used here.
             UnavailableError: the process group did not form.
         """
@@ -115,7 +118,7 @@ class WeightReceiver:
                 f"deadline_s = {deadline_s:g} must be above 0 and at most "
                 f"{self._max_deadline_s:g}; lower trainer.weight_sync.transfer_timeout_s"
             )
-        if version < max(1, self.version):
+        if version < max(1, 0 if replaces_newer else self.version):
             raise InvalidRequestError(
                 f"policy_version = {version} is older than this engine's {self.version}; versions only grow"
             )
@@ -178,6 +181,8 @@ class WeightReceiver:
             push.deadline += drain_s
         async with self._stage(push_id, Stage.PREPARED, Stage.PAUSED):
             self._enter(REPLICA_STATE_UPDATING)
+            if push.version < self.version:
+                self._sink.fail_running(_TAKEN)
             await self._sink.pause(mode, drain_s)
 
     async def receive(self, push_id: str) -> None:
@@ -204,7 +209,10 @@ class WeightReceiver:
         async with self._stage(push_id, Stage.VERIFIED, Stage.COMMITTED) as push:
             self._require_same_weights(push)
             await self._sink.set_version(push.version)
+            is_older = push.version < self.version
             self.version, self._sound, self._committed = push.version, True, (push.digest, push.held)
+            if is_older:
+                self._sink.fail_running(_TAKEN)  # those that came since the pause and may want a newer version
 
     async def resume(self, push_id: str) -> None:
         """Let generation continue; the push is complete."""

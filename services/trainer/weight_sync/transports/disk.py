@@ -7,6 +7,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import structlog
 
@@ -39,6 +40,11 @@ class WeightFileStore:
     _newest: tuple[int, Path] | None = None
     _writing: asyncio.Task[None] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of(cls, version: int, folder: Path) -> Self:
+        """Return a store of files that were written already, which writes none."""
+        return cls(None, (version, folder))
 
     def folder_of(self, version: int) -> Path | None:
         """The files of `version`, if it was the last version written."""

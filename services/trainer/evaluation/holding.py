@@ -1,0 +1,140 @@
+"""Holds replicas out of pushes while an evaluation plays, and keeps its weights on disk until it has ended.
+
+    evaluations/step-000020/weights/    the weights of the evaluation's version
+
+Invariant: while an evaluation holds replicas out, its weights are on disk, complete. So whatever dies, replicas or the
+trainer, the evaluation goes on with the same weights.
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from services.trainer.weight_sync.held_out.hold_out import HoldOut
+from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot, remove_kept
+from services.trainer.weight_sync.held_out.record import HeldOutRecord
+from services.trainer.weight_sync.publisher import WeightPublisher
+
+log = structlog.get_logger()
+
+FOLDER: Final = "evaluations"
+_WEIGHTS: Final = "weights"
+_STEP: Final = "step-"
+
+
+def folder_of(run_folder: Path, step: int) -> Path:
+    """Return the folder of the evaluation of `step`."""
+    return run_folder / FOLDER / f"{_STEP}{step:06d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """An evaluation that held replicas out when the trainer ended."""
+
+    step: int
+    kept: KeptSnapshot
+
+
+def find_interrupted(run_folder: Path, step: int, *, done: Collection[int]) -> Interrupted | None:
+    """Return the evaluation to go on with after the checkpoint of `step`, and remove what others have kept. Blocking.
+
+    Weights of a later step are lost with the steps after the checkpoint; those of an evaluation that has ended are of
+    no use.
+    """
+    found = None
+    for folder in sorted((run_folder / FOLDER).glob(f"{_STEP}*/{_WEIGHTS}")):
+        number = folder.parent.name.removeprefix(_STEP)
+        kept = KeptSnapshot.find(folder) if number.isdecimal() and int(number) <= step else None
+        if kept is None or int(number) in done:
+            remove_kept(folder)
+        else:
+            found = Interrupted(step=int(number), kept=kept)
+    return found
+
+
+class ReplicaHolding:
+    """Holds replicas out for the evaluations of a run, one after the other."""
+
+    def __init__(self, publisher: WeightPublisher, record: HeldOutRecord, *, run_folder: Path, num: int) -> None:
+        """Hold out `num` replicas; with 0 none."""
+        self._publisher = publisher
+        self._record = record
+        self._run_folder = run_folder
+        self._num = num
+
+    async def begin(self, step: int, version: int) -> HoldOut | None:
+        """Hold replicas out at `version`, which must be the published one; None if updates must wait instead.
+
+        Raises:
+            SupersededError: another trainer has taken over.
+        """
+        if self._num == 0:
+            return None
+        weights = self._publisher.current
+        assert weights is not None, "something is published"
+        assert weights.version == version, "nothing was published since"
+        folder = folder_of(self._run_folder, step) / _WEIGHTS
+        if not self._publisher.can_hold_out(self._num, version=version):
+            _report_pause(step, "no replica can be spared: with one replica, or one PD pair, there is none to train on")
+            return None
+        try:
+            kept = await asyncio.to_thread(KeptSnapshot.write, folder, weights)
+        except OSError as error:
+            _report_pause(step, f"the weights cannot be written to {folder}: {error}")
+            remove_kept(folder)
+            return None
+        hold_out = HoldOut(step=step, kept=kept, num=self._num, record=self._record)
+        if not await self._publisher.hold_out(hold_out):
+            _report_pause(step, "replicas have gone, and none can be spared any more")
+            remove_kept(folder)
+            return None
+        return hold_out
+
+    async def go_on(self, interrupted: Interrupted) -> HoldOut:
+        """Hold out what an earlier trainer did, before anything is published.
+
+        Raises:
+            SupersededError: another trainer has taken over.
+        """
+        hold_out = HoldOut(
+            step=interrupted.step,
+            kept=interrupted.kept,
+            num=max(1, self._num),
+            record=self._record,
+            replica_ids=frozenset(self._record.value.replica_ids),
+        )
+        await self._publisher.go_on_holding_out(hold_out)
+        return hold_out
+
+    async def end(self, step: int) -> None:
+        """Hold nothing out, and keep nothing of `step`; the replicas catch up by themselves.
+
+        Raises:
+            SupersededError: another trainer has taken over.
+        """
+        if self._record.value.policy_version:
+            await self._record.clear()
+        await self._publisher.release_held_out()
+        await asyncio.to_thread(remove_kept, folder_of(self._run_folder, step) / _WEIGHTS)
+
+    async def clear(self) -> None:
+        """Have routers forget what an earlier trainer held out.
+
+        Raises:
+            SupersededError: another trainer has taken over.
+        """
+        if self._record.value.policy_version:
+            await self._record.clear()
+
+
+def _report_pause(step: int, reason: str) -> None:
+    log.warning(
+        "evaluation.pauses_training",
+        step=step,
+        reason=reason,
+        effect="the next update waits until the evaluation has ended",
+    )

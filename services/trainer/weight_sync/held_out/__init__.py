@@ -1,0 +1,1 @@
+"""Replicas that are held out of pushes for an evaluation."""

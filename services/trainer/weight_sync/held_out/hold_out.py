@@ -1,0 +1,102 @@
+"""The claim of an evaluation on some replicas: they take no pushes, and play nothing else, until it is given up."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from penstock.v1 import common_pb2
+from penstock.weights.shared_memory import SharedMemoryPool
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.held_out.choice import can_spare, choose_held_out, num_slots
+from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.held_out.record import HeldOutRecord
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from services.trainer.weight_sync.transport_selector import TransportSelector
+from services.trainer.weight_sync.transports.disk import WeightFileStore
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class HoldOut:
+    """Which replicas are held out, at which version. Routers learn it before a replica is treated so."""
+
+    step: int
+    """Optimizer steps behind the version."""
+    kept: KeptSnapshot
+    """The version's weights, for a replica that takes the place of one that died."""
+    num: int
+    """How many replicas, at least 1."""
+    record: HeldOutRecord
+    """Where routers read it."""
+    replica_ids: frozenset[str] = frozenset()
+    num_slots: int = 0
+    """Samples that the replicas generate at once."""
+    _spares: bool = True
+    """Whether training had replicas left when somebody last looked."""
+    _has_some: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def version(self) -> int:
+        """The policy version at which they are held."""
+        return self.kept.version
+
+    async def begin(self, replicas: Sequence[common_pb2.Replica]) -> bool:
+        """Hold out some of `replicas`, if training has others left; return whether."""
+        chosen = self._chosen(replicas)
+        if not can_spare(replicas, chosen):
+            return False
+        await self._hold(chosen)
+        return True
+
+    async def update(self, replicas: Sequence[common_pb2.Replica]) -> list[common_pb2.Replica]:
+        """Replace those that are no longer among `replicas`; return all that are held out."""
+        chosen = self._chosen(replicas)
+        if self.replica_ids != {each.replica_id for each in chosen}:
+            await self._hold(chosen)
+        spares = can_spare(replicas, chosen)
+        if self._spares and chosen and not spares:
+            log.warning(
+                "evaluation.pauses_training",
+                step=self.step,
+                reason="no other replica is left",
+                effect="training waits for one, or until the evaluation has ended",
+            )
+        self._spares = spares or not chosen
+        return chosen
+
+    async def until_some(self) -> None:
+        """Wait until a replica is held out."""
+        await self._has_some.wait()
+
+    async def open_weights(
+        self, config: WeightSyncConfig, *, host: str, backend: str
+    ) -> tuple[WeightSnapshot, TransportSelector]:
+        """Read the kept weights, and choose transports for them alone; replicas that see the files read them.
+
+        Raises:
+            SetupError: the files cannot be read any more.
+        """
+        on_gpu = backend == "nccl"
+        is_shared = config.transport == "shared_memory" or (config.transport == "auto" and not on_gpu)
+        weights = await asyncio.to_thread(
+            self.kept.load,
+            device="cuda" if on_gpu else "cpu",
+            max_bucket_bytes=config.bucket_bytes,
+            pool=SharedMemoryPool() if is_shared else None,
+        )
+        files = WeightFileStore.of(self.version, self.kept.folder)
+        return weights, TransportSelector(config, files, host=host, backend=backend)
+
+    def _chosen(self, replicas: Sequence[common_pb2.Replica]) -> list[common_pb2.Replica]:
+        return choose_held_out(replicas, self.replica_ids, num=self.num, version=self.version)
+
+    async def _hold(self, chosen: Sequence[common_pb2.Replica]) -> None:
+        ids = frozenset(each.replica_id for each in chosen)
+        await self.record.write(ids, version=self.version, step=self.step)
+        self.replica_ids, self.num_slots = ids, num_slots(chosen)
+        log.info("evaluation.replicas_held_out", step=self.step, version=self.version, replica_ids=sorted(ids))
+        if ids:
+            self._has_some.set()

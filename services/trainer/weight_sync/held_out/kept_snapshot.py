@@ -1,0 +1,68 @@
+"""The weights of an evaluation's version on disk, for a replica that must be given them after others were published.
+
+Invariant: it is complete or absent, over kills of the trainer. It stays until the evaluation has ended.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError
+
+from penstock.errors import SetupError
+from penstock.weights.shared_memory import SharedMemoryPool
+from penstock.weights.weight_files import find_weight_files, read_weight_files, write_weight_files
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSnapshot:
+    """Weight files of one version."""
+
+    version: int
+    folder: Path
+
+    @classmethod
+    def write(cls, parent: Path, weights: WeightSnapshot) -> Self:
+        """Write `weights` below `parent`, which holds nothing else. Blocking.
+
+        Raises:
+            OSError: there is no room, or the folder cannot be written to.
+        """
+        folder = write_weight_files(parent, weights.version, weights.manifest, weights.buckets)
+        return cls(version=weights.version, folder=folder)
+
+    @classmethod
+    def find(cls, parent: Path) -> Self | None:
+        """Return what is kept below `parent`; None if that is nothing, or incomplete. Blocking."""
+        newest = find_weight_files(parent)
+        return None if newest is None else cls(version=newest[0], folder=newest[1])
+
+    def load(self, *, device: str, max_bucket_bytes: int, pool: SharedMemoryPool | None) -> WeightSnapshot:
+        """Read the weights, in the order in which they were written. Blocking.
+
+        Args:
+            device: Where they are to be: cpu or cuda.
+            max_bucket_bytes: As of the snapshot that was written.
+            pool: Of shared memory, if other processes are to open them.
+
+        Raises:
+            SetupError: the files cannot be read any more.
+        """
+        try:
+            tensors: list[tuple[str, torch.Tensor]] = [
+                (name, tensor.to(device)) for name, tensor in read_weight_files(self.folder)
+            ]
+        except (OSError, SafetensorError) as error:
+            raise SetupError(
+                f"{self.folder} held the weights of policy version {self.version}, which an evaluation plays, and "
+                f"cannot be read: {error}; restore it, or remove it and start again without this evaluation"
+            ) from None
+        return WeightSnapshot.take(self.version, tensors, max_bucket_bytes=max_bucket_bytes, pool=pool)
+
+
+def remove_kept(parent: Path) -> None:
+    """Remove what is kept below `parent`, complete or not. Blocking."""
+    shutil.rmtree(parent, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""Replicas that an evaluation holds out: they keep its version, are replaced with its weights, and catch up."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import Bus
+from services.rollout.testing.memory_sink import Fault
+from services.trainer.weight_sync.held_out.hold_out import HoldOut
+from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.held_out.record import open_held_out_record
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from tests.support.waiting import promptly
+from tests.support.weights.publishing import (
+    assert_serving,
+    kept_current,
+    publishing,
+    replicas_of,
+    snapshot,
+    until_serving,
+)
+
+pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
+
+
+async def hold_out_of(bus: Bus, folder: Path, weights: WeightSnapshot) -> HoldOut:
+    """The claim of an evaluation of `weights` on one replica."""
+    record = await open_held_out_record(bus, trainer_epoch="a")
+    return HoldOut(step=4, kept=KeptSnapshot.write(folder / "weights", weights), num=1, record=record)
+
+
+async def test_a_held_out_replica_keeps_its_version_and_then_catches_up(bus: Bus, tmp_path: Path) -> None:
+    """As a late joiner does; routers read who it is, before anybody is pushed to."""
+    async with (
+        replicas_of(bus, 2) as (first, second),
+        publishing(bus, transport="shared_memory") as publisher,
+        kept_current(publisher),
+    ):
+        await publisher.publish(snapshot(1, shared=True))
+        hold_out = await hold_out_of(bus, tmp_path, snapshot(1))
+        assert publisher.can_hold_out(1, version=1)
+        assert await promptly(publisher.hold_out(hold_out))
+        read = (await open_held_out_record(bus, trainer_epoch="b")).value
+        assert (list(read.replica_ids), read.policy_version, read.step) == ([first.replica_id], 1, 4)
+        for version in (2, 3):
+            report = await publisher.publish(snapshot(version, shared=True))
+            assert (report.num_replicas, report.num_failed) == (1, 0)
+            await assert_serving(second, version)
+            await assert_serving(first, 1)
+        await publisher.release_held_out()
+        await until_serving(first, 3)
+
+
+@pytest.mark.parametrize(
+    ("transport", "load"),
+    [
+        ("shared_memory", "disk"),
+        ("broadcast", "disk"),
+        ("delta", "disk"),
+        ("broadcast", "broadcast"),
+        ("delta", "whole"),
+    ],
+)
+async def test_one_that_dies_is_replaced_by_one_with_newer_weights(
+    bus: Bus, tmp_path: Path, transport: str, load: str
+) -> None:
+    """It reads the kept file if it sees it, or gets the weights over the transport; the others train on."""
+    shared = transport == "shared_memory"
+    async with (
+        replicas_of(bus, 3) as (first, second, third),
+        publishing(bus, transport=transport) as publisher,
+        kept_current(publisher),
+    ):
+        await publisher.publish(snapshot(1, shared=shared))
+        hold_out = await hold_out_of(bus, tmp_path, snapshot(1))
+        assert await promptly(publisher.hold_out(hold_out))
+        await publisher.publish(snapshot(2, shared=shared))
+        if load != "disk":
+            await second.set_faults(PrepareWeights=Fault("refuse"))  # it does not see the trainer's folder
+        first.kill()
+        await until_serving(second, 1)
+        assert hold_out.replica_ids == {second.replica_id}
+        assert (await second.report()).loads[-1] == load
+        await publisher.publish(snapshot(3, shared=shared))
+        await assert_serving(second, 1)
+        await assert_serving(third, 3)
+        await publisher.release_held_out()
+        await until_serving(second, 3)
+
+
+async def test_one_replica_is_not_spared(bus: Bus, tmp_path: Path) -> None:
+    """Nothing is held out then, and it gets the next version."""
+    async with replicas_of(bus, 1) as (only,), publishing(bus, transport="shared_memory") as publisher:
+        await publisher.publish(snapshot(1, shared=True))
+        assert not publisher.can_hold_out(1, version=1)
+        assert not await publisher.hold_out(await hold_out_of(bus, tmp_path, snapshot(1)))
+        assert (await publisher.publish(snapshot(2, shared=True))).num_replicas == 1
+        await assert_serving(only, 2)
+
+
+async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(bus: Bus, tmp_path: Path) -> None:
+    """Its first publication already leaves the replica out; it reads the weights back if that one has died."""
+    async with replicas_of(bus, 2) as (first, second):
+        async with publishing(bus, transport="shared_memory") as publisher:
+            await publisher.publish(snapshot(1, shared=True))
+            hold_out = await hold_out_of(bus, tmp_path, snapshot(1))
+            await publisher.hold_out(hold_out)
+        async with publishing(bus, transport="shared_memory") as publisher, kept_current(publisher):
+            record = await open_held_out_record(bus, trainer_epoch="b")
+            kept = KeptSnapshot.find(tmp_path / "weights")
+            assert kept == hold_out.kept
+            again = HoldOut(step=4, kept=kept, num=1, record=record, replica_ids=frozenset(record.value.replica_ids))
+            await publisher.go_on_holding_out(again)
+            await publisher.publish(snapshot(5, shared=True))
+            await assert_serving(first, 1)
+            await assert_serving(second, 5)
+            first.kill()
+            await until_serving(second, 1)

@@ -1,0 +1,144 @@
+"""Whole runs around simulated engines that hold a replica out for an evaluation: what dies, and what goes on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.async_loop.workload import Scenario, Workload
+from penstock.bus.connection import Bus
+from tests.support.trainer.simulated_run import WITHIN_S, SimulatedRun, simulated_run
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * WITHIN_S)]
+
+NUM_EVALUATED = 60
+POOL = Scenario(
+    replicas=3,
+    slots_per_replica=2,
+    groups_per_step=2,
+    workload=Workload(
+        seed=0,
+        samples_per_group=2,
+        median_tokens=40.0,
+        sigma=0.5,
+        max_tokens=100,
+        token_s=0.005,
+        train_token_s=1e-5,
+        train_fixed_s=0.01,
+    ),
+)
+
+
+async def until_steps(run: SimulatedRun, num: int) -> None:
+    """Wait for so many more steps."""
+    target = max(run.steps(), default=0) + num
+    await run.until(lambda: max(run.steps(), default=0) >= target)
+
+
+async def until_evaluated(run: SimulatedRun) -> dict[str, Any]:
+    """Wait for the end of the evaluation, and return its line."""
+    await run.until(lambda: bool(run.evaluations()))
+    [row] = run.evaluations()
+    return row
+
+
+def assert_pure(samples: Sequence[dict[str, Any]], version: int) -> None:
+    """Each prompt has one outcome, with every token of the version."""
+    assert sorted(each["row"] for each in samples) == list(range(NUM_EVALUATED))
+    assert {tuple(each["versions"]) for each in samples} == {(version, version)}
+
+
+async def assert_catches_up(run: SimulatedRun, version: int) -> None:
+    """Nothing is held out, nothing kept, and every replica gets newer versions."""
+
+    async def is_current() -> bool:
+        return all(each.policy_version > version for each in (await run.replicas()).values())
+
+    await until(is_current, timeout_s=WITHIN_S)
+    assert (await run.held_out()).policy_version == 0
+    assert not (run.folder / "run/evaluations/step-000000/weights").exists()
+
+
+async def test_steps_go_on_while_a_replica_plays_an_evaluation(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """It keeps its version and the others get newer ones; then it catches up. Nothing goes stale."""
+    async with simulated_run(steady_bus, run_name, tmp_path / "run", POOL, num_evaluated=NUM_EVALUATED) as run:
+        held = await run.until_held_out()
+        version = (await run.held_out()).policy_version
+        await until_steps(run, 3)
+        assert not run.evaluations()
+        versions = {replica_id: each.policy_version for replica_id, each in (await run.replicas()).items()}
+        assert versions.pop(held) == version
+        assert all(each > version for each in versions.values())
+        row = await until_evaluated(run)
+        assert (row["step"], row["policy_version"], row["num_held_out_replicas"]) == (0, version, 1)
+        assert row["sets"]["set"]["num_failed_prompts"] == 0
+        assert_pure(run.samples(), version)
+        await assert_catches_up(run, version)
+        await until_steps(run, 1)
+        assert run.lines("metrics.jsonl")[-1]["num_stale_groups"] == 0
+        assert not run.events("evaluation.pauses_training")
+
+
+async def test_another_replica_goes_on_for_one_that_is_killed(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """It is given the kept weights, although it has newer ones; the evaluation stays of one version."""
+    async with simulated_run(steady_bus, run_name, tmp_path / "run", POOL, num_evaluated=NUM_EVALUATED) as run:
+        held = await run.until_held_out()
+        version = (await run.held_out()).policy_version
+        await until_steps(run, 2)
+        await run.until(lambda: len(run.samples()) >= 2)
+        before = run.samples()
+        await run.kill_engine(held)
+        heir = await run.until_held_out(besides=held)
+        assert heir in run.engines
+        row = await until_evaluated(run)
+        assert row["policy_version"] == version
+        assert run.samples()[: len(before)] == before
+        assert_pure(run.samples(), version)
+        await assert_catches_up(run, version)
+        await until_steps(run, 1)
+
+
+@pytest.mark.parametrize("dies", ["trainer", "trainer and held-out replica"])
+async def test_a_killed_trainer_goes_on_with_the_evaluation(
+    steady_bus: Bus, run_name: str, tmp_path: Path, dies: str
+) -> None:
+    """At the same version, though its checkpoint is of a later step; what was played counts."""
+    async with simulated_run(
+        steady_bus, run_name, tmp_path / "run", POOL, num_evaluated=NUM_EVALUATED, checkpoint_every=2
+    ) as run:
+        held = await run.until_held_out()
+        version = (await run.held_out()).policy_version
+        checkpoints = run.folder / "run/checkpoints"
+        await run.until(lambda: len(run.samples()) >= 2 and any(checkpoints.glob("step-*")))
+        await run.kill_trainer()
+        before = run.samples()
+        assert not run.evaluations()
+        if dies != "trainer":
+            await run.kill_engine(held)
+        await run.start_trainer()
+        row = await until_evaluated(run)
+        assert (row["step"], row["policy_version"]) == (0, version)
+        assert run.samples()[: len(before)] == before
+        assert_pure(run.samples(), version)
+        [_, again] = run.events("evaluation.began")
+        assert (again["version"], again["num_played"]) == (version, len(before))
+        await assert_catches_up(run, version)
+        await until_steps(run, 1)
+
+
+async def test_with_one_replica_training_waits_and_says_so(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """The first update is after the evaluation's end."""
+    pool = Scenario(replicas=1, slots_per_replica=2, groups_per_step=2, workload=POOL.workload)
+    async with simulated_run(steady_bus, run_name, tmp_path / "run", pool, num_evaluated=NUM_EVALUATED) as run:
+        await run.until(lambda: bool(run.events("evaluation.pauses_training")))
+        row = await until_evaluated(run)
+        await until_steps(run, 1)
+        assert row["num_held_out_replicas"] == 0
+        assert_pure(run.samples(), row["policy_version"])
+        [first, *_] = run.lines("metrics.jsonl")
+        assert first["policy_version"] == row["policy_version"]
+        assert first["evaluation_wait_s"] > 0
+        [event] = run.events("evaluation.pauses_training")
+        assert "no replica can be spared" in event["reason"]

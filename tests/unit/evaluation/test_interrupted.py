@@ -1,0 +1,54 @@
+"""Which evaluation a trainer goes on with, and what it removes of others."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import SetupError
+from services.rollout.testing.simulated_replica import weights_of
+from services.trainer.evaluation.holding import Interrupted, find_interrupted, folder_of
+from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+
+
+def keep(run_folder: Path, step: int, version: int) -> KeptSnapshot:
+    """What an evaluation of `step` keeps."""
+    weights = WeightSnapshot.take(version, weights_of(version).items(), max_bucket_bytes=8192)
+    return KeptSnapshot.write(folder_of(run_folder, step) / "weights", weights)
+
+
+def left(run_folder: Path) -> list[str]:
+    """The evaluations of which weights are kept."""
+    return sorted(folder.parent.name for folder in run_folder.glob("evaluations/*/weights"))
+
+
+def test_an_evaluation_that_has_not_ended_goes_on(tmp_path: Path) -> None:
+    """Its weights are of the surviving history; those of one that has ended, or of lost steps, are removed."""
+    keep(tmp_path, 4, 5)
+    kept = keep(tmp_path, 8, 9)
+    keep(tmp_path, 12, 13)
+    assert find_interrupted(tmp_path, 10, done={4}) == Interrupted(step=8, kept=kept)
+    assert left(tmp_path) == ["step-000008"]
+    assert find_interrupted(tmp_path, 8, done={4}) == Interrupted(step=8, kept=kept)
+    assert find_interrupted(tmp_path, 7, done={4}) is None
+    assert left(tmp_path) == []
+
+
+def test_weights_that_were_not_written_to_the_end_are_no_weights(tmp_path: Path) -> None:
+    """The trainer was killed while it wrote them; the update had not been made, so the evaluation is due again."""
+    folder = folder_of(tmp_path, 4) / "weights" / ".v00000005-0123abcd"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"half")
+    assert find_interrupted(tmp_path, 4, done=()) is None
+    assert left(tmp_path) == []
+
+
+def test_kept_weights_are_read_back_as_they_were(tmp_path: Path) -> None:
+    """In the same order and buckets, so that a replica that reads the files finds what is announced."""
+    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    kept = KeptSnapshot.write(tmp_path, weights)
+    read = kept.load(device="cpu", max_bucket_bytes=8192, pool=None)
+    assert (read.version, read.manifest, read.digests) == (5, weights.manifest, weights.digests)
+    (kept.folder / "model.safetensors").unlink()
+    with pytest.raises(SetupError, match="policy version 5, which an evaluation plays"):
+        kept.load(device="cpu", max_bucket_bytes=8192, pool=None)
