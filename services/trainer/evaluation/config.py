@@ -16,11 +16,12 @@ _OF_THE_PATH = ("path", "hub_config", "split", "revision")
 
 
 class EvaluationSetConfig(SourceConfig):
-    """One evaluation set. What it leaves out is as in `[data]` and `[sampling]`; a set with a path of its own takes no
-    split, revision or configuration from there."""
+    """One evaluation set. What it leaves out is as in `[data]` and `[sampling]`; a set with a path of its own, or with
+    held-out pictures, takes no path, split, revision or configuration from there."""
 
     pictures: Literal["training", "held_out"] = "training"
-    """Pictures of the built-in data set: those that training draws from, or those that no training draws."""
+    """Pictures of the built-in data set: those that training draws from, or those that no training draws. held_out
+    names the built-in data set also where `[data]` names another."""
     num_prompts: int = pydantic.Field(default=0, ge=0)
     """How many rows to play, from the first. 0: all; the built-in data set has 10,000."""
     samples_per_prompt: int = pydantic.Field(default=1, ge=1)
@@ -109,17 +110,21 @@ def inherit(recipe: Any) -> Any:
     if not sets:
         return recipe
     for name, given in sets.items():
-        if _table(_table(recipe, "data"), "sources") and isinstance(given, Mapping) and "path" not in given:
+        if _table(_table(recipe, "data"), "sources") and isinstance(given, Mapping) and not _names_its_data(given):
             raise ValueError(f"evaluation.sets.{name} has no path, and [data.sources] has several; give it one")
     data, sampling = _table(recipe, "data"), _table(recipe, "sampling")
     common = {key: value for key, value in data.items() if key in SourceConfig.model_fields}
     common |= {key: value for key, value in sampling.items() if key in SamplingConfig.model_fields}
     of_others = {key: value for key, value in common.items() if key not in _OF_THE_PATH}
     whole = {
-        name: {**(of_others if "path" in given else common), **given} if isinstance(given, Mapping) else given
+        name: {**(of_others if _names_its_data(given) else common), **given} if isinstance(given, Mapping) else given
         for name, given in sets.items()
     }
     return {**recipe, "evaluation": {**recipe["evaluation"], "sets": whole}}
+
+
+def _names_its_data(given: Mapping[str, Any]) -> bool:
+    return "path" in given or given.get("pictures") == "held_out"
 
 
 def _table(tree: Any, key: str) -> Mapping[str, Any]:

@@ -92,6 +92,18 @@ def test_a_set_may_be_of_pictures_that_no_training_draws(tmp_path: Path) -> None
         opened(tmp_path, path="a.jsonl", pictures="held_out")
 
 
+def test_held_out_pictures_stay_built_in_where_training_reads_other_data(tmp_path: Path, rows: str) -> None:
+    """So a recipe with such a set can be run on data of one's own, without taking the set out."""
+    sets = {"held_out": {"pictures": "held_out", "num_prompts": 4}, "own": {}}
+    loaded = recipe(tmp_path, data={"path": rows, "split": "train"}, evaluation={"sets": sets})
+    held_out = loaded.evaluation.sets["held_out"]
+    assert (held_out.path, held_out.split) == ("", "")
+    assert loaded.evaluation.sets["own"].path == rows
+    sources = {"a": {"path": rows}, "b": {"path": rows}}
+    several = recipe(tmp_path, data={"sources": sources}, evaluation={"sets": {"held_out": sets["held_out"]}})
+    assert len(open_sets(several.evaluation, several.data)["held_out"]) == 4
+
+
 def test_more_prompts_than_rows_are_refused(tmp_path: Path, rows: str) -> None:
     """Of the slice, not of the file."""
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.s\.num_prompts = 3, but .* has 2 rows; lower it"):
