@@ -52,9 +52,13 @@ class HoldOut:
         return True
 
     async def update(self, replicas: Sequence[common_pb2.Replica]) -> list[common_pb2.Replica]:
-        """Replace those that are no longer among `replicas`; return all that are held out."""
+        """Replace those that are no longer among `replicas`; return all that are held out.
+
+        Those that an earlier trainer held out, `replica_ids` as this was made, are claimed by the first call.
+        """
         chosen = self._chosen(replicas)
-        if self.replica_ids != {each.replica_id for each in chosen}:
+        is_claimed = self._has_some.is_set() or not chosen
+        if not is_claimed or self.replica_ids != {each.replica_id for each in chosen}:
             await self._hold(chosen)
         spares = can_spare(replicas, chosen)
         if self._spares and chosen and not spares:
