@@ -100,7 +100,7 @@ class SecurityConfig(Config):
 
 
 def _find_model(given: Any) -> Any:
-    return shipped.find_model(given) if isinstance(given, str) else given
+    return str(shipped.find_model(given)) if isinstance(given, str) else given  # JSON has no paths
 
 
 ModelPath = Annotated[

@@ -106,6 +106,7 @@ def test_a_run_keeps_the_name_of_a_model_that_comes_with_penstock(tmp_path: Path
     assert given.model is not None
     assert given.model.path == TINY
     assert 'path = "builtin:tiny-qwen3-vl"' in dump(given)
+    assert Recipe.model_validate_json(given.model_dump_json()) == given
     assert 'path = "models/mine"' in dump(Recipe(model=ModelConfig(path=Path("models/mine"))))
 
 
