@@ -94,7 +94,7 @@ class _Players:
         ]
         self.engines = {lease.replica_id: _Engine(lease, asyncio.Semaphore(num)) for lease in leases}
         watch: Any = self.watch
-        self.pool = Pool(watch, watch)
+        self.pool = Pool(watch, watch, watch)
         self.slots = SlotPool(
             RouterConfig(max_waiting=_MANY_STEPS),
             self.pool,
