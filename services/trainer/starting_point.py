@@ -56,7 +56,7 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
     versions = await open_versions(bus)
     if checkpoint is None:
         versions.require_checkpoint(checkpoints.folder)
-        run_id = f"{settings.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_id = new_run_id(settings.run.name)
     elif "ledger" not in checkpoint.state:
         raise SetupError(
             f"{checkpoint.path} is a checkpoint of supervised training, which `penstock sft --resume` continues; to go "
@@ -67,3 +67,8 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
     return StartingPoint(
         run_id=run_id, folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, versions=versions
     )
+
+
+def new_run_id(name: str) -> str:
+    """Return an identity for a run that begins now, from its name."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

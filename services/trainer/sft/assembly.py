@@ -1,7 +1,6 @@
 """Builds the parts of supervised training, as the newest checkpoint says."""
 
 import math
-import time
 from pathlib import Path
 
 import pydantic
@@ -20,6 +19,7 @@ from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer, SftLoop
 from services.trainer.sft.sequences import DemonstrationReader
 from services.trainer.sft.validation import Validation
+from services.trainer.starting_point import new_run_id
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
 
@@ -48,8 +48,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
     backend = InProcessSupervisedBackend(path, config, seed=settings.run.seed)
     backend.load(None if checkpoint is None else checkpoint.path)
     step = 0 if checkpoint is None else checkpoint.step
-    run_id = f"{settings.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_id = run_id if checkpoint is None else str(checkpoint.state["run_id"])
+    run_id = new_run_id(settings.run.name) if checkpoint is None else str(checkpoint.state["run_id"])
     validation = None
     if sets:  # a reader of its own: training reads ahead in another thread meanwhile
         validation = Validation(sets=sets, reader=DemonstrationReader.open(path), limit=limit, backend=backend)
