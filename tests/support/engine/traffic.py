@@ -13,14 +13,17 @@ class Traffic(Generic[T]):
     def __init__(self, call: Callable[[int], Awaitable[T]], num: int) -> None:
         """Start calls; `call` gets their numbers, from 0."""
         self._call = call
+        self._num = num
         self._stopped = False
         self.calls: list[asyncio.Future[T]] = []
         for _ in range(num):
             self._start()
 
     async def under_way(self) -> None:
-        """Return when a call has ended; those that began with it have tokens by then."""
-        await asyncio.wait(self.calls, return_when=asyncio.FIRST_COMPLETED)
+        """Return when half as many calls have ended as run at a time: some end at their first token, but few."""
+        while len(self.calls) < self._num + self._num // 2:
+            running = [call for call in self.calls if not call.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
     def stop(self) -> None:
         """Begin no further call."""
