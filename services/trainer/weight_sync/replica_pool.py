@@ -1,0 +1,142 @@
+"""The live replicas as a push sees them: their leases, a connection to each, what each holds, and which have failed."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+import structlog
+
+from penstock.bus.buckets.replica_lease import ReplicaLeases
+from penstock.bus.buckets.watch import Watch
+from penstock.errors import PenstockError, UnavailableError
+from penstock.rpc.channel import connect
+from penstock.runtime.security import Security
+from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+from services.trainer.weight_sync.failed_replicas import FailedReplicas
+from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub
+from services.trainer.weight_sync.push_order import in_turn
+from services.trainer.weight_sync.push_stages import ChecksumError
+
+log = structlog.get_logger()
+
+# Only one push runs at a time, so a replica that is UPDATING was left behind by an earlier push, or its lease is old.
+_PUSHABLE = (
+    common_pb2.REPLICA_STATE_READY,
+    common_pb2.REPLICA_STATE_UPDATING,
+    common_pb2.REPLICA_STATE_BROKEN,
+)
+_READY = common_pb2.REPLICA_STATE_READY
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicaPool:
+    """Replicas by their leases. Connections are opened when they are needed, and kept while the replica lives."""
+
+    replicas: Watch
+    """The `replicas` bucket."""
+    failed: FailedReplicas
+    """Those whose last push failed."""
+    security: Security | None
+    """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
+    answer_within_s: float
+    """Deadline for a replica to say in which state it is."""
+    held: dict[Member, int] = field(default_factory=dict)
+    """The version that each replica reported last; 0 if its weights are not sound."""
+    _leases: ReplicaLeases = field(default_factory=ReplicaLeases)
+    _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
+
+    @property
+    def num_loaded(self) -> int:
+        """Replicas with a lease that have finished loading."""
+        return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
+
+    @property
+    def live(self) -> set[Member]:
+        """All replicas with a lease."""
+        return set(self._members(lambda _: True))
+
+    def pushable(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
+        """Return the replicas that can take a push and are `wanted`, in the order of their turns."""
+        return self._members(lambda replica: replica.state in _PUSHABLE and wanted(replica))
+
+    def sound(self) -> list[common_pb2.Replica]:
+        """Return the replicas that can take a push, and have not failed in the last one."""
+        replicas = self._leases.read(self.replicas.values).values()
+        return [one for one in replicas if one.state in _PUSHABLE and member_of(one) not in self.failed]
+
+    async def ask(
+        self, members: tuple[Member, ...], *, lagging_behind: int | None
+    ) -> tuple[tuple[Member, ...], dict[Member, PenstockError]]:
+        """Return which members can take a push, and why others failed, as they report themselves.
+
+        A lease may be old, or outlive its holder.
+
+        Args:
+            members: Whom to ask.
+            lagging_behind: Only those that do not serve this version.
+        """
+        if not members:
+            return (), {}
+        calls = PushCalls(members, self.stub, "")
+        request, timeout_s = rollout_pb2.GetReplicaRequest(), self.answer_within_s
+        chosen = []
+        try:
+            answers = await calls.each(lambda stub, _: stub.GetReplica(request, timeout=timeout_s))
+            for member, answer in answers.items():
+                replica = answer.replica
+                if replica.replica_id != member.replica_id:
+                    other = f"{replica.replica_id} answers at {member.address}"
+                    calls.fail(member, UnavailableError(f"{member.replica_id}: {other}; it was replaced"))
+                elif replica.state in _PUSHABLE and not serves(replica, lagging_behind):
+                    chosen.append(member)
+                    self.held[member] = replica.policy_version if replica.state == _READY else 0
+        except NoMembersLeftError:
+            log.debug("push.no_replica_answered")
+        return tuple(chosen), calls.failures
+
+    async def add_failure(self, member: Member, error: PenstockError, version: int) -> None:
+        """Record that a push to `member` failed, and close the connection."""
+        wait_s = self.failed.add(member, now=time.monotonic())
+        # A replica with wrong checksums is BROKEN, and gets no requests.
+        event = "replica.quarantined" if isinstance(error, ChecksumError) else "push.replica_failed"
+        log.error(event, version=version, replica_id=member.replica_id, reason=str(error), retry_after_s=wait_s)
+        await self._disconnect(member)
+
+    async def forget_the_dead(self) -> None:
+        """Close the connections to replicas whose lease is gone, and forget what is known of them."""
+        live = self.live
+        for member in self._channels.keys() - live:
+            await self._disconnect(member)
+        self.failed.keep_only(live)
+        self.held = {member: version for member, version in self.held.items() if member in live}
+
+    def stub(self, member: Member) -> Stub:
+        """Return the connection to `member`."""
+        if member not in self._channels:
+            self._channels[member] = connect(member.address, self.security)
+        return rollout_pb2_grpc.RolloutServiceStub(self._channels[member])
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for member in tuple(self._channels):
+            await self._disconnect(member)
+
+    def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
+        replicas = self._leases.read(self.replicas.values).values()
+        return [member_of(one) for one in in_turn(filter(wanted, replicas))]
+
+    async def _disconnect(self, member: Member) -> None:
+        channel = self._channels.pop(member, None)
+        if channel is not None:
+            await channel.close(None)
+
+
+def member_of(replica: common_pb2.Replica) -> Member:
+    """Return `replica` as a member of a push."""
+    return Member(replica.replica_id, replica.address)
+
+
+def serves(replica: common_pb2.Replica, version: int | None) -> bool:
+    """Return whether `replica` answers requests with this version."""
+    return replica.policy_version == version and replica.state == _READY
