@@ -1,0 +1,274 @@
+"""A training loop whose computing, checkpoints and evaluations go on when the test says so."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.runtime.process import end_task
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.ledger import GroupLedger
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.loop import TrainingLoop
+from services.trainer.position import Position
+from services.trainer.weight_sync.push_report import PushReport
+from tests.support.trainer.training_loops import UNUSED, training_loop
+from tests.support.waiting import HANG_S, promptly
+
+
+class GatedBackend:
+    """Notes what it is told, and goes on with each chunk and update when the test says so."""
+
+    def __init__(self) -> None:
+        """Wait at the first chunk."""
+        self._loop = asyncio.get_running_loop()
+        self._calls: asyncio.Queue[Any] = asyncio.Queue()
+        self._may_go_on = threading.Semaphore(0)
+
+    async def next_call(self) -> Any:
+        """What it is doing next: the indices of a chunk, or the name of a method."""
+        return await promptly(self._calls.get())
+
+    def go_on(self, num_calls: int = 1) -> None:
+        """Let it end what it is doing, and the calls after it."""
+        self._may_go_on.release(num_calls)
+
+    def begin_step(self, policy_version: int) -> None:
+        """Begin at once."""
+
+    def accumulate(self, groups: Sequence[Any]) -> None:
+        """Compute a chunk until the test says that it is enough."""
+        self._do([group.index for group in groups])
+
+    def finish_step(self) -> dict[str, float]:
+        """Update likewise."""
+        self._do("finish_step")
+        return {"grad_norm": 1.0, "num_groups": 4.0, "num_groups_without_gradient": 0.0}
+
+    def abort_step(self) -> None:
+        """Only note it."""
+        self._loop.call_soon_threadsafe(self._calls.put_nowait, "abort_step")
+
+    def _do(self, what: Any) -> None:
+        self._loop.call_soon_threadsafe(self._calls.put_nowait, what)
+        assert self._may_go_on.acquire(timeout=HANG_S)
+
+
+@dataclass
+class GatedCheckpoints:
+    """Writes each checkpoint until the test says that it is on disk."""
+
+    saved_version: int | None = None
+    write_s: float | None = None
+    moments: list[Any] = field(default_factory=list)
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of each moment, by its version."""
+    on_disk: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def moment(self, position: Position, metrics: Any = UNUSED) -> int:
+        """The version."""
+        self.metrics[position.version] = metrics
+        return position.version
+
+    async def write(self, moment: int) -> None:
+        """Wait for the test."""
+        self.moments.append(moment)
+        await promptly(self.on_disk.wait())
+
+    async def settle(self, moment: int) -> None:
+        """It is the newest."""
+        self.saved_version = moment
+
+
+class Loop(TrainingLoop):
+    """Without replicas and metrics."""
+
+    async def _copy_weights(self) -> Any:
+        return UNUSED
+
+    async def _push(self, weights: Any, metrics: dict[str, Any], clock: Any) -> None:
+        self.position.announced_version = self.position.version
+
+    def _describe(self, batch: Sequence[Any]) -> dict[str, Any]:
+        return {}
+
+    def _write_samples(self, finished: Any, step: int) -> None:
+        pass
+
+
+@dataclass
+class Rows:
+    """The metrics that were written."""
+
+    written: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Keep the row."""
+        self.written.append(row)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Trackers get the same."""
+
+
+@dataclass
+class PromptPublication:
+    """Pushes in no time."""
+
+    position: Position
+
+    async def publish(self, version: int, weights: Any) -> PushReport:
+        """Announce it at once."""
+        self.position.announced_version = version
+        return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=1, push_s=0.0, pause_s=0.0)
+
+
+class PushingLoop(TrainingLoop):
+    """With pushes and the metrics that follow from them."""
+
+    async def _copy_weights(self) -> Any:
+        return SimpleNamespace(version=self.position.version)
+
+    def _describe(self, batch: Sequence[Any]) -> dict[str, Any]:
+        return {"num_tokens": 1.0}
+
+    def _write_samples(self, finished: Any, step: int) -> None:
+        pass
+
+
+@dataclass
+class SlowSettlements(GatedCheckpoints):
+    """Settles when the test says so; the files are written at once."""
+
+    may_settle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def write(self, moment: int) -> None:
+        """It is on disk."""
+        self.moments.append(moment)
+
+    async def settle(self, moment: int) -> None:
+        """Wait for the test."""
+        await promptly(self.may_settle.wait())
+        self.saved_version = moment
+
+
+class GatedEvaluator:
+    """Evaluates the given steps, each until the test says that it is played."""
+
+    is_interrupted = False
+
+    def __init__(self, *steps: int, holds_out: bool = False) -> None:
+        """Nothing has been evaluated; whether replicas are held out."""
+        self._due = set(steps)
+        self.holds_out = holds_out
+        self.began: list[tuple[int, int]] = []
+        self.done: list[int] = []
+        self.is_played = asyncio.Event()
+
+    def is_due(self, step: int) -> bool:
+        """Until it is done."""
+        return step in self._due
+
+    async def evaluate(
+        self, step: int, version: int, *, has_received_all: Any, on_held_out: Callable[[], None] | None
+    ) -> None:
+        """Wait for the test."""
+        self.began.append((step, version))
+        if self.holds_out and on_held_out is not None:
+            self._due.discard(step)
+            on_held_out()
+        await promptly(self.is_played.wait())
+        self._due.discard(step)
+        self.done.append(step)
+
+
+@dataclass
+class Run:
+    """A loop at work, and what the test moves."""
+
+    ledger: GroupLedger[Any, Any]
+    changes: Changes
+    position: Position
+    batches: BatchSource
+    backend: GatedBackend
+    checkpoints: GatedCheckpoints
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    def finish(self, *indices: int) -> None:
+        """Groups arrive, played with the present version."""
+        for index in indices:
+            ready = SimpleNamespace(index=index, sequences=(range(3), range(7)))
+            group = SimpleNamespace(ready=ready, images={}, played=UNUSED)
+            version = self.position.version
+            arrival = Arrival(
+                index=index, attempt=0, oldest_version=version, newest_version=version, num_tokens=1, group=group
+            )
+            assert self.ledger.hold(arrival)
+        self.changes.notify()
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    *,
+    streams: bool = True,
+    groups_per_step: int = 4,
+    pass_tokens: int = 0,
+    pads_passes: bool = False,
+    evaluator: Any = None,
+    checkpoints: GatedCheckpoints | None = None,
+    rows: Rows | None = None,
+    **settings: Any,
+) -> AsyncIterator[Run]:
+    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics."""
+    ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
+    position = Position(num_steps=3, step=0, version=1, announced_version=1)
+    changes, backend, stop = Changes(), GatedBackend(), asyncio.Event()
+    checkpoints = checkpoints or GatedCheckpoints()
+
+    def admit() -> None:
+        while ledger.num_admissible(position.num_steps_left, num_steps_ahead=position.num_steps_ahead):
+            ledger.admit(position.announced_version or 0)
+
+    batches = BatchSource(
+        ledger=ledger,
+        feeder=SimpleNamespace(wake=admit),  # type: ignore[arg-type]
+        collector=SimpleNamespace(has_everything=UNUSED),  # type: ignore[arg-type]
+        changes=changes,
+        position=position,
+        streak=UNUSED,
+        streams=streams,
+        pass_tokens=pass_tokens,
+        pads_passes=pads_passes,
+    )
+    loop = training_loop(
+        folder,
+        batches=batches,
+        backend=backend,
+        crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
+        checkpoints=checkpoints,
+        evaluator=evaluator,
+        loop_type=Loop if rows is None else PushingLoop,
+        publication=PromptPublication(position),
+        publisher=SimpleNamespace(num_live_replicas=1),
+        metrics=rows,
+        trackers=rows,
+        **settings,
+    )
+
+    async def train() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await loop._train_until(stop, tasks)
+
+    admit()
+    task = asyncio.create_task(train())
+    yield Run(ledger, changes, position, batches, backend, checkpoints, stop, task)
+    backend.go_on(100)
+    await end_task(task)

@@ -1,0 +1,86 @@
+"""Nothing but the update waits for a checkpoint's files, and a stop keeps what has arrived."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.trainer.admission.group_state import GroupStatus
+from services.trainer.background import Lane
+from tests.support.trainer.gated_loop import Rows, SlowSettlements, running
+from tests.support.waiting import promptly, settled
+
+
+async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its files are written the next groups are computed; it is of the moment before them."""
+    async with running(tmp_path, checkpoint_every=1) as run:
+        free = Lane.free
+
+        async def free_at_last(lane: Lane) -> None:
+            """The files are on disk when the loop waits for them, not before."""
+            if run.checkpoints.moments:
+                run.checkpoints.on_disk.set()
+            await free(lane)
+
+        monkeypatch.setattr(Lane, "free", free_at_last)
+        run.finish(0, 1, 2, 3)
+        for what in ([0, 1, 2, 3], "finish_step"):
+            assert await run.backend.next_call() == what
+            run.backend.go_on()
+        run.finish(4, 5, 6, 7)
+        assert await run.backend.next_call() == [4, 5, 6, 7]
+        assert run.checkpoints.moments == [2]
+        assert not run.checkpoints.on_disk.is_set()
+        run.backend.go_on()
+        assert await run.backend.next_call() == "finish_step"
+        assert run.checkpoints.saved_version == 2
+        run.backend.go_on()
+
+
+async def test_the_times_of_a_step_include_its_wait_for_the_checkpoint_before(tmp_path: Path) -> None:
+    """Its push ends during that wait; its metrics are written when the step has ended."""
+    checkpoints, rows = SlowSettlements(), Rows()
+    async with running(tmp_path, checkpoints=checkpoints, rows=rows, checkpoint_every=1) as run:
+        run.backend.go_on(100)
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            while run.position.announced_version != first // 4 + 2:
+                await asyncio.sleep(0)
+        await settled()
+        assert [row["step"] for row in rows.written] == [1]
+        checkpoints.may_settle.set()
+        while len(rows.written) < 2:
+            await asyncio.sleep(0)
+        assert rows.written[1]["checkpoint_wait_s"] == checkpoints.metrics[3]["checkpoint_wait_s"]
+
+
+async def test_a_run_that_is_stopped_in_a_batch_keeps_its_groups(tmp_path: Path) -> None:
+    """The step is aborted; the last checkpoint is of the weights before it and has the groups still to be trained."""
+    async with running(tmp_path) as run:
+        run.finish(0, 3)
+        assert await run.backend.next_call() == [0, 3]
+        run.stop.set()
+        run.backend.go_on()
+        assert await run.backend.next_call() == "abort_step"
+        run.checkpoints.on_disk.set()
+        await promptly(run.task)
+        assert run.checkpoints.moments == [1]
+        assert run.position.step == 0
+        assert [run.ledger.status(index) for index in (0, 3)] == [GroupStatus.HELD] * 2
+        assert run.ledger.checkpoint().state["counts"]["trained"] == 0
+
+
+async def test_a_stop_does_not_throw_away_a_batch_that_is_there(tmp_path: Path) -> None:
+    """All that is missing arrives while the rest is computed: the step is taken, and is the last."""
+    async with running(tmp_path) as run:
+        run.finish(0)
+        assert await run.backend.next_call() == [0]
+        run.stop.set()
+        run.finish(1, 2, 3)
+        run.backend.go_on()
+        for what in ([1, 2, 3], "finish_step"):
+            assert await run.backend.next_call() == what
+            run.backend.go_on()
+        run.checkpoints.on_disk.set()
+        await promptly(run.task)
+        assert (run.position.step, run.checkpoints.moments) == (1, [2])

@@ -1,0 +1,71 @@
+"""When the training loop evaluates, and what waits for it."""
+
+import asyncio
+from pathlib import Path
+
+from services.trainer.admission.group_state import GroupStatus
+from tests.support.trainer.gated_loop import GatedEvaluator, running
+from tests.support.waiting import promptly, settled
+
+
+async def test_an_update_waits_for_the_evaluation_of_the_weights_that_it_changes(tmp_path: Path) -> None:
+    """The batch is computed meanwhile; afterwards the run goes on as without one."""
+    evaluator = GatedEvaluator(0)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.finish(0, 1, 2, 3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+        assert evaluator.began == [(0, 1)]
+        run.backend.go_on(2)
+        await settled()
+        assert (run.position.step, evaluator.done) == (0, [])
+        evaluator.is_played.set()
+        assert await run.backend.next_call() == "finish_step"
+        assert evaluator.done == [0]
+
+
+async def test_steps_go_on_beside_an_evaluation_that_holds_replicas_out(tmp_path: Path) -> None:
+    """The next evaluation waits for the end of the one before, and so does the end of the run."""
+    evaluator = GatedEvaluator(0, 2, holds_out=True)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.backend.go_on(100)
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+        run.finish(8, 9, 10, 11)
+        await settled()
+        assert (run.position.step, evaluator.began, evaluator.done) == (2, [(0, 1)], [])
+        evaluator.is_played.set()
+        await promptly(run.task)
+        assert (run.position.step, evaluator.began, evaluator.done) == (3, [(0, 1), (2, 3)], [0, 2])
+
+
+async def test_an_evaluation_that_is_stopped_comes_again(tmp_path: Path) -> None:
+    """Its step's weights are what the run continues from: the batch that was computed meanwhile is not trained."""
+    evaluator = GatedEvaluator(0)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.saved_version = 1
+        run.finish(0, 1, 2, 3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+        run.backend.go_on()
+        run.stop.set()
+        assert await run.backend.next_call() == "abort_step"
+        await promptly(run.task)
+        assert (run.position.step, evaluator.done, evaluator.is_due(0)) == (0, [], True)
+        assert {run.ledger.status(index) for index in range(4)} == {GroupStatus.HELD}
+
+
+async def test_the_last_weights_are_evaluated_once_they_are_saved(tmp_path: Path) -> None:
+    """A run that dies in its last evaluation then has it before it when it is continued."""
+    evaluator = GatedEvaluator(3)
+    evaluator.is_played.set()
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.backend.go_on(100)
+        for first in (0, 4, 8):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+        await promptly(run.task)
+        assert (run.checkpoints.saved_version, evaluator.began, evaluator.done) == (4, [(3, 4)], [3])
