@@ -69,7 +69,7 @@ test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out
 
 test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs libibverbs1; fetches it into .mooncake.
 	$(UV) pip install --quiet --python $(BIN)/python --target .mooncake --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
-	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/test_disaggregation.py $(ARGS)
+	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
 
 check: lint type proto-check settings-check test ## All that CI runs.
 

@@ -1,1 +1,1 @@
-"""The worker among real neighbours."""
+"""The bus on a real nats-server: streams, leases, locks, images, and connections that break."""

@@ -1,1 +1,1 @@
-"""The worker among real neighbours."""
+"""The launcher and the processes of its runs."""

@@ -14,7 +14,7 @@ from penstock import shipped
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = ROOT / "models" / "tiny-qwen3-vl"
 
 

@@ -28,7 +28,7 @@ from services.reward.server import OVERTIME_MEMORY_BYTES
 from services.router.tuning import OpenAITuning
 from tests.compose import stack
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 DOCKER = DEPLOY / "docker"
 BASE = DEPLOY / "docker-compose.yml"

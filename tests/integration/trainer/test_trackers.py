@@ -188,7 +188,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
 
 def test_trackers_are_told_what_decides_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The filters included; no address."""
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     recipe = load(Recipe, [Path("recipes/tiny-cpu.toml")], ["--filters.zero_variance=true"])
     settings = described(for_trainer(recipe))
     assert settings["filters.zero_variance"] == "True"

@@ -16,7 +16,7 @@ from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
-from tests.integration.test_routed_client import num_in_flight, request, routed, until_idle, until_routable
+from tests.integration.router.test_routed_client import num_in_flight, request, routed, until_idle, until_routable
 from tests.support.waiting import HANG_S, promptly, until
 
 CLOSED, OPEN = router_pb2.BREAKER_STATE_CLOSED, router_pb2.BREAKER_STATE_OPEN

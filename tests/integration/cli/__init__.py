@@ -1,0 +1,1 @@
+"""Commands of `penstock`, run as a person would."""

@@ -1,0 +1,1 @@
+"""What is deployed: the wheel, the compose stack, and the probe that containers ask."""

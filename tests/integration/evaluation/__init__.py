@@ -1,0 +1,1 @@
+"""Evaluations within a run and over an API, and replicas that are held out for them."""

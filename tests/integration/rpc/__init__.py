@@ -1,0 +1,1 @@
+"""Servers and clients over real connections: gRPC, HTTP and their ports."""
