@@ -1,0 +1,1 @@
+"""The publisher of weights over simulated engines."""

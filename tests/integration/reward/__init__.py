@@ -1,0 +1,1 @@
+"""The reward service over gRPC and HTTP, and its workers."""

@@ -1,0 +1,1 @@
+"""Who is let in, by token and TLS, to NATS and to every server."""
