@@ -1,15 +1,17 @@
-"""What several commands share: recipes and overrides in any order, and shell completion of settings."""
+"""What several commands share: recipes and overrides in any order, the run to resume, shell completion of settings."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from typer.core import TyperCommand
 
 from penstock import config as configuration
 from penstock import shipped
 from penstock.config import reference
 from penstock.errors import ConfigError
+from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 
 TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -17,6 +19,13 @@ TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 RECIPE_HELP = "Recipe: a TOML file, or the name of one that comes with Penstock; further ones override it."
 """Help of the argument that `load_recipes` reads."""
+
+RecipeArgument = Annotated[Path | None, typer.Argument(metavar="RECIPE...", help=RECIPE_HELP, show_default=False)]
+"""The first recipe; `sort_arguments` finds the others."""
+ResumeOption = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN_FOLDER", help="Continue the run in this folder.")
+]
+"""The run that `load_run` continues."""
 
 
 class RecipeCommand(TyperCommand):
@@ -55,3 +64,18 @@ def load_recipes(recipes: list[Path], overrides: list[str]) -> Recipe:
             "give a recipe, for example tiny-cpu, which comes with Penstock, or mine.toml; further ones override it"
         )
     return configuration.load(Recipe, [shipped.find_recipe(recipe) for recipe in recipes], overrides)
+
+
+def load_run(recipes: list[Path], overrides: list[str], *, resume: Path | None) -> tuple[Recipe, RunFolder | None]:
+    """Read the recipe of a new run, or that of the run in the folder `resume`, and open this folder.
+
+    Raises:
+        ConfigError: there is neither recipe nor run, or both, or something in the recipe is wrong.
+        SetupError: `resume` holds no run.
+    """
+    if resume is None:
+        return load_recipes(recipes, overrides), None
+    if recipes:
+        raise ConfigError(f"--resume {resume} brings its own recipe; leave out {recipes[0]}")
+    folder = RunFolder.open(resume)
+    return configuration.load(Recipe, [folder.config_file], overrides), folder

@@ -2,36 +2,23 @@
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock import config as configuration
-from penstock.errors import ConfigError
 from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
-from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
-from services.recipe import Recipe
+from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 
 _EXIT_INTERRUPTED = 130
 
 
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RECIPE...",
-            help=RECIPE_HELP,
-            show_default=False,
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN_FOLDER", help="Continue the run in this folder.")
-    ] = None,
+    recipe: RecipeArgument = None,
+    resume: ResumeOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print processes, addresses, GPUs and files, and start nothing.")
     ] = False,
@@ -43,14 +30,7 @@ def train(
     from services.trainer.evaluation.set_files import pin_sets
 
     recipes, overrides = sort_arguments(recipe, context.args)
-    if resume is not None and recipes:
-        raise ConfigError(f"--resume {resume} brings its own recipe; leave out {recipes[0]}")
-    folder = None if resume is None else RunFolder.open(resume)
-    settings = (
-        load_recipes(recipes, overrides)
-        if folder is None
-        else configuration.load(Recipe, [folder.config_file], overrides)
-    )
+    settings, folder = load_run(recipes, overrides, resume=resume)
     service_settings.require_inputs(settings)
     security = Security.load(settings.security)
     plan = launcher.plan_run(settings)

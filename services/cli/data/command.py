@@ -7,20 +7,13 @@ import typer
 
 from penstock.config import LogConfig
 from penstock.telemetry import log
-from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
+from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.cli.extras import import_with_extra
 
 
 def data(
     context: typer.Context,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RECIPE...",
-            help=RECIPE_HELP,
-            show_default=False,
-        ),
-    ] = None,
+    recipe: RecipeArgument = None,
     rows: Annotated[
         int | None, typer.Option("--rows", help="Read this many rows of each source; default: all.", min=1)
     ] = None,

@@ -8,20 +8,13 @@ import typer
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
-from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
+from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.cli.extras import import_with_extra
 
 
 def eval_(
     context: typer.Context,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RECIPE...",
-            help=RECIPE_HELP,
-            show_default=False,
-        ),
-    ] = None,
+    recipe: RecipeArgument = None,
     model: Annotated[
         Path | None,
         typer.Option("--model", metavar="FOLDER", help="Model, checkpoint or run; default: the recipe's model."),
