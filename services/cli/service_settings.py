@@ -14,8 +14,8 @@ from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
-from services.trainer.data.sources.files import require_files
-from services.trainer.evaluation.set_files import require_sets
+from services.trainer.data.sources.files import pin, require_files
+from services.trainer.evaluation.set_files import pin_sets, require_sets
 from services.trainer.sft.config import SftSettings
 from services.trainer.telemetry.trackers import require_packages
 
@@ -87,10 +87,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     Raises:
         ConfigError: there is no model or no data, the sampling cannot be trained on, or a tracker is not installed.
     """
-    for source in recipe.data.by_name.values():
-        require_files(source)
-    if recipe.evaluation.is_in_training:
-        require_sets(recipe.evaluation)
+    _require_data(recipe, with_sets=recipe.evaluation.is_in_training)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
     return TrainerSettings(
@@ -115,10 +112,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
     Raises:
         ConfigError: there is no model or no data, a setting does not apply, or a tracker is not installed.
     """
-    for source in recipe.data.by_name.values():
-        require_files(source)
-    if recipe.sft.validate_every:
-        require_sets(recipe.evaluation)
+    _require_data(recipe, with_sets=recipe.sft.validate_every > 0)
     require_packages(recipe.trackers)
     settings = SftSettings(
         sft=recipe.sft,
@@ -141,6 +135,24 @@ def require_inputs(recipe: Recipe) -> None:
     """
     for_engine(recipe)
     for_trainer(recipe)
+
+
+def pin_inputs(recipe: Recipe, *, with_sets: bool) -> Recipe:
+    """Return the recipe with the commits of its data on the Hugging Face Hub, and `with_sets` of its evaluation sets.
+
+    Raises:
+        DataError: there is no such data set, revision, configuration or split.
+        SetupError: the Hub cannot be reached, and its cache has no copy.
+    """
+    evaluation = pin_sets(recipe.evaluation, recipe.data) if with_sets else recipe.evaluation
+    return recipe.model_copy(update={"data": pin(recipe.data), "evaluation": evaluation})
+
+
+def _require_data(recipe: Recipe, *, with_sets: bool) -> None:
+    for source in recipe.data.by_name.values():
+        require_files(source)
+    if with_sets:
+        require_sets(recipe.evaluation)
 
 
 def _model(recipe: Recipe) -> ModelConfig:

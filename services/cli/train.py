@@ -11,6 +11,7 @@ from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
+from services.launch.run_folder import RunFolder
 
 _EXIT_INTERRUPTED = 130
 
@@ -25,9 +26,6 @@ def train(
 ) -> int:
     """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
     from services.launch import launcher
-    from services.launch.run_folder import RunFolder
-    from services.trainer.data.sources.files import pin
-    from services.trainer.evaluation.set_files import pin_sets
 
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
@@ -38,10 +36,7 @@ def train(
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
         return 0
-    evaluation = settings.evaluation
-    if evaluation.is_in_training:
-        evaluation = pin_sets(evaluation, settings.data)
-    settings = settings.model_copy(update={"data": pin(settings.data), "evaluation": evaluation})
+    settings = service_settings.pin_inputs(settings, with_sets=settings.evaluation.is_in_training)
     folder = folder or RunFolder.create(settings.run)  # only now: no mistake leaves a folder behind
     hide_secrets()
     with folder.locked():

@@ -14,8 +14,6 @@ from services.launch.display import Display, open_display
 from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
-from services.trainer.data.sources.files import pin
-from services.trainer.evaluation.set_files import pin_sets
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train as train_supervised
 
@@ -52,10 +50,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     Raises:
         UserError: the data are not on the Hub, or the run folder cannot be used.
     """
-    evaluation = recipe.evaluation
-    if recipe.sft.validate_every:
-        evaluation = pin_sets(evaluation, recipe.data)
-    recipe = recipe.model_copy(update={"data": pin(recipe.data), "evaluation": evaluation})
+    recipe = service_settings.pin_inputs(recipe, with_sets=recipe.sft.validate_every > 0)
     settings = service_settings.for_sft(recipe)
     folder = folder or RunFolder.create(recipe.run)  # only now: no mistake leaves a folder behind
     hide_secrets()
