@@ -79,11 +79,7 @@ def add(left: Value, right: Value) -> Value:
         return CONTEXT.add(to_decimal(left), to_decimal(right))
     terms = dict(left)
     for key, coefficient in right.items():
-        total = terms.get(key, 0) + coefficient
-        if total:
-            terms[key] = total
-        else:
-            del terms[key]
+        _add_term(terms, key, coefficient)
     return _bounded(terms)
 
 
@@ -109,11 +105,7 @@ def multiply(left: Value, right: Value) -> Value:
                 root = (radicand // common) * (other // common)
                 product *= -common if radicand < 0 and other < 0 else common
             key = (root, _merge(names, other_names))
-            total = terms.get(key, 0) + product
-            if total:
-                terms[key] = total
-            else:
-                del terms[key]
+            _add_term(terms, key, product)
     return _bounded(terms)
 
 
@@ -308,6 +300,14 @@ def _rational_root(value: Rational, degree: int) -> Terms | None:
     if numerator is None or denominator is None:
         return None
     return constant(Fraction(numerator if value > 0 else -numerator, denominator))
+
+
+def _add_term(terms: Terms, key: tuple[int, Monomial], coefficient: Rational) -> None:
+    total = terms.get(key, 0) + coefficient
+    if total:
+        terms[key] = total
+    else:
+        del terms[key]
 
 
 def _bounded(terms: Terms) -> Terms:
