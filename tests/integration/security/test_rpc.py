@@ -55,6 +55,13 @@ async def version_at(address: str, security: Security) -> int:
         return (await client.list_replicas()).published_version
 
 
+async def silent_until(ended: asyncio.Event) -> AsyncIterator[bytes]:
+    """Send no request."""
+    await ended.wait()
+    for request in ():
+        yield request
+
+
 @pytest.mark.parametrize("token", ["", WRONG, TOKEN[:-1], f"{TOKEN}0"])
 async def test_a_caller_without_the_token_is_refused_and_learns_nothing(token: str) -> None:
     """Not even which methods there are; its client says what to do; the servicer never hears of it."""
@@ -68,17 +75,10 @@ async def test_a_caller_without_the_token_is_refused_and_learns_nothing(token: s
 
 async def test_a_refused_request_is_not_read() -> None:
     """What is no message, or a long one, is refused as every other; so is one that has not come yet."""
-
     ended = asyncio.Event()
-
-    async def never() -> AsyncIterator[bytes]:
-        await ended.wait()
-        for request in ():
-            yield request
-
     async with serving(Security(token=TOKEN)) as (address, _), connect(address, Security()) as channel:
         upload = channel.stream_unary(METHOD)  # type: ignore[call-arg]  # bytes need no serializers
-        assert await upload(never(), timeout=10.0).code() == grpc.StatusCode.UNAUTHENTICATED
+        assert await upload(silent_until(ended), timeout=10.0).code() == grpc.StatusCode.UNAUTHENTICATED
         answers = {await ask(channel, METHOD, request) for request in (b"", b"\xff no message", bytes(50 * 2**20))}
         assert len(answers) == 1
         ended.set()
@@ -86,21 +86,14 @@ async def test_a_refused_request_is_not_read() -> None:
 
 async def test_health_is_told_to_strangers_unread() -> None:
     """Whatever they send, and before they have sent it: a health check is no way to fill a server's memory."""
-
     ended = asyncio.Event()
-
-    async def never() -> AsyncIterator[bytes]:
-        await ended.wait()
-        for request in ():
-            yield request
-
     async with serving(Security(token=TOKEN)) as (address, _), connect(address, Security()) as channel:
         check, watch = (f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch"))
         checking = channel.stream_unary(check)  # type: ignore[call-arg]  # bytes need no serializers
-        for request in (never(), iter([bytes(50 * 2**20)])):
+        for request in (silent_until(ended), iter([bytes(50 * 2**20)])):
             answer = await checking(request, timeout=10.0)
             assert health_pb2.HealthCheckResponse.FromString(answer).status == SERVING
-        watching = channel.stream_stream(watch)(never(), timeout=10.0)  # type: ignore[call-arg]
+        watching = channel.stream_stream(watch)(silent_until(ended), timeout=10.0)  # type: ignore[call-arg]
         assert health_pb2.HealthCheckResponse.FromString(await watching.read()).status == SERVING
         watching.cancel()
         ended.set()
