@@ -1,6 +1,7 @@
 """GroupLedger: what becomes of each group."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -142,12 +143,13 @@ def test_refilled_batches_are_of_the_published_version() -> None:
     assert (ledger.counts.trained, ledger.num_untrained) == (9, 0)
 
 
-def test_a_failure_does_not_replace_an_attempt_in_hand() -> None:
+@pytest.mark.parametrize("report", [GroupLedger.fail, GroupLedger.lose])
+def test_a_failure_or_loss_does_not_replace_an_attempt_in_hand(report: Callable[[GroupLedger, int, int], bool]) -> None:
     """What is held can still be trained."""
     ledger = ledger_of()
     ledger.admit(1)
     ledger.hold(arrival(0))
-    assert not ledger.fail(0, 1)
+    assert not report(ledger, 0, 1)
     assert ledger.status(0) is GroupStatus.HELD
 
 
@@ -217,15 +219,6 @@ def test_a_group_whose_images_are_gone_is_admitted_again() -> None:
     assert ledger.settle(ledger.checkpoint()) == ["early", "late"]
     assert restored(ledger).admit(2).attempt == 1
     assert ledger.counts.lost == 2
-
-
-def test_a_loss_does_not_replace_an_attempt_in_hand() -> None:
-    """What is held can still be trained."""
-    ledger = ledger_of()
-    ledger.admit(1)
-    ledger.hold(arrival(0))
-    assert not ledger.lose(0, 1)
-    assert ledger.status(0) is GroupStatus.HELD
 
 
 def test_a_failure_behind_a_stale_attempt_is_not_forgotten() -> None:
