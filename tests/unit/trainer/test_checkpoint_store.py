@@ -123,6 +123,15 @@ def test_later_steps_of_a_history_that_was_given_up_do_not_come_back(tmp_path: P
     assert latest.state == {"life": 2}
 
 
+def _number_from(script: str, folder: Path, argument: str) -> int:
+    """Run a script of this module to its end, and return the last number that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder), argument], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
 _KILLED_EVERYWHERE = """
 import json, os, shutil, sys
 from pathlib import Path
@@ -172,11 +181,7 @@ for moment in range(1, 1000):
 @pytest.mark.parametrize("before", ["3", "2", "2,3"])
 def test_a_trainer_killed_at_any_moment_of_saving_has_a_checkpoint(tmp_path: Path, before: str) -> None:
     """Before each change to the disk, also where the step is saved for the second time and there is no other."""
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED_EVERYWHERE, str(tmp_path), before], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 5
+    assert _number_from(_KILLED_EVERYWHERE, tmp_path, before) > 5
 
 
 _REPLACED_EVERYWHERE = """
@@ -240,11 +245,7 @@ print(codes.count(1))
 @pytest.mark.parametrize("step", ["2", "3", "4"])
 def test_a_trainer_that_is_replaced_while_it_saves_changes_nothing_of_its_successors(tmp_path: Path, step: str) -> None:
     """Whatever it is about to do when the successor starts and saves: an earlier step, the same one, or a later one."""
-    done = subprocess.run(
-        [sys.executable, "-c", _REPLACED_EVERYWHERE, str(tmp_path), step], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 10
+    assert _number_from(_REPLACED_EVERYWHERE, tmp_path, step) > 10
 
 
 def test_says_so_when_the_checkpoints_are_gone(tmp_path: Path) -> None:
