@@ -21,6 +21,8 @@ EXIT_FAILURE = 1
 """Exit code of every other failure."""
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and the number of SIGINT."""
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | None = None) -> int:

@@ -48,8 +48,6 @@ app.command()(init)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 
-_EXIT_INTERRUPTED = 130
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for what a person must change, 1 for every other failure."""
@@ -61,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     except PenstockError as error:
         return process.report_error(error)
     except (KeyboardInterrupt, typer.Abort):
-        return _EXIT_INTERRUPTED
+        return process.EXIT_INTERRUPTED
     return code if isinstance(code, int) else 0
 
 

@@ -13,8 +13,6 @@ from services.cli import service_settings
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.launch.run_folder import RunFolder
 
-_EXIT_INTERRUPTED = 130
-
 
 def train(
     context: typer.Context,
@@ -50,4 +48,4 @@ def train(
             interrupted = stop.is_set()
 
         code = process.run(run)
-    return _EXIT_INTERRUPTED if interrupted else code
+    return process.EXIT_INTERRUPTED if interrupted else code

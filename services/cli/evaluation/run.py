@@ -39,7 +39,6 @@ API_KEY: Final = "OPENAI_API_KEY"
 _MODEL_VERSION = 0
 """What engines without a trainer call the model that they loaded."""
 _EXIT_FAILED_PROMPTS = 1
-_EXIT_INTERRUPTED = 130
 
 Play = Callable[[OnPlayed], Awaitable[None]]
 
@@ -152,7 +151,7 @@ class _Evaluating:
         if self._is_interrupted:
             num_prompts = sum(map(len, self._sets.values()))
             sys.stdout.write(f"\nstopped after {num_played} of {num_prompts} prompts; their answers are in {samples}\n")
-            return _EXIT_INTERRUPTED
+            return process.EXIT_INTERRUPTED
         summaries = {name: self._summary(name) for name in self._sets}
         write_results(self._folder.path, about=self._about(), summaries=summaries)
         lines = [f"model   {self._model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]

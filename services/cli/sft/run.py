@@ -17,8 +17,6 @@ from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train as train_supervised
 
-_EXIT_INTERRUPTED = 130
-
 
 class _Shown(Observer):
     """Shows a run on the terminal."""
@@ -68,7 +66,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
                 model = await train_supervised(settings, folder.path, stop, _Shown(display))
             except asyncio.CancelledError:  # a second Ctrl-C: whoever asks twice does not wait for the step in hand
                 display.close()
-                os._exit(_EXIT_INTERRUPTED)
+                os._exit(process.EXIT_INTERRUPTED)
             finally:
                 display.close()
             is_interrupted = stop.is_set()
@@ -76,4 +74,4 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
         code = process.run(run)
         if model is not None:
             sys.stdout.write(f"model {model}\n")
-    return _EXIT_INTERRUPTED if is_interrupted else code
+    return process.EXIT_INTERRUPTED if is_interrupted else code
