@@ -108,7 +108,7 @@ class CollectivePush:
         calls = self._calls
         failures = dict(calls.failures)
         if not failures:
-            return self._outcome(calls.members, {}, (), is_reusable=not self._transport.is_closed)
+            return self._outcome(calls.members, {}, is_reusable=not self._transport.is_closed)
         await self._close_group()
         done = calls.members if self._transferred else ()
         ended = [member for member in (*calls.members, *failures) if member not in done]
@@ -122,7 +122,6 @@ class CollectivePush:
         return self._outcome(
             done,
             {member: error for member, error in failures.items() if member in to_blame},
-            tuple(member for member in ended if member not in to_blame),
             is_reusable=False,
         )
 
@@ -130,7 +129,6 @@ class CollectivePush:
         self,
         done: tuple[Member, ...],
         failed: Mapping[Member, PenstockError],
-        again: tuple[Member, ...],
         *,
         is_reusable: bool,
     ) -> PushOutcome:
@@ -139,7 +137,6 @@ class CollectivePush:
             done=done,
             failed=failed,
             failed_in=self._failed_in,
-            again=again,
             is_reusable=is_reusable,
             paused_s={member: now - paused_at for member, paused_at in self._paused_at.items()},
             stages_s=self._stages_s,

@@ -94,7 +94,7 @@ class Push:
         part, transport = await self._selector.next(
             left,
             self._weights,
-            held=self._pool.held,
+            versions=self._pool.versions,
             failed_delta=self._failed_delta,
             only_lagging=self._only_lagging,
         )

@@ -9,7 +9,7 @@ from services.trainer.weight_sync.push_calls import Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOutcome:
-    """How a push ended for each member."""
+    """How a push ended. Members that are neither done nor failed suffered from others: another push may succeed."""
 
     done: tuple[Member, ...]
     """Members that serve the version."""
@@ -17,8 +17,6 @@ class PushOutcome:
     """Members that failed by themselves, and why."""
     failed_in: Mapping[Member, str]
     """The stage in which each of them failed."""
-    again: tuple[Member, ...] = ()
-    """Members that failed because of others: worth another push without those."""
     is_reusable: bool
     """Whether the transport can carry another push to the same members."""
     paused_s: Mapping[Member, float]

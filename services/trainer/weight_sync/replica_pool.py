@@ -41,7 +41,7 @@ class ReplicaPool:
     """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
     answer_within_s: float
     """Deadline for a replica to say in which state it is."""
-    held: dict[Member, int] = field(default_factory=dict)
+    versions: dict[Member, int] = field(default_factory=dict)
     """The version that each replica reported last; 0 if its weights are not sound."""
     _leases: ReplicaLeases = field(default_factory=ReplicaLeases)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class ReplicaPool:
                     calls.fail(member, UnavailableError(f"{member.replica_id}: {other}; it was replaced"))
                 elif replica.state in _PUSHABLE and not serves(replica, lagging_behind):
                     chosen.append(member)
-                    self.held[member] = replica.policy_version if replica.state == _READY else 0
+                    self.versions[member] = replica.policy_version if replica.state == _READY else 0
         except NoMembersLeftError:
             log.debug("push.no_replica_answered")
         return tuple(chosen), calls.failures
@@ -109,7 +109,7 @@ class ReplicaPool:
         for member in self._channels.keys() - live:
             await self._disconnect(member)
         self.failed.keep_only(live)
-        self.held = {member: version for member, version in self.held.items() if member in live}
+        self.versions = {member: version for member, version in self.versions.items() if member in live}
 
     def stub(self, member: Member) -> Stub:
         """Return the connection to `member`."""

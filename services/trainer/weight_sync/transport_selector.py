@@ -57,7 +57,7 @@ class TransportSelector:
         members: tuple[Member, ...],
         weights: WeightSnapshot,
         *,
-        held: Mapping[Member, int],
+        versions: Mapping[Member, int],
         failed_delta: set[Member],
         only_lagging: bool,
     ) -> tuple[tuple[Member, ...], Transport]:
@@ -66,7 +66,7 @@ class TransportSelector:
         Args:
             members: One or more.
             weights: The snapshot that was last passed to `make_ready`.
-            held: The version that each member holds, if it is sound.
+            versions: The version that each member holds, if it is sound.
             failed_delta: Members for which the delta to this version has failed.
             only_lagging: The members are late, and no others wait for them.
 
@@ -78,7 +78,7 @@ class TransportSelector:
         if folder is not None and wants_files and (readers := self._fit(members, DiskTransport.name)):
             return readers, DiskTransport(folder)
         if self._config.transport == "delta":
-            return await self._delta(members, held, failed_delta)
+            return await self._delta(members, versions, failed_delta)
         memory = weights.shared_memory
         if memory is not None and (near := self._fit(members, SharedMemoryTransport.name)):
             return near, SharedMemoryTransport(memory)
@@ -124,11 +124,11 @@ class TransportSelector:
         return tuple(member for member in members if member not in self._unfit.get(name, ()))
 
     async def _delta(
-        self, members: tuple[Member, ...], held: Mapping[Member, int], failed_delta: set[Member]
+        self, members: tuple[Member, ...], versions: Mapping[Member, int], failed_delta: set[Member]
     ) -> tuple[tuple[Member, ...], DeltaTransport]:
-        for version in {held.get(member, 0) for member in members}:
+        for version in {versions.get(member, 0) for member in members}:
             delta = self._deltas.since(version)
-            near = tuple(member for member in members if held.get(member) == version and member not in failed_delta)
+            near = tuple(member for member in members if versions.get(member) == version and member not in failed_delta)
             if delta is not None and near:
                 return near, delta
         return members, await self._deltas.all_weights()
