@@ -192,10 +192,21 @@ def _tensorboard(run: TrackedRun) -> "GeneralTracker":
 def _wandb(run: TrackedRun) -> "GeneralTracker":
     from accelerate.tracking import WandBTracker
 
+    class Tracker(WandBTracker):  # type: ignore[misc]  # accelerate is untyped
+        """Draws everything over `step`, and numbers rows apart from it: W&B ignores a row below its newest number."""
+
+        def start(self) -> None:
+            super().start()
+            self.run.define_metric("*", step_metric="step")
+            self.next_number = self.run.starting_step
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            number = max(step, self.next_number)
+            super().log(values, step=number, commit=True)
+            self.next_number = number + 1
+
     settings = {"console": "off", "silent": True}  # the trainer's log is its own
-    return WandBTracker(
-        run.project, id=run.run_id, name=run.name, dir=str(run.folder), resume="allow", settings=settings
-    )
+    return Tracker(run.project, id=run.run_id, name=run.name, dir=str(run.folder), resume="allow", settings=settings)
 
 
 def _mlflow(run: TrackedRun) -> "GeneralTracker":

@@ -60,7 +60,7 @@ while position + 7 <= len(content):
         if parsed.HasField("history"):
             history = parsed.history
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
-            rows.append((history.step.num, items.get("reward_mean")))
+            rows.append((items["step"], items.get("reward_mean", items.get("eval/a/score"))))
 print(json.dumps(rows))
 """
 
@@ -143,6 +143,32 @@ def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
     assert len(files) == 2
     rows = [tuple(row) for file in files for row in json.loads(python(READ_WANDB, str(file)))]
     assert rows == [(step, pytest.approx(step / 10)) for step in range(1, 5)]
+
+
+@pytest.mark.slow
+def test_wandb_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -> None:
+    """It has the step of its weights, and neither replaces nor hides a step's row."""
+    evaluation = {"step": 2, "eval/a/score": 0.75}
+    log_rows("wandb", tmp_path, [*ROWS[:3], evaluation, ROWS[3]], WANDB_MODE="offline")
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{RUN_ID}.wandb")
+    assert json.loads(python(READ_WANDB, str(file))) == [
+        [1, pytest.approx(0.1)],
+        [2, pytest.approx(0.2)],
+        [3, pytest.approx(0.3)],
+        [2, 0.75],
+        [4, pytest.approx(0.4)],
+    ]
+
+
+def test_tensorboard_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -> None:
+    """It has the step of its weights, and hides no row of a step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_rows("tensorboard", tmp_path, [*ROWS[:3], {"step": 2, "eval/a/score": 0.75}, ROWS[3]])
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "tiny"))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("eval/a/score")] == [(2, 0.75)]
+    assert [each.step for each in events.Scalars("reward_mean")] == [1, 2, 3, 4]
 
 
 def test_a_failing_tracker_warns_once_and_delays_no_other(tmp_path: Path) -> None:
