@@ -43,16 +43,16 @@ class BatchReader:
             DataError: a row is wrong and wrong rows are refused, or an epoch has no row to learn from.
         """
         sequences: list[TrainSequence] = []
-        size = num_passed_over = 0
+        size = num_passed_over = num_in_a_row = 0
         position = start
         while size < self._size:
             found = self._dataset.playable(position)
             if isinstance(found, FilterReason):
                 num_passed_over += 1
-                if num_passed_over > self._dataset.num_rows:
+                num_in_a_row += 1
+                if num_in_a_row > self._dataset.num_rows:
                     raise DataError(
-                        f"{num_passed_over} rows one after the other are too long or wrong; `penstock data --sft` says "
-                        "why"
+                        f"{num_in_a_row} rows one after the other are too long or wrong; `penstock data --sft` says why"
                     )
             else:
                 try:
@@ -60,6 +60,7 @@ class BatchReader:
                 except InvalidRequestError as error:
                     name, number = self._dataset.row_at(position)
                     raise self._dataset.sources[name].wrong(number, error) from None
+                num_in_a_row = 0
                 added = len(sequence) if self._counts_tokens else 1
                 if sequences and size + added > self._size:
                     break
