@@ -116,13 +116,12 @@ class ReplicaHolding:
         Raises:
             SupersededError: another trainer has taken over.
         """
-        if self._record.value.policy_version:
-            await self._record.clear()
-        await self._publisher.release_held_out()
+        await self._publisher.release_held_out()  # first: until then it may write the record
+        await self.clear()
         await asyncio.to_thread(remove_kept, folder_of(self._run_folder, step) / _WEIGHTS)
 
     async def clear(self) -> None:
-        """Have routers forget what an earlier trainer held out.
+        """Have routers forget what is held out, which the publisher must have released.
 
         Raises:
             SupersededError: another trainer has taken over.

@@ -183,9 +183,10 @@ class WeightPublisher:
             self._hold_out = hold_out
 
     async def release_held_out(self) -> None:
-        """Hold nothing out any more; the replicas catch up."""
+        """Hold nothing out any more; the replicas catch up. Once this returns, nobody writes the hold-out's record."""
+        self._hold_out = None  # a look that waits for the lock replaces no replica
         async with self._lock:
-            self._hold_out = None
+            pass  # one that has the lock has ended
 
     async def close(self) -> None:
         """Leave the process group, finish writing weight files, and close all channels."""

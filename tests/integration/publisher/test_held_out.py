@@ -1,22 +1,26 @@
 """Replicas that an evaluation holds out: they keep its version, are replaced with its weights, and catch up."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from penstock.bus.connection import Bus
+from penstock.runtime.process import end_task
 from services.rollout.testing.memory_sink import Fault
+from services.trainer.evaluation.holding import ReplicaHolding
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
 from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
 from services.trainer.weight_sync.held_out.record import open_held_out_record
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from tests.support.waiting import promptly
+from tests.support.waiting import promptly, until
 from tests.support.weights.publishing import (
     assert_serving,
     kept_current,
     publishing,
     replicas_of,
     snapshot,
+    until_seen,
     until_serving,
 )
 
@@ -116,3 +120,34 @@ async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(b
             await assert_serving(second, 5)
             first.kill()
             await until_serving(second, 1)
+
+
+@pytest.mark.parametrize("look", ["waits for the lock", "has the lock"])
+async def test_the_end_of_an_evaluation_ends_the_replacement_of_replicas(bus: Bus, tmp_path: Path, look: str) -> None:
+    """One that dies while weights are pushed is not replaced after the end: routers would call its heir no more."""
+    async with replicas_of(bus, 3) as (first, second, third), publishing(bus, transport="shared_memory") as publisher:
+        await publisher.publish(snapshot(1, shared=True))
+        record = await open_held_out_record(bus, trainer_epoch="a")
+        holding = ReplicaHolding(publisher, record, run_folder=tmp_path, num=1)
+        hold_out = await promptly(holding.begin(4, 1))
+        assert hold_out is not None
+        await publisher.publish(snapshot(2, shared=True))
+        async with publisher._lock:  # as a publication has it
+            first.kill()
+            await until_seen(publisher, lambda leases: first.replica_id not in leases)
+            looking = asyncio.create_task(publisher.keep_current())
+            if look == "waits for the lock":
+                await until(lambda: publisher._lock._waiters)
+                ending = asyncio.create_task(holding.end(4))
+                await until(lambda: not record.value.policy_version or len(publisher._lock._waiters or ()) == 2)
+        if look == "has the lock":
+            await until(lambda: hold_out.replica_ids != {first.replica_id})
+            ending = asyncio.create_task(holding.end(4))
+        await promptly(ending)
+        for replica in (second, third):
+            await until_serving(replica, 2)
+        await end_task(looking)
+        assert not (await open_held_out_record(bus, trainer_epoch="b")).value.policy_version
+        await publisher.publish(snapshot(3, shared=True))
+        for replica in (second, third):
+            await assert_serving(replica, 3)
