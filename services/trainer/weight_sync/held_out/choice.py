@@ -1,8 +1,8 @@
 """Which replicas an evaluation holds out of pushes. Pure.
 
-Invariants: at least one replica (of each role, where they answer in pairs) is held out, and all others but one at most;
-with a single replica that one is held out, and training waits for it. Replicas that are held out stay so while they
-live.
+Invariants: at least one replica that can answer is held out, or one prefill and one decode replica where there are only
+pairs. Training keeps at least one of each kind that is held out, or whole pairs, unless there is only one: that one is
+held out, and `can_spare` says that training has none. Replicas that are held out stay so while they live.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,7 +25,8 @@ def choose_held_out(
     Args:
         replicas: Those that can take a push.
         held_out: Ids of those that are held out.
-        num: How many to hold out, at least 1; of PD pairs, so many prefill and so many decode replicas.
+        num: How many to hold out, at least 1; of PD pairs, n prefill and n decode replicas. Unified replicas go first,
+            and may all be held out where training has a pair.
         version: The version of the evaluation.
     """
 
