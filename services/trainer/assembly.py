@@ -33,7 +33,7 @@ from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncCo
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.evaluation.evaluator import Evaluator
-from services.trainer.evaluation.holding import ReplicaHolding
+from services.trainer.evaluation.holding import ReplicaHolding, give_up_interrupted
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
@@ -160,8 +160,8 @@ async def assemble(
                 publisher, record, run_folder=start.folder, num=settings.evaluation.held_out_replicas
             ),
         )
-    elif record.value.policy_version:
-        await record.clear()
+    else:
+        await give_up_interrupted(start.folder, record)
     consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
     collector = Collector(
         consumer=consumer,

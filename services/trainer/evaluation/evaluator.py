@@ -25,7 +25,7 @@ from penstock.bus.image_store import ImageStore
 from penstock.records import Group, GroupId
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.evaluation.evaluation import Evaluation
-from services.trainer.evaluation.holding import ReplicaHolding, find_interrupted, folder_of
+from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, find_interrupted, folder_of
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile, read_samples
 from services.trainer.evaluation.sets import EvaluationSet
@@ -58,7 +58,7 @@ class Evaluator:
         holding: ReplicaHolding | None = None,
         is_resumed: bool = True,
     ) -> None:
-        """Go on after the checkpoint of `step`; what was evaluated after it is of lost weights.
+        """Go on after the checkpoint of `step`; `open` comes before all else.
 
         Args:
             config: When evaluations are due.
@@ -72,7 +72,8 @@ class Evaluator:
             step: Optimizer steps taken.
             num_steps: Optimizer steps of the whole run.
             holding: Holds replicas out of pushes; None: never.
-            is_resumed: Whether there is a checkpoint. Without one the run begins anew, and so do its evaluations.
+            is_resumed: Whether there is a checkpoint. Without one the run begins anew, perhaps with another model, and
+                so do its evaluations.
         """
         self._config = config
         self._sets = sets
@@ -84,10 +85,11 @@ class Evaluator:
         self._epoch = epoch
         self._num_steps = num_steps
         self._holding = holding
-        self._done = _keep_until(folder, step)
-        self._interrupted = find_interrupted(folder, step if is_resumed else -1, done=self._done)
-        self._hold_out: HoldOut | None = None
-        """Of the interrupted evaluation."""
+        self._last_step = step if is_resumed else -1
+        """The last one whose weights the surviving history has."""
+        self._done: set[int] = set()
+        self._interrupted: Interrupted | None = None
+        self._interrupted_hold_out: HoldOut | None = None
         self._playing: int | None = None
         """The step whose weights are being evaluated."""
         self._current: Evaluation | None = None
@@ -104,17 +106,21 @@ class Evaluator:
         return wanted and step not in self._done and step != self._playing and not is_interrupted
 
     async def open(self) -> None:
-        """Before anything is published: hold out again what an interrupted evaluation held out, or nothing.
+        """Before anything is published: read what the run folder has of evaluations, and remove those of lost weights.
+
+        What an interrupted evaluation held out is held out again; otherwise nothing is.
 
         Raises:
             SupersededError: another trainer has taken over.
         """
+        self._done = await asyncio.to_thread(_keep_until, self._folder, self._last_step)
+        self._interrupted = await asyncio.to_thread(find_interrupted, self._folder, self._last_step, done=self._done)
         if self._holding is None:
             return
         if self._interrupted is None:
             await self._holding.clear()
         else:
-            self._hold_out = await self._holding.go_on(self._interrupted)
+            self._interrupted_hold_out = await self._holding.go_on(self._interrupted)
 
     @property
     def is_interrupted(self) -> bool:
@@ -129,7 +135,7 @@ class Evaluator:
             SetupError: NATS lost the run's state.
             SupersededError: another trainer has taken over.
         """
-        interrupted, hold_out = self._interrupted, self._hold_out
+        interrupted, hold_out = self._interrupted, self._interrupted_hold_out
         assert interrupted is not None, "there is something to go on with"
         assert hold_out is not None, "replicas are held out for it"
         path = folder_of(self._folder, interrupted.step) / SAMPLES_FILE
@@ -141,7 +147,7 @@ class Evaluator:
         ]
         await hold_out.until_some()
         await self._play(interrupted.step, version, outcomes, hold_out=hold_out, has_received_all=has_received_all)
-        self._interrupted = None
+        self._interrupted = self._interrupted_hold_out = None
 
     async def evaluate(
         self,
@@ -290,7 +296,7 @@ def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:
 
 
 def _keep_until(folder: Path, step: int) -> set[int]:
-    """Move the lines of later steps to a file of their own, and return the steps of the others."""
+    """Move the lines of later steps to a file of their own, and return the steps of the others. Blocking."""
     path = folder / EVALUATIONS_FILE
     text = path.read_text() if path.exists() else ""
     lines = text.splitlines()

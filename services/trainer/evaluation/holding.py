@@ -56,6 +56,17 @@ def find_interrupted(run_folder: Path, step: int, *, done: Collection[int]) -> I
     return found
 
 
+async def give_up_interrupted(run_folder: Path, record: HeldOutRecord) -> None:
+    """In a run that no longer evaluates: hold nothing out, and remove all weights that evaluations have kept.
+
+    Raises:
+        SupersededError: another trainer has taken over.
+    """
+    if record.value.policy_version:
+        await record.clear()
+    await asyncio.to_thread(find_interrupted, run_folder, -1, done=())  # of no step: all are removed
+
+
 class ReplicaHolding:
     """Holds replicas out for the evaluations of a run, one after the other."""
 
@@ -85,12 +96,12 @@ class ReplicaHolding:
             kept = await asyncio.to_thread(KeptSnapshot.write, folder, weights)
         except OSError as error:
             _report_pause(step, f"the weights cannot be written to {folder}: {error}")
-            remove_kept(folder)
+            await asyncio.to_thread(remove_kept, folder)
             return None
         hold_out = HoldOut(step=step, kept=kept, num=self._num, record=self._record)
         if not await self._publisher.hold_out(hold_out):
             _report_pause(step, "replicas have gone, and none can be spared any more")
-            remove_kept(folder)
+            await asyncio.to_thread(remove_kept, folder)
             return None
         return hold_out
 

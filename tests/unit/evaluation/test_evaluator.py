@@ -13,10 +13,10 @@ from services.trainer.evaluation.evaluator import DISCARDED_FILE, EVALUATIONS_FI
 NOBODY: Any = None
 
 
-def evaluator(folder: Path, *, step: int = 0, **settings: Any) -> Evaluator:
-    """Of a run of ten steps."""
+async def evaluator(folder: Path, *, step: int = 0, is_resumed: bool = True, **settings: Any) -> Evaluator:
+    """Of a run of ten steps, opened."""
     config = EvaluationConfig(sets={"s": EvaluationSetConfig()}, **settings)
-    return Evaluator(
+    found = Evaluator(
         config,
         {},
         bus=NOBODY,
@@ -27,7 +27,10 @@ def evaluator(folder: Path, *, step: int = 0, **settings: Any) -> Evaluator:
         epoch="a",
         step=step,
         num_steps=10,
+        is_resumed=is_resumed,
     )
+    await found.open()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -40,29 +43,38 @@ def evaluator(folder: Path, *, step: int = 0, **settings: Any) -> Evaluator:
         ({"every": 5, "at_start": True, "at_end": True}, [0, 5, 10]),
     ],
 )
-def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
+async def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
     """Not at all unless the recipe says when."""
-    found = evaluator(tmp_path, **settings)
+    found = await evaluator(tmp_path, **settings)
     assert [step for step in range(11) if found.is_due(step)] == steps
 
 
-def test_a_resumed_run_keeps_what_is_of_its_own_weights(tmp_path: Path) -> None:
+async def test_a_resumed_run_keeps_what_is_of_its_own_weights(tmp_path: Path) -> None:
     """Lines of later steps, and one that a crash cut short, are moved; those steps are due again."""
     lines = [json.dumps({"step": step}) for step in (2, 4, 6)]
     (tmp_path / EVALUATIONS_FILE).write_text("\n".join([*lines, '{"step": 8, "se']))
-    found = evaluator(tmp_path, step=4, every=2)
+    found = await evaluator(tmp_path, step=4, every=2)
     assert [step for step in range(11) if found.is_due(step)] == [6, 8, 10]
     assert (tmp_path / EVALUATIONS_FILE).read_text().splitlines() == lines[:2]
     assert (tmp_path / DISCARDED_FILE).read_text().splitlines() == [lines[2], '{"step": 8, "se']
 
 
-def test_a_line_that_lost_only_its_newline_is_kept_and_ended(tmp_path: Path) -> None:
+async def test_a_line_that_lost_only_its_newline_is_kept_and_ended(tmp_path: Path) -> None:
     """The next line does not go on where it stopped."""
     path = tmp_path / EVALUATIONS_FILE
     path.write_text('{"step": 2}')
-    found = evaluator(tmp_path, step=4, every=2)
+    found = await evaluator(tmp_path, step=4, every=2)
     assert not found.is_due(2)
     assert path.read_text() == '{"step": 2}\n'
+
+
+async def test_a_run_that_begins_anew_evaluates_its_first_model_again(tmp_path: Path) -> None:
+    """A crash before the first checkpoint left its line; the model may be another one by now."""
+    path = tmp_path / EVALUATIONS_FILE
+    path.write_text('{"step": 0}\n')
+    assert not (await evaluator(tmp_path, at_start=True)).is_due(0)
+    assert (await evaluator(tmp_path, at_start=True, is_resumed=False)).is_due(0)
+    assert (path.read_text(), (tmp_path / DISCARDED_FILE).read_text()) == ("", '{"step": 0}\n')
 
 
 def test_a_run_cannot_evaluate_without_sets() -> None:

@@ -1,14 +1,25 @@
 """Which evaluation a trainer goes on with, and what it removes of others."""
 
+import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.errors import SetupError
 from services.rollout.testing.simulated_replica import weights_of
-from services.trainer.evaluation.holding import Interrupted, find_interrupted, folder_of
+from services.trainer.evaluation.holding import (
+    Interrupted,
+    ReplicaHolding,
+    find_interrupted,
+    folder_of,
+    give_up_interrupted,
+)
 from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
 from services.trainer.weight_sync.snapshot import WeightSnapshot
+from tests.unit.evaluation.test_evaluator import evaluator
 
 
 def keep(run_folder: Path, step: int, version: int) -> KeptSnapshot:
@@ -52,3 +63,57 @@ def test_kept_weights_are_read_back_as_they_were(tmp_path: Path) -> None:
     (kept.folder / "model.safetensors").unlink()
     with pytest.raises(SetupError, match="policy version 5, which an evaluation plays"):
         kept.load(device="cpu", max_bucket_bytes=8192, pool=None)
+
+
+class Record:
+    """What routers read, in memory."""
+
+    def __init__(self, version: int) -> None:
+        """Replicas are held out at `version`; 0: none are."""
+        self.value = SimpleNamespace(policy_version=version, replica_ids=["a"] if version else [])
+
+    async def clear(self) -> None:
+        """Hold nothing out."""
+        self.value = SimpleNamespace(policy_version=0, replica_ids=[])
+
+
+@pytest.mark.parametrize("held_out", [5, 0])
+async def test_a_run_that_no_longer_evaluates_keeps_no_weights(tmp_path: Path, held_out: int) -> None:
+    """A stopped evaluation left them, whether its replicas are still held out or not."""
+    keep(tmp_path, 4, 5)
+    record: Any = Record(held_out)
+    await give_up_interrupted(tmp_path, record)
+    assert record.value.policy_version == 0
+    assert left(tmp_path) == []
+
+
+@pytest.fixture
+def removing_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that remove folders."""
+    threads: list[int] = []
+    remove = shutil.rmtree
+
+    def noted(*args: Any, **options: Any) -> None:
+        threads.append(threading.get_ident())
+        remove(*args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    return threads
+
+
+async def test_weights_are_removed_outside_the_event_loop(tmp_path: Path, removing_threads: list[int]) -> None:
+    """They are gigabytes: as a run goes on, and where no replica can be held out after all."""
+    keep(tmp_path, 4, 5)
+    removing_threads.clear()
+    await evaluator(tmp_path, step=2)
+    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+
+    async def hold_out(_: Any) -> bool:
+        return False
+
+    publisher: Any = SimpleNamespace(current=weights, can_hold_out=lambda num, version: True, hold_out=hold_out)
+    record: Any = Record(0)
+    assert await ReplicaHolding(publisher, record, run_folder=tmp_path, num=1).begin(8, 5) is None
+    assert left(tmp_path) == []
+    assert len(removing_threads) >= 2
+    assert threading.get_ident() not in removing_threads
