@@ -1,7 +1,7 @@
 """Evaluations while a run trains: which are due, played at the announced version, and kept in the run folder.
 
     evaluations.jsonl           one line for each evaluation: step, version, and each set's numbers
-    evaluations/step-000020/    samples.jsonl: the answers
+    evaluations/step-000020/    samples.jsonl: the answers; sets.json: the sets' settings
 
 Invariants: each step has at most one line; a step's line is of the weights that the surviving history has at that
 step, and of one version. Where replicas are held out, training goes on beside the evaluation, and a trainer that starts
@@ -26,8 +26,9 @@ from penstock.records import Group, GroupId
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.evaluation.evaluation import Evaluation
 from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, find_interrupted, folder_of
+from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
 from services.trainer.evaluation.outcome import PlayedPrompt
-from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile, read_samples
+from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.trackers import Trackers
@@ -138,13 +139,10 @@ class Evaluator:
         interrupted, hold_out = self._interrupted, self._interrupted_hold_out
         assert interrupted is not None, "there is something to go on with"
         assert hold_out is not None, "replicas are held out for it"
-        path = folder_of(self._folder, interrupted.step) / SAMPLES_FILE
         version = interrupted.kept.version
-        outcomes = [
-            each
-            for each in await asyncio.to_thread(read_samples, path)
-            if each.versions == (version, version) and each.row < len(self._sets.get(each.set_name, ()))
-        ]
+        outcomes = await asyncio.to_thread(
+            read_kept_answers, folder_of(self._folder, interrupted.step), self._sets, version=version
+        )
         await hold_out.until_some()
         await self._play(interrupted.step, version, outcomes, hold_out=hold_out, has_received_all=has_received_all)
         self._interrupted = self._interrupted_hold_out = None
@@ -207,6 +205,7 @@ class Evaluator:
         )
         self._playing = step
         with closing(SamplesFile(folder / SAMPLES_FILE, played)) as samples:
+            await asyncio.to_thread(write_set_settings, folder, self._sets)
 
             def on_played(outcome: PlayedPrompt) -> None:
                 samples.add(outcome)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,19 @@ from penstock.bus.image_store import ImageStore
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
 from penstock.runtime.process import end_task
+from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
+from services.trainer.evaluation.holding import Interrupted, folder_of
 from services.trainer.evaluation.sets import open_sets
+from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.trainer.groups import make_group
 from tests.support.waiting import promptly, until
 
 NUM_PROMPTS = 3
+MANY_SLOTS = 64
 
 
 async def is_complete() -> bool:
@@ -28,13 +34,17 @@ async def is_complete() -> bool:
     return True
 
 
-async def open_evaluator(bus: Bus, folder: Path, *, epoch: str, logged: list[dict[str, Any]]) -> Evaluator:
-    """Of a run at step 4, which is evaluated every 2 steps on three pictures, two samples each."""
-    config = EvaluationConfig(every=2, sets={"s": EvaluationSetConfig(num_prompts=NUM_PROMPTS, samples_per_prompt=2)})
+async def open_evaluator(
+    bus: Bus, folder: Path, *, epoch: str, logged: list[dict[str, Any]], num_samples: int = 2, holding: Any = None
+) -> Evaluator:
+    """Of a run at step 4, which is evaluated every 2 steps on three pictures."""
+    config = EvaluationConfig(
+        every=2, sets={"s": EvaluationSetConfig(num_prompts=NUM_PROMPTS, samples_per_prompt=num_samples)}
+    )
     images = ImageStore(bus)
     await images.ensure()
     trackers: Any = SimpleNamespace(log=logged.append)
-    return Evaluator(
+    evaluator = Evaluator(
         config,
         open_sets(config, DataConfig()),
         bus=bus,
@@ -45,7 +55,10 @@ async def open_evaluator(bus: Bus, folder: Path, *, epoch: str, logged: list[dic
         epoch=epoch,
         step=4,
         num_steps=10,
+        holding=holding,
     )
+    await evaluator.open()
+    return evaluator
 
 
 async def take_prompts(bus: Bus) -> list[Prompt]:
@@ -62,10 +75,10 @@ async def take_prompts(bus: Bus) -> list[Prompt]:
     return sorted((decode(each.data or b"", Prompt) for each in messages), key=lambda each: each.id.index)
 
 
-def played(prompt: Prompt, model: Path) -> Group:
+def played(prompt: Prompt, model: Path, *, rewards: Sequence[float] = (1.0, 0.0)) -> Group:
     """The prompt's group, of which the first sample is right."""
     assert prompt.exact_version is not None
-    group = make_group(model, index=0, version=prompt.exact_version, rewards=[1.0, 0.0])
+    group = make_group(model, index=0, version=prompt.exact_version, rewards=list(rewards))
     return msgspec.structs.replace(group, id=prompt.id, purpose=prompt.purpose)
 
 
@@ -108,6 +121,42 @@ async def test_an_evaluation_that_a_crash_ends_is_played_anew(bus: Bus, tmp_path
     assert (row["policy_version"], row["sets"]["s"]["num_prompts"]) == (9, NUM_PROMPTS)
     lines = (tmp_path / "evaluations/step-000004/samples.jsonl").read_text().splitlines()
     assert [tuple(json.loads(line)["versions"]) for line in lines] == [(9, 9)] * NUM_PROMPTS
+
+
+class Holding:
+    """Has one replica to hold out."""
+
+    async def go_on(self, _: Interrupted) -> Any:
+        """It is held out at once."""
+
+        async def until_some() -> None:
+            return
+
+        return SimpleNamespace(until_some=until_some, num_slots=MANY_SLOTS, replica_ids={"a"})
+
+    async def end(self, step: int) -> None:
+        """Nothing is to be released."""
+
+
+async def test_an_evaluation_that_goes_on_plays_a_changed_set_anew(
+    bus: Bus, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    """Answers to other settings are no answers of the set; with other numbers of samples they have no pass@k."""
+    dying = await open_evaluator(bus, tmp_path, epoch="a", logged=[], num_samples=1)
+    evaluating = asyncio.create_task(dying.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
+    first, *_ = await take_prompts(bus)
+    await dying.receive(played(first, tiny_model_path, rewards=[1.0]))
+    await end_task(evaluating)
+    weights = WeightSnapshot.take(7, weights_of(7).items(), max_bucket_bytes=8192)
+    KeptSnapshot.write(folder_of(tmp_path, 4) / "weights", weights)
+    again = await open_evaluator(bus, tmp_path, epoch="b", logged=[], num_samples=4, holding=Holding())
+    assert again.is_interrupted
+    going_on = asyncio.create_task(again.go_on(has_received_all=is_complete))
+    for prompt in await take_prompts(bus):
+        await again.receive(played(prompt, tiny_model_path, rewards=[1.0, 0.0, 0.0, 0.0]))
+    await promptly(going_on)
+    [row] = map(json.loads, (tmp_path / EVALUATIONS_FILE).read_text().splitlines())
+    assert (row["sets"]["s"]["num_prompts"], row["sets"]["s"]["score"]["value"]) == (NUM_PROMPTS, 0.25)
 
 
 async def test_a_group_of_no_evaluation_is_ignored(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Answers of an interrupted evaluation that count when it goes on.
+
+    evaluations/step-000020/sets.json    the settings of each set with which samples.jsonl is played
+
+Invariant: all answers of a set in samples.jsonl were played with the settings that sets.json has, because the file is
+replaced after answers to other settings were removed and before new ones are added.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from services.trainer.evaluation.config import EvaluationSetConfig
+from services.trainer.evaluation.outcome import PlayedPrompt
+from services.trainer.evaluation.report import SAMPLES_FILE, read_samples
+from services.trainer.evaluation.sets import EvaluationSet
+
+log = structlog.get_logger()
+
+SETS_FILE: Final = "sets.json"
+_CHANGES_NO_ANSWER: Final = {"num_prompts", "pass_score"}
+
+
+def write_set_settings(folder: Path, sets: Mapping[str, EvaluationSet]) -> None:
+    """Write the settings with which the evaluation in `folder` is played; the file is complete or absent. Blocking."""
+    temporary = folder / f"{SETS_FILE}.tmp"
+    temporary.write_text(json.dumps({name: _settings_of(each.config) for name, each in sets.items()}, indent=2) + "\n")
+    os.replace(temporary, folder / SETS_FILE)
+
+
+def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, version: int) -> list[PlayedPrompt]:
+    """Return the answers of `version` to rows of `sets` that were played with the sets' present settings. Blocking.
+
+    The log says what is discarded. A reward profile is known by its name only.
+    """
+    played_with = _read_settings(folder / SETS_FILE)
+    answers = [each for each in read_samples(folder / SAMPLES_FILE) if each.versions == (version, version)]
+    kept = []
+    for name in sorted({each.set_name for each in answers}):
+        of_set = [each for each in answers if each.set_name == name]
+        before = played_with.get(name)
+        now = _settings_of(sets[name].config) if name in sets else None
+        if now is None or before != now:
+            log.warning(
+                "evaluation.answers_discarded",
+                set_name=name,
+                version=version,
+                num_prompts=len(of_set),
+                reason="the recipe no longer has the set" if now is None else "the set's settings have changed",
+                settings=_differing(before or {}, now or {}),
+            )
+        else:
+            kept += [each for each in of_set if each.row < len(sets[name])]
+    return kept
+
+
+def _settings_of(config: EvaluationSetConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude=_CHANGES_NO_ANSWER)
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Of no set if the file is absent or unreadable."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
