@@ -35,8 +35,12 @@ class WeightSnapshot:
         *,
         max_bucket_bytes: int,
         pool: SharedMemoryPool | None = None,
+        device: torch.device | None = None,
     ) -> Self:
         """Copy `tensors` (checkpoint name, tensor), into memory of `pool` if given. Blocking: it reads every byte.
+
+        The copy is on `device`, by default that of the tensors. Tensors of another device are moved there bucket by
+        bucket, so that the device has the copy and one bucket more at most.
 
         Raises:
             ValueError: a name occurs twice, or one tensor has two names.
@@ -47,7 +51,7 @@ class WeightSnapshot:
             if tensor.numel() and (other := owners.setdefault(tensor.data_ptr(), name)) != name:
                 raise ValueError(f"{name} and {other} are one tensor; push tied parameters once")
         manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
-        device = next(iter(named.values())).device
+        device = device or next(iter(named.values())).device
         kind = digest_kind(device)
         memory, outs = None, [None] * len(manifest.buckets)
         if pool is not None:
@@ -69,7 +73,9 @@ class WeightSnapshot:
         try:
             _synchronize(device)  # the training thread may have written on another stream
             for bucket, out in zip(manifest.buckets, outs, strict=True):
-                buckets.append(pack(bucket, named, out=out))
+                moved = {spec.name: named[spec.name].to(device) for spec in bucket}
+                buckets.append(pack(bucket, moved, out=out))
+                del moved  # before the next bucket is moved
                 if device.type == "cpu":  # while the bytes are in the cache
                     start_digests(bucket, buckets[-1])
             if device.type != "cpu":

@@ -2,13 +2,16 @@
 
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.errors import SetupError
+from penstock.weights.manifest import pack
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.evaluation.holding import (
     Interrupted,
@@ -63,6 +66,25 @@ def test_kept_weights_are_read_back_as_they_were(tmp_path: Path) -> None:
     (kept.folder / "model.safetensors").unlink()
     with pytest.raises(SetupError, match="policy version 5, which an evaluation plays"):
         kept.load(device="cpu", max_bucket_bytes=8192, pool=None)
+
+
+def test_kept_weights_are_moved_bucket_by_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may be using the rest of the GPU, which never has a second copy of all of them."""
+    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    kept = KeptSnapshot.write(tmp_path, weights)
+    moved: list[weakref.ref[torch.Tensor]] = []
+    num_left: list[int] = []
+
+    def noted(bucket: Any, tensors: Any, **options: Any) -> torch.Tensor:
+        num_left.append(sum(each() is not None for each in moved))
+        moved.extend(map(weakref.ref, tensors.values()))
+        return pack(bucket, tensors, **options)
+
+    monkeypatch.setattr("services.trainer.weight_sync.snapshot.pack", noted)
+    read = kept.load(device="meta", max_bucket_bytes=8192, pool=None)
+    assert {each.device.type for each in read.buckets} == {"meta"}
+    assert num_left == [0] * len(weights.buckets)
+    assert len(moved) == len(weights_of(5))
 
 
 class Record:

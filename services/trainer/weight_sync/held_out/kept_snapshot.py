@@ -43,6 +43,8 @@ class KeptSnapshot:
     def load(self, *, device: str, max_bucket_bytes: int, pool: SharedMemoryPool | None) -> WeightSnapshot:
         """Read the weights, in the order in which they were written. Blocking.
 
+        The device gets one copy of them, as for a publication.
+
         Args:
             device: Where they are to be: cpu or cuda.
             max_bucket_bytes: As of the snapshot that was written.
@@ -52,15 +54,19 @@ class KeptSnapshot:
             SetupError: the files cannot be read any more.
         """
         try:
-            tensors: list[tuple[str, torch.Tensor]] = [
-                (name, tensor.to(device)) for name, tensor in read_weight_files(self.folder)
-            ]
+            tensors = list(read_weight_files(self.folder))  # mapped, not read
         except (OSError, SafetensorError) as error:
             raise SetupError(
                 f"{self.folder} held the weights of policy version {self.version}, which an evaluation plays, and "
                 f"cannot be read: {error}; restore it, or remove it and start again without this evaluation"
             ) from None
-        return WeightSnapshot.take(self.version, tensors, max_bucket_bytes=max_bucket_bytes, pool=pool)
+        return WeightSnapshot.take(
+            self.version,
+            tensors,
+            max_bucket_bytes=max_bucket_bytes,
+            pool=pool,
+            device=torch.empty(0, device=device).device,
+        )
 
 
 def remove_kept(parent: Path) -> None:
