@@ -213,9 +213,10 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
 
     traffic = Traffic(play_another, len(made))
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 6)
-    for engine, push in zip(pushed, pushes, strict=True):
+    for push in pushes:  # both at once: what decodes may have ended when the first engine has its weights
         await push.pause()
-        traffic.stop()
+    traffic.stop()
+    for engine, push in zip(pushed, pushes, strict=True):
         waiting = [
             asyncio.ensure_future(
                 engine.generation.Generate(await pair.bootstrapped(made[0], version=each), timeout=20)

@@ -8,7 +8,7 @@ from penstock.bus.connection import Bus
 from penstock.records.held_out_replicas import HELD_OUT_KEY, write_held_out_replicas
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.v1 import router_pb2, trainer_pb2
-from tests.support.router.routers import failure, ids, pool
+from tests.support.router.routers import ids, pool
 from tests.support.waiting import promptly, until
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
@@ -40,22 +40,32 @@ async def test_replicas_that_are_held_out_answer_an_evaluation_and_nobody_else(s
         assert {each.replica_id for each in answers} == {other.replica_id}
         await publish(steady_bus, 9, 8)
         await other.update(policy_version=9)
-        await caller.until(lambda pool: pool.min_policy_version == 8)
+        await caller.until(lambda pool: pool.min_policy_version == 8 and pool.replicas[1].replica.policy_version == 9)
         exact = [caller.generate(f"e{number}", version=3, exact_policy_version=3) for number in range(8)]
         assert {each.replica_id for each in await asyncio.gather(*exact)} == {held.replica_id}
         assert (await caller.generate()).replica_id == other.replica_id
+
+        async def refusal() -> grpc.aio.AioRpcError | None:
+            """Why a call of the evaluation is not played; None if it is."""
+            try:
+                await caller.generate(version=3, exact_policy_version=3)
+            except grpc.aio.AioRpcError as error:
+                return error
+            return None
+
+        async def waits_for_another() -> bool:
+            reason = "of 2 replicas 1 not held out of pushes for its evaluation, 1 not at exactly policy version 3"
+            error = await refusal()
+            return error is not None and reason in (error.details() or "")
+
+        async def is_over() -> bool:
+            error = await refusal()
+            return error is not None and error.code() is INVALID_ARGUMENT
+
         await hold_out(steady_bus, 3)  # it has died
-        await caller.until(lambda pool: pool.replicas[0].unroutable_reason == "below policy version")
-        error = await failure(caller.generate(version=3, exact_policy_version=3))
-        assert "of 2 replicas 1 not held out of pushes for its evaluation, 1 not at exactly policy version 3" in (
-            error.details() or ""
-        )
+        await until(waits_for_another)
         await hold_out(steady_bus, 0)
-
-        async def is_refused() -> bool:
-            return (await failure(caller.generate(version=3, exact_policy_version=3))).code() is INVALID_ARGUMENT
-
-        await until(is_refused)
+        await until(is_over)
         assert (await caller.generate(version=9, exact_policy_version=9)).replica_id == other.replica_id
 
 
