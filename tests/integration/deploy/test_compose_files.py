@@ -300,8 +300,8 @@ def test_the_recipe_for_gpus_is_sound(tmp_path: Path) -> None:
     data = tmp_path / "train.parquet"
     data.touch()
     overrides = [f"--model.path={MODEL['path']}", f"--data.path={data}"]
-    recipe = configuration.load(Recipe, [ROOT / "recipes" / "qwen3-vl-2b-geo3k.toml"], overrides)
-    assert recipe.data.profile == "geo3k"
+    recipe = configuration.load(Recipe, [ROOT / "recipes" / "rlinf-geo3k-grpo.toml"], overrides)
+    assert recipe.algorithm.preset == "rlinf_geo3k"
 
 
 def test_engines_of_all_roles_run_alike() -> None:
