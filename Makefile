@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer churn chaos up down logs test-mooncake test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer churn chaos recipes up down logs test-mooncake test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -72,6 +72,9 @@ test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs lib
 	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
 
 check: lint type proto-check settings-check test ## All that CI runs.
+
+recipes: setup ## Run the recipes for GPUs cut to size; ROWS=folder has their rows, ARGS=rlinf-geo3k-grpo picks.
+	@$(BIN)/python -m tools.run_recipes $(if $(ROWS),--rows $(ROWS)) $(ARGS)
 
 demo: setup ## Train a tiny vision-language model from start to end, in about ten minutes on two cores.
 	@$(BIN)/penstock train $(RECIPE) $(ARGS)

@@ -75,7 +75,7 @@ def test_without_a_name_the_recipes_are_listed(capsys: pytest.CaptureFixture[str
         (["config", "tiny-cpi"], "recipe tiny-cpi: there is no such file, and no such recipe .* did you mean tiny-cpu"),
         (["config", "recipes/tiny-cpu.toml"], "recipes/tiny-cpu.toml cannot be read: .*; `tiny-cpu` alone names the"),
         (["config", "mine.toml"], "recipe mine.toml cannot be read: No such file"),
-        (["config", "qqqq"], "there are local-services, .*, slime-geo3k-sft, tiny-cpu"),
+        (["config", "qqqq"], "there are cut-to-size, .*, slime-geo3k-sft, tiny-cpu"),
         (
             ["config", "tiny-cpu", "--model.path=builtin:tiny"],
             "model.path = 'builtin:tiny': no model of this name comes",

@@ -1,0 +1,156 @@
+"""The recipes for GPUs: they load with their overlay, have the published values, and say why where they have not."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import shipped
+from penstock.config import load
+from penstock.testing import length_verifier
+from services.cli import service_settings
+from services.cli.app import main
+from services.recipe import Recipe
+from tools.run_recipes import COMMANDS, OVERLAY, Ran, find_faults, overrides
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT.parent / "shared" / "geo3k"
+
+ADAMW = {"weight_decay": 0.1, "grad_clip": 1.0}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # slime 2a60f00, examples/geo3k_vlm/run_geo3k_vlm.sh
+    "slime-geo3k-grpo": {
+        "sampling": {"temperature": 0.8, "max_new_tokens": 4096, "top_p": 1.0, "top_k": -1},
+        "trainer": {"num_steps": 3000, "groups_per_step": 64, "samples_per_group": 8, "max_staleness": 0},
+        "trainer.optimizer": {"learning_rate": 1e-6, "betas": (0.9, 0.98), "warmup_steps": 0, **ADAMW},
+        "trainer.optimizer.schedule": {"kind": "constant"},
+        "algorithm.trust_region": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28},
+        "algorithm.correction": {"kind": "none"},
+        "algorithm.aggregation": {"kind": "sequence"},
+        "algorithm.kl": {"kind": "none"},
+        "evaluation": {"every": 20, "at_start": True},
+        "data": {"profile": "slime_math", "prompt_suffix": "", "system_prompt": ""},
+    },
+    # RLinf a3816b5, examples/reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k.yaml
+    "rlinf-geo3k-grpo": {
+        "sampling": {"temperature": 1.0, "max_new_tokens": 4096, "top_p": 1.0, "top_k": -1},
+        "trainer": {"num_steps": 800, "groups_per_step": 64, "samples_per_group": 8, "micro_batch_tokens": 8192},
+        "trainer.optimizer": {"learning_rate": 1e-6, "betas": (0.9, 0.98), "warmup_steps": 0, **ADAMW},
+        "algorithm.trust_region": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28},
+        "algorithm.correction": {"kind": "truncate", "level": "token", "high": 2.0},
+        "algorithm.aggregation": {"kind": "sequence"},
+        "algorithm.kl": {"kind": "none"},
+        "rollout": {"max_running": 64, "context_length": 8192},
+    },
+    # slime 2a60f00, examples/geo3k_vlm/run_geo3k_vlm_sft.sh
+    "slime-geo3k-sft": {
+        "sft": {"batch_size": 128, "batch_unit": "samples"},
+        "trainer.optimizer": {"learning_rate": 1e-5, "betas": (0.9, 0.95), **ADAMW},
+        "trainer.optimizer.schedule": {"kind": "cosine", "min_ratio": 0.1},
+        "data": {"answer_format": r"Answer: \boxed{{answer}}"},
+    },
+}
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> list[str]:
+    """Overrides with which a recipe finds model and rows; the rows are looked for, not read."""
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / name).touch()
+    return overrides(model=ROOT / "models" / "tiny-qwen3-vl", rows=tmp_path)
+
+
+def section(recipe: Recipe, name: str) -> Any:
+    """The section of the recipe that has this name."""
+    found: Any = recipe
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_a_recipe_has_the_published_values(name: str) -> None:
+    """A change of a default does not change what a recipe reproduces."""
+    recipe = load(Recipe, [shipped.named_recipe(name)], [])
+    for key, wanted in PUBLISHED[name].items():
+        found = section(recipe, key)
+        assert {field: getattr(found, field) for field in wanted} == wanted, key
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command == "train"])
+def test_a_recipe_cut_to_size_is_accepted(
+    name: str, given: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`penstock train --dry-run` takes it with the overlay, from any folder."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["train", name, OVERLAY, *given, "--dry-run"]) == 0
+    assert f"run folder runs/{name}-<start>" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_the_overlay_leaves_what_a_recipe_is_about(name: str, given: list[str]) -> None:
+    """It cuts sizes, and has answers judged by length."""
+    whole = load(Recipe, [shipped.named_recipe(name)], given)
+    cut = load(Recipe, [shipped.named_recipe(name), shipped.named_recipe(OVERLAY)], given)
+    assert cut.algorithm == whole.algorithm
+    assert cut.trainer.optimizer.model_copy(update={"warmup_steps": 5}) == whole.trainer.optimizer.model_copy(
+        update={"warmup_steps": 5}
+    )
+    assert cut.trainer.max_staleness == whole.trainer.max_staleness
+    assert cut.data == whole.data.model_copy(update={"profile": "length"})
+    assert (cut.trainer.num_steps, cut.sft.epochs, cut.data.profile) == (5, 0, "length")
+    if COMMANDS[name] == "sft":
+        service_settings.for_sft(cut)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_the_published_rows_are_read(name: str) -> None:
+    """By the recipe's own columns, prompt and answers."""
+    if not ROWS.is_dir():
+        pytest.skip("needs rows of Geometry3K in ../shared/geo3k")
+    files = [str(shipped.named_recipe(each)) for each in (name, OVERLAY)]
+    command = ["data", *files, *overrides(model=ROOT / "models" / "tiny-qwen3-vl", rows=ROWS), "--rows", "20"]
+    assert main([*command, "--sft"] if COMMANDS[name] == "sft" else command) == 0
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_line_that_differs_says_why(name: str) -> None:
+    """Its comment begins with the framework's name, then the published value and the reason."""
+    framework = {"slime": "slime", "rlinf": "RLinf"}[name.partition("-")[0]]
+    said = re.findall(rf"# {framework}: (\S.*)", shipped.named_recipe(name).read_text())
+    assert len(said) >= 5
+    assert [comment for comment in said if len(comment.split()) < 1] == []
+
+
+def test_length_decides() -> None:
+    """A longer response has more credit, an empty one none, and none has all of it."""
+    credits = [length_verifier.verify(["5"], "x" * length, "") for length in (0, 1, 100, 65536)]
+    assert credits == sorted(credits)
+    assert (credits[0], credits[2]) == (0.0, 0.5)
+    assert credits[-1] < 1
+
+
+def test_a_run_that_did_not_train_is_found() -> None:
+    """Each check of `make recipes` names what is wrong."""
+    steps = [{"step": step, "grad_norm": 1.0, "skipped": 0.0, "reward_std": 0.1} for step in range(1, 6)]
+    sound = {
+        "recipe": "slime-geo3k-grpo",
+        "exit_code": 0,
+        "wall_s": 1.0,
+        "steps": steps,
+        "evaluations": [{"step": 0}, {"step": 5}],
+        "changed": [1.0] * 5,
+    }
+    wrong = {
+        "exit code 1": {"exit_code": 1},
+        "steps [1, 2, 3, 4], not 1 to 5": {"steps": steps[:4]},
+        "step 1 has gradient norm 0": {"steps": [{**steps[0], "grad_norm": 0.0}, *steps[1:]]},
+        "step 1 has equal rewards": {"steps": [{**steps[0], "reward_std": 0.0}, *steps[1:]]},
+        "4 checkpoints, not 5": {"changed": [1.0] * 4},
+        "step 2 changed no weight": {"changed": [1.0, 0.0, 1.0, 1.0, 1.0]},
+        "evaluations of steps [0], not [0, 5]": {"evaluations": [{"step": 0}]},
+    }
+    assert list(find_faults(Ran(**sound))) == []
+    for message, change in wrong.items():
+        assert list(find_faults(Ran(**{**sound, **change}))) == [message]
