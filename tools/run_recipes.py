@@ -36,7 +36,12 @@ NUM_STEPS: Final = 5
 TIMEOUT_S: Final = 1800.0
 
 _ROOT = Path(__file__).parents[1]
-_ON_THE_HUB = ("--data.path=hiyouga/geometry3k", "--data.split=train", "--evaluation.sets.test.split=test")
+_ON_THE_HUB = (
+    "--data.path=hiyouga/geometry3k",
+    "--data.split=train",
+    "--evaluation.sets.test.path=hiyouga/geometry3k",
+    "--evaluation.sets.test.split=test",
+)
 _EVALUATIONS = {"train": ("evaluations.jsonl", [0, NUM_STEPS]), "sft": ("validation.jsonl", [0, 2, 4, NUM_STEPS])}
 """Where they are, and the steps that have one."""
 

@@ -123,6 +123,15 @@ def test_a_line_that_differs_says_why(name: str) -> None:
     assert [comment for comment in said if len(comment.split()) < 1] == []
 
 
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_without_rows_they_come_from_the_hub(name: str) -> None:
+    """Those of training and those of the test set, never one for the other."""
+    recipe = load(Recipe, [shipped.named_recipe(name)], overrides(model=ROOT / "models" / "tiny-qwen3-vl", rows=None))
+    held_out = recipe.evaluation.sets["test"]
+    assert (recipe.data.path, recipe.data.split) == ("hiyouga/geometry3k", "train")
+    assert (held_out.path, held_out.split) == ("hiyouga/geometry3k", "test")
+
+
 def test_length_decides() -> None:
     """A longer response has more credit, an empty one none, and none has all of it."""
     credits = [length_verifier.verify(["5"], "x" * length, "") for length in (0, 1, 100, 65536)]
