@@ -33,6 +33,9 @@ from tests.support.weights.publishing import (
 
 pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
+DEADLINE_S = 3.0
+"""Where a test makes a replica hang."""
+
 
 async def test_replicas_read_weight_files(bus: Bus, tmp_path: Path) -> None:
     """With transport disk no process group forms; the files are plain safetensors, and the newest two are kept."""
@@ -155,10 +158,11 @@ async def test_an_unusable_delta_is_replaced(bus: Bus, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("action", ["die", "hang", "refuse"])
 async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus, action: Action) -> None:
     """They have not paused for it; it had not either, and is brought there when it is well."""
+    deadlines = {"transfer_timeout_s": DEADLINE_S} if action == "hang" else {}
     async with (
         replicas_of(bus, 1) as (first,),
         simulated_replica(bus, replica_id="engine-0-odd", SendWeights=Fault(action)) as second,
-        publishing(bus, transport="delta", transfer_timeout_s=1.5) as publisher,
+        publishing(bus, transport="delta", **deadlines) as publisher,
     ):
         report = await publisher.publish(snapshot(1))
         assert (report.num_replicas, report.num_failed) == (1, 1)
@@ -245,8 +249,8 @@ async def test_a_transport_is_given_up_only_for_its_own_failures(
     bus: Bus, point: str, action: Action, transport: str
 ) -> None:
     """A replica that is slow to pause or resume copies from memory again; one that cannot copy gets a broadcast."""
-    quick = {"stage_timeout_s": 1.0, "transfer_timeout_s": 1.0}
-    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory", **quick) as publisher:
+    deadlines = {"stage_timeout_s": DEADLINE_S, "transfer_timeout_s": DEADLINE_S} if action == "hang" else {}
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory", **deadlines) as publisher:
         await replica.set_faults(**{point: Fault(action)})
         await publisher.publish(snapshot(1, shared=True))
         async with kept_current(publisher):
