@@ -26,12 +26,16 @@ _CHOOSES = re.compile(
     rf"|\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer) +{_OPTION} +is +(?:the +)?(?:correct|right)(?! +(?:for|if|when)\b)"
     rf"|(?<![\w\\]){_OPTION} +is +the +(?:correct|right) +(?:answer|option|choice|one)\b"
 )
-_LINE = re.compile(r"^[ \t>*_-]*(.*\S)", re.MULTILINE)
+_LINE = re.compile(r"^[ \t>*_-]*+(\S.*)$", re.MULTILINE)
 _MAX_CHOICES = 32
+_MAX_CHARS = 512
+_MAX_LINE_CHARS = 200
 
 
 def read_letter(text: str) -> tuple[str, str] | None:
     """The letter that `text` is, as a capital, and what is written beside it; None if it is not one letter."""
+    if len(text) > _MAX_CHARS:
+        return None
     plain = normalise(text.strip(" \t\n*_"))
     found = _CHOICE.fullmatch(plain)
     if found is None:
@@ -60,8 +64,7 @@ def find_choices(text: str) -> list[Span]:
 
 def _last_line(text: str) -> list[Span]:
     """The last line, if it is a letter and no other line is: a list of the options chooses none."""
-    lines = [
-        (line.start(1), line.end(1), line[1].rstrip(" *_")) for line in _LINE.finditer(text) if len(line[1]) <= 200
-    ]
+    found = ((line.start(1), line[1].rstrip()) for line in _LINE.finditer(text))
+    lines = [(begin, begin + len(line), line.rstrip(" *_")) for begin, line in found if len(line) <= _MAX_LINE_CHARS]
     lettered = [line for line in lines if read_letter(line[2]) is not None or has_letters(line[2])]
     return lettered if len(lettered) == 1 and lettered[0] == lines[-1] else []

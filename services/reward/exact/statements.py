@@ -128,12 +128,13 @@ def read_value(text: str, position: int) -> tuple[str, int]:
         behind = closing + len(_MATH[opening[0]])
     stop = _SENTENCE_END.search(text, behind, begin + 2 * _MAX_CHARS)
     end = len(text) if stop is None else stop.start()
+    if end - begin > _MAX_CHARS or (stop is not None and stop[0] == "?"):
+        return "", position
     content = text[begin:end].strip(_TRIM)
-    is_asked = stop is not None and stop[0] == "?"
     reason = _REASON.search(content)
     if reason is not None and not _OTHERWISE.search(reason[0]):
         content = content[: reason.start()].rstrip(_TRIM)
-    if is_asked or end - begin > _MAX_CHARS or _DENIAL.match(content):
+    if _DENIAL.match(content):
         return "", position
     if not _VALUE.search(content):
         return (content, end) if len(content.split()) <= _MAX_WORDS else ("", position)

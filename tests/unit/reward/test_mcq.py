@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
+from services.reward.exact.letters import find_choices, read_letter
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
 from services.reward.profiles.registry import make_profiles
@@ -108,6 +109,20 @@ def test_a_recipe_may_ask_for_the_box() -> None:
         strict.decide(Item(golds=["B"], response=each, profile="mcq")) for each in (r"\boxed{B}", "The answer is B.")
     ]
     assert [each.credit for each in decisions if isinstance(each, Finding)] == [1, 0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("unit", [" ", "\t", "*", "_", "-", "> ", "5", "(", "\n", "option ", "B or ", "answer: "])
+def test_choices_are_found_in_linear_time(unit: str) -> None:
+    """Half a million characters of a troublesome piece take seconds at most; in quadratic time, many minutes."""
+    find_choices((unit * 500_000)[:500_000])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("unit", [r"\begin{cases}", ", since "])
+def test_a_long_text_is_no_letter(unit: str) -> None:
+    """A box may be as long as the response; bringing it into one spelling would take minutes."""
+    assert read_letter("B. " + unit * 60_000 + ";") is None
 
 
 _PIECES = [

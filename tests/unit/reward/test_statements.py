@@ -249,3 +249,9 @@ def test_statements_are_found_in_linear_time(unit: str) -> None:
         return best
 
     assert seconds(128_000) < 4 * 16 * seconds(8_000) + 0.01
+
+
+@pytest.mark.timeout(60)
+def test_blanks_behind_a_statement_take_linear_time() -> None:
+    """Half a million blanks in a sentence that does not end take no time; in quadratic time, many minutes."""
+    assert find("The answer is 5" + " " * 500_000 + "x") is None
