@@ -1,6 +1,6 @@
 r"""The letter of a multiple choice: `B`, `(b)`, `\text{B}`, `option B`, `B. 90 cm`, and where a response chooses one.
 
-Several letters are none: a list of all, `A or B`, `A. 5 B. 6`.
+Several letters are none: a list of all, `A or B`, `A. 5 B. 6`, `B, c, d`.
 """
 
 import re
@@ -8,7 +8,7 @@ import re
 from services.reward.exact.normalisation import normalise
 from services.reward.exact.statements import Span, find_statements, is_unsure
 
-_CHOICE = re.compile(
+_LETTERED = re.compile(
     r"(?i:(?:the +)?(?:option|choice|answer) *:? *)?"
     r"(?:[(\[] *(?P<bracketed>[A-Za-z]) *[)\]]|(?P<capital>[A-Z])(?![A-Za-z'])|(?P<small>[a-z])$)"
     r"(?: *[.:,)\]-]+ *(?P<rest>.*)| +(?P<text>[^A-Za-z].*)|)",
@@ -18,6 +18,19 @@ _OTHERS = re.compile(
     r"^[(\[]?[A-J][)\].:]?$|\([A-J]\)|(?<![A-Za-z])[A-J][.):]|^(?:or|and|not|nor)\b"
     r"|(?:\b(?:or|and)\b|[,;/&]) *[(\[]?[A-J]\b(?! *[a-z])"
 )
+"""Refuses what stands beside a letter if it lists, joins or negates another choice in capitals: `A. 5 B. 6`, `or B`."""
+_OTHER = re.compile(
+    r"(?<![\w'\\])(?<!\\ )(?<![+*^])(?<![+*^] )(?:([A-Ja-j])(?= *(?:[.,:;)\]]|$))|([A-Jb-j])(?= +[-$(\\]*\d))"
+    r"|(?<=\d) +(a)(?= +\d)|^ *[+*^/&|] *([A-Ja-j])(?!\w)"
+)
+"""A letter that stands for another choice: in brackets, before `.`, `,`, `:` or a number, or at the end."""
+_NAME = re.compile(
+    r"\b(?:vitamin|hepatitis|type|group|class|grade|set|point|angle|line|side|segment|ray|vertex|plane|circle|region"
+    r"|figure|graph|curve|city|town|train|car|team|box|bag|jar|container|plan|person)s? +[A-Ja-j]\b"
+    r"|\\(?:angle|circ|triangle|odot|overline)(?![A-Za-z]) *[A-J]\b|(?<![A-Za-z])[A-Za-z]\([a-j]\)|\d *[ghJ]\b",
+    re.IGNORECASE,
+)
+"""Where a letter is a name, an argument or a unit: `vitamin C`, `\\angle A`, `f(a)`, `5 g`."""
 _LONE = re.compile(r"(?<![\w'])[A-J](?![\w'])")
 _OPTION = r"[*_]{0,3}[(\[]?([A-J])[)\]]?[*_]{0,3}(?![\w'])"
 _CHOOSES = re.compile(
@@ -37,12 +50,18 @@ def read_letter(text: str) -> tuple[str, str] | None:
     if len(text) > _MAX_CHARS:
         return None
     plain = normalise(text.strip(" \t\n*_"))
-    found = _CHOICE.fullmatch(plain)
+    found = _LETTERED.fullmatch(plain)
     if found is None:
         return None
     letter = found["bracketed"] or found["capital"] or found["small"]
     rest = (found["rest"] or found["text"] or "").strip()
     return None if _OTHERS.search(rest) else (letter.upper(), rest)
+
+
+def names_another(letter: str, rest: str) -> bool:
+    """Whether `rest`, which stands beside `letter`, names another choice too, in capitals or not."""
+    found = _OTHER.finditer(_NAME.sub("0", rest))
+    return any((other[1] or other[2] or other[3] or other[4]).upper() != letter for other in found)
 
 
 def has_letters(text: str) -> bool:

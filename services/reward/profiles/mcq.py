@@ -2,18 +2,20 @@
 
 Gold answers are letters; gold answers that are not are the text or the value of the right choice, and right too. A
 choice counts where it stands last: in a box, in `<answer>`, behind `Answer:`, or in words. Several letters are wrong,
-and so is the right letter beside another choice's value.
+unless the gold choice's text has them, and so is the right letter beside another choice's value.
 """
 
 from fractions import Fraction
 from typing import Any
 
 from penstock.verdict_status import Status
+from services.reward.exact.brackets import squeeze
 from services.reward.exact.comparison import Outcome, Rules, Side, compare
 from services.reward.exact.contradiction import contradicts
 from services.reward.exact.extraction import Forms, extract_answer
-from services.reward.exact.letters import find_choices, has_letters, read_letter
-from services.reward.exact.nodes import Scalar
+from services.reward.exact.letters import find_choices, has_letters, names_another, read_letter
+from services.reward.exact.nodes import Chain, Intervals, Matrix, Named, Node, Ratio, Scalar, Set, Tuple
+from services.reward.exact.normalisation import normalise
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, Decision
@@ -34,9 +36,11 @@ class McqProfile(ValueProfile):
         """Return the finding of `item`, or the question that a worker process must decide."""
         letters: set[str] = set()
         texts: list[Side] = []
+        rests: set[str] = set()
         for gold in self._readable(item.golds, MAX_ANSWER_CHARS):
             letter, text = read_letter(gold) or ("", gold)
             letters |= {letter} - {""}
+            rests.add(squeeze(normalise(text)))
             if text.strip() and not (side := Side.of(text)).is_blank:
                 texts.append(side)
         if not letters:
@@ -60,6 +64,8 @@ class McqProfile(ValueProfile):
                 return Finding(status=Status.UNPARSEABLE, extracted=extracted)
             return self._judge(texts, extracted)
         letter, rest = chosen
+        if names_another(letter, rest) and squeeze(normalise(rest)) not in rests:
+            return Finding(status=Status.UNPARSEABLE, extracted=extracted)
         is_right = letter in letters and not _is_another(rest, texts)
         return Finding(status=Status.OK, credit=float(is_right), extracted=extracted, method=Method.STRUCTURE)
 
@@ -73,11 +79,24 @@ def _chooses_otherwise(first: str, later: str) -> bool:
 
 
 def _is_another(rest: str, texts: list[Side]) -> bool:
-    """Whether the number beside a letter is none of the right choice's."""
-    numbers = [text for text in texts if isinstance(text.node, Scalar)]
-    if not rest or not numbers:
+    """Whether a value beside a letter is none of the right choice's."""
+    numbers = [text for text in texts if isinstance(_body(text.node), Scalar)]
+    return bool(rest and numbers) and _has_another(Side.of(rest), numbers)
+
+
+def _has_another(beside: Side, numbers: list[Side]) -> bool:
+    """Whether `beside`, or any part of it, is a value that none of `numbers` is."""
+    if any(compare(number, beside, _RULES) is Outcome.RIGHT for number in numbers):
         return False
-    beside = Side.of(rest)
-    return isinstance(beside.node, Scalar) and all(
-        compare(number, beside, _RULES) is not Outcome.RIGHT for number in numbers
-    )
+    match beside.node:
+        case Named(body=body):
+            parts: tuple[Node, ...] = (body,)
+        case Set(items=parts) | Tuple(items=parts) | Chain(parts=parts):
+            pass
+        case _:
+            return isinstance(beside.node, Scalar | Ratio | Intervals | Matrix)
+    return any(_has_another(Side(text=part.text, node=part), numbers) for part in parts)
+
+
+def _body(node: Node) -> Node:
+    return node.body if isinstance(node, Named) else node

@@ -87,6 +87,52 @@ def test_the_value_of_the_choice_counts_where_the_row_gives_it(response: str, cr
 
 
 @pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{B, c, d}", r"\boxed{B. (c) (d)}", r"\boxed{B. (a)}", r"\boxed{B 5 C 6}", r"\boxed{B. 5 c. 6}",
+        r"\boxed{B = C}", r"\boxed{B + C}", r"\boxed{B. 5 or c}", "The answer is B, c, or d.", r"\boxed{b) 5 c) 6}",
+        r"\boxed{B. 5 cm c 6 cm}", r"\boxed{B: 5 a 6}", r"\boxed{b/c}", r"\boxed{B, C}",
+    ],
+)  # fmt: skip
+def test_a_second_letter_is_refused_in_any_case(response: str) -> None:
+    """A small letter is one too, in brackets, before a mark or a number, or at the end."""
+    assert judge(response, "B").credit == judge(response, "B. 5").credit == 0
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "vitamin C", "hepatitis B", "point A", r"25^\circ C", r"\angle A", "5 g", "a man", "a 90 degree angle", "a + b",
+        "f(a)", "2a", "AB = CD", r"\frac{a}{b}", "The cell divides",
+    ],
+)  # fmt: skip
+def test_a_letter_in_the_text_of_a_choice_is_none(rest: str) -> None:
+    """An article, a variable in an expression, a unit, a name."""
+    assert judge(rf"\boxed{{B. {rest}}}", "B").credit == 1
+
+
+@pytest.mark.parametrize("rest", ["a", "(a)", "x = a", "a and c", "5 c"])
+def test_a_letter_that_the_gold_choice_has_counts(rest: str) -> None:
+    """The same text is refused where the gold answer is the letter alone."""
+    assert judge(rf"\boxed{{B. {rest}}}", f"B. {rest}").credit == 1
+    assert judge(rf"\boxed{{B. {rest}}}", "B").credit == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "credit"),
+    [
+        (r"\boxed{B. 13 or 14}", 0), (r"\boxed{B. 13, 14}", 0), (r"\boxed{B. x = 13}", 0),
+        (r"\boxed{B. 12 or 13}", 0), (r"\boxed{B. (12, 13)}", 0), (r"\boxed{B. 12 = 13}", 0), (r"\boxed{B. 1:2}", 0),
+        (r"\boxed{B. x = 12}", 1), (r"\boxed{B. 12}", 1), (r"\boxed{B. 12 cm}", 1), (r"\boxed{B. twelve}", 1),
+    ],
+)  # fmt: skip
+def test_every_value_beside_a_letter_must_be_the_choices(response: str, credit: float) -> None:
+    """Lists, names and equalities too."""
+    assert judge(response, "B. 12").credit == judge(response, "B", "12").credit == credit
+    assert judge(response, "B. x = 12").credit == credit
+
+
+@pytest.mark.parametrize(
     ("response", "golds", "status"),
     [
         ("I cannot tell.", ["B"], Status.NO_ANSWER),
