@@ -28,7 +28,7 @@ _LABEL = re.compile(
     r"(?:\d|one|two|three|four|five|[A-E]\b)",
     re.IGNORECASE,
 )
-_CHOICE = re.compile(
+_ALTERNATIVE = re.compile(
     r"\b(?:x?or|either|else|alternative\w*|possib\w+|perhaps|may|maybe|might|could|can|otherwise|options?|candidate|guess"
     r"|also|another|other|second|both|if|case|when|depending|respectively|versus|vs|even)\b",
     re.IGNORECASE,
@@ -167,7 +167,7 @@ def _offers_choice(between: str) -> bool:
     """Whether words of this text, such as `or`, `option two`, offer both sides, and none corrects."""
     if _LABEL.search(between) or _OFFER.search(between):
         return True
-    return _CHOICE.search(between) is not None and _CORRECTION.search(between) is None
+    return _ALTERNATIVE.search(between) is not None and _CORRECTION.search(between) is None
 
 
 def _closing_brace(text: str, position: int) -> int | None:

@@ -16,9 +16,9 @@ _LETTERED = re.compile(
 )
 _OTHERS = re.compile(
     r"^[(\[]?[A-J][)\].:]?$|\([A-J]\)|(?<![A-Za-z])[A-J][.):]|^(?:or|and|not|nor)\b"
-    r"|(?:\b(?:or|and)\b|[,;/&]) *[(\[]?[A-J]\b(?! *[a-z])"
+    r"|(?:\b(?:or|and)\b|[,;/&]) *[(\[]?[A-J]\b(?! *[a-z])|^(?:which|where)\b.*\b(?:wrong|incorrect|not|also)\b"
 )
-"""Refuses what stands beside a letter if it lists, joins or negates another choice in capitals: `A. 5 B. 6`, `or B`."""
+"""Refuses what stands beside a letter if it lists, joins or negates another in capitals, or denies the letter."""
 _OTHER = re.compile(
     r"(?<![\w'\\])(?<!\\ )(?<![+*^])(?<![+*^] )(?:([A-Ja-j])(?= *(?:[.,:;)\]]|$))|([A-Jb-j])(?= +[-$(\\]*\d))"
     r"|(?<=\d) +(a)(?= +\d)|^ *[+*^/&|] *([A-Ja-j])(?!\w)"

@@ -70,7 +70,9 @@ _ASCII_RELATIONS = (
     ("+/-", r"\pm "),
     ("+-", r"\pm "),
 )
-_REASON = re.compile(r"(?:,|(?<=[\d}) ])\() *(?:since|because|rounded|to the nearest)\b(?:(?! or\b)[^;])*$")
+_REASON = re.compile(
+    r"(?:,|(?<=[\d}) ])\() *(?:since|because|rounded|to the nearest)\b(?:(?! (?:or|wrong|incorrect)\b)[^;])*$"
+)
 _ABOUT = re.compile(r"(?<=[\d})]),? *(?:\bor +)?\b(?:approximately|roughly|about)(?= *[-\d\\.])")
 _BRACKETED_ABOUT = re.compile(r" *\( *(?:or +)?\\approx *([^()]*)\)$")
 _LEAD = re.compile(r"(?:[=:;,]|\\approx|\\to|\\sim(?= *\d)|~) *")

@@ -5,8 +5,18 @@ r"""Answers that a response says in words, without a box, in time linear in the 
     Therefore, the length of AB is 10 cm.
 
 A sentence states an answer if it says "answer" and what it is. Where none does, the last line counts if it is GSM8K's
-`#### 42`, or ends in a sentence that concludes (therefore, thus, so) with a name and its value. Conditions, questions,
-guesses and denials state nothing, and neither do words with nothing behind them ("the answer is clear") beside values.
+`#### 42`, or ends in a sentence that concludes (therefore, thus, so) with one name and its value. Conditions,
+questions, guesses and denials state nothing, and neither do words with nothing behind them ("the answer is clear")
+beside values.
+
+Lists of words that veto a statement, by where they stand:
+
+    before "the answer is"          _UNSURE: if, suppose, maybe, said          no statement
+    before "is" of a conclusion     _NO_NAME: and, or, than, a value           no statement
+    at the start of the answer      _DENIAL: not, neither, unknown             no statement
+    in a reason after the answer    _OTHERWISE: or, unless, wrong, which       the reason stays: unreadable, or several
+    after the sentence              _SECOND_THOUGHT: wait, no, actually        the next other value stands beside it
+    between answers                 extraction._ALTERNATIVE, _CORRECTION       joined, or the last counts
 """
 
 import re
@@ -33,9 +43,14 @@ _CONCLUSION = re.compile(
     r"(?:(?:we (?:get|find|conclude|have)|it follows|that|then)\b:?,? *+){0,3}+(.+)",
     re.IGNORECASE | re.DOTALL,
 )
-_SAYS_VALUE = re.compile(
-    r".*\b(?:is|equals|measures)(?: +(?:equal +to|exactly|simply))?+:? +(?=[^a-z ]|[a-z]\b|\\)(.+)", re.DOTALL
+_SAYS = re.compile(r"\b(?:is|equals|measures)\b")
+_SAID_VALUE = re.compile(r"(?: +(?:equal +to|exactly|simply))?+:? +(?=[^a-z ]|[a-z]\b|\\)(.+)", re.DOTALL)
+_NO_NAME = re.compile(
+    r"\b(?:or|and|than|at most|at least|between|up to|exceeds?|what)\b|(?<!angle )(?<!angle)(?<![\w.])\d|[=<>≤≥≠√½¼¾⅓⅔]"
+    r"|\\(?:leq?|geq?|neq?|lt|gt|d?frac|sqrt|pm|approx)(?![A-Za-z])",
+    re.IGNORECASE,
 )
+"""What stands before `is` in no name: a further subject, a comparison, another value."""
 _SPACE = re.compile(r"[\s*_:]*+")
 _LIST_MARK = re.compile(r"(?:[-*•]|\d{1,2}[.)]) +")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
@@ -43,10 +58,15 @@ _MATH = {"$$": "$$", r"\[": r"\]", r"\(": r"\)", "$": "$"}
 _OPENING = re.compile(r"\$\$?|\\[\[(]")
 _SENTENCE_END = re.compile(r"[.!?](?=[\"')*_\]]*+(?:\s+[^a-z\s]|\s*+$))|\n")
 _BOUNDARY = re.compile(r"[.!?:;](?=\s)|\n")
-_REASON = re.compile(
-    r"(?:,? +(?:because|since|which|where|as (?:required|desired|shown|needed))|, +(?:and +)?so)\b.*", re.DOTALL
+_REASON = re.compile(r"(?:,? +(?:because|since|as (?:required|desired|shown|needed))|, +(?:and +)?so)\b.*", re.DOTALL)
+_OTHERWISE = re.compile(
+    r"\b(?:or|else|otherwise|unless|if|maybe|perhaps|wrong|incorrect|wait|actually|also|which|where)\b"
 )
-_OTHERWISE = re.compile(r"\b(?:or|else|otherwise|unless|if|maybe|perhaps)\b")
+_SECOND_THOUGHT = re.compile(
+    r"[.!;,\s*_$)]*+(?:(?:but|oh|hmm|well),? +)?(?:wait|no|actually|sorry|oops|correction)\b(?! +doubt\b)",
+    re.IGNORECASE,
+)
+_TOKEN = re.compile(r"\d(?:[\d.,]*\d)?|(?<![\w\\])[A-HJ](?![\w'])")
 _GOES_ON = re.compile(
     r"(?:^|[,(]|\b(?:so|thus|therefore|hence|then|and|that|is|but|or|wait|no))[\s*_#>\"'(]*$", re.IGNORECASE
 )
@@ -70,9 +90,21 @@ _MAX_WORDS = 4
 def find_statements(text: str) -> list[Span]:
     """The last answers that `text` states, in order."""
     found = [*_sentences(text), *_headings(text)]
-    spans = [span for span in sorted(found) if not _MARK.search(span[2])]
+    spans = [_with_second_thought(text, span) for span in sorted(found) if not _MARK.search(span[2])]
     values = [span for span in spans if _VALUE.search(span[2])]
     return values or spans or _last_line(text)
+
+
+def _with_second_thought(text: str, span: Span) -> Span:
+    """`span`, beside the other number or letter that the words right behind it take it back for, if they do."""
+    start, end, content = span
+    thought = _SECOND_THOUGHT.match(text, end, end + _MAX_CHARS)
+    if thought is None:
+        return span
+    known = set(_TOKEN.findall(content))
+    behind = text[thought.end() : thought.end() + _MAX_CHARS]
+    other = next((token for token in _TOKEN.findall(behind) if token not in known), None)
+    return span if other is None else (start, end, f"{content} or {other}")
 
 
 def _sentences(text: str) -> list[Span]:
@@ -181,7 +213,10 @@ def _last_line(text: str) -> list[Span]:
     if conclusion is None or _UNSURE.search(last) or _MARK.search(last):
         return []
     said = conclusion[1]
-    value = _SAYS_VALUE.fullmatch(said)
+    says = list(_SAYS.finditer(said))
+    if len(says) > 1 or (says and _NO_NAME.search(said, 0, says[0].start())):
+        return []
+    value = _SAID_VALUE.fullmatch(said, says[0].end()) if says else None
     if value is None and "=" not in said:
         return []
     content = said.strip(_TRIM) if value is None else value[1].strip(_TRIM)

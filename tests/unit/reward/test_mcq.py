@@ -59,6 +59,8 @@ def test_the_letter_is_found(response: str) -> None:
         "If x > 0, the answer is B.", "Is the answer B?", "The wrong answer is B.", "Option B is not correct.",
         "I would pick B if x > 0.", "Choose A, B, C or D.", r"\boxed{\text{not B}}",
         "<think>B</think>", "I cannot tell.",
+        "The answer is B, which is wrong.", "The answer is B. Wait, no, it is C.",
+        "The answer is B. Wait, no, C is right.",
         r"\boxed{6}", r"\boxed{\text{all of them}}", r"\boxed{AB}",
     ],
 )  # fmt: skip
