@@ -12,9 +12,9 @@ beside values.
 Lists of words that veto a statement, by where they stand:
 
     before "the answer is"          _UNSURE: if, suppose, maybe, said          no statement
-    before "is" of a conclusion     _NO_NAME: and, or, than, a value           no statement
+    before "is" of a conclusion     _NO_NAME: or, than, at most, a value       no statement
     at the start of the answer      _DENIAL: not, neither, unknown             no statement
-    in a reason after the answer    _OTHERWISE: or, unless, wrong, which       the reason stays: unreadable, or several
+    in a reason after the answer    _OTHERWISE: or, unless, wrong, a value     the reason stays: unreadable, or several
     after the sentence              _SECOND_THOUGHT: wait, no, actually        the next other value stands beside it
     between answers                 extraction._ALTERNATIVE, _CORRECTION       joined, or the last counts
 """
@@ -46,7 +46,7 @@ _CONCLUSION = re.compile(
 _SAYS = re.compile(r"\b(?:is|equals|measures)\b")
 _SAID_VALUE = re.compile(r"(?: +(?:equal +to|exactly|simply))?+:? +(?=[^a-z ]|[a-z]\b|\\)(.+)", re.DOTALL)
 _NO_NAME = re.compile(
-    r"\b(?:or|and|than|at most|at least|between|up to|exceeds?|what)\b|(?<!angle )(?<!angle)(?<![\w.])\d|[=<>≤≥≠√½¼¾⅓⅔]"
+    r"\b(?:or|than|at most|at least|between|up to|exceeds?|what)\b|(?<!angle )(?<!angle)(?<![\w.])\d|[=<>≤≥≠√½¼¾⅓⅔]"
     r"|\\(?:leq?|geq?|neq?|lt|gt|d?frac|sqrt|pm|approx)(?![A-Za-z])",
     re.IGNORECASE,
 )
@@ -58,10 +58,14 @@ _MATH = {"$$": "$$", r"\[": r"\]", r"\(": r"\)", "$": "$"}
 _OPENING = re.compile(r"\$\$?|\\[\[(]")
 _SENTENCE_END = re.compile(r"[.!?](?=[\"')*_\]]*+(?:\s+[^a-z\s]|\s*+$))|\n")
 _BOUNDARY = re.compile(r"[.!?:;](?=\s)|\n")
-_REASON = re.compile(r"(?:,? +(?:because|since|as (?:required|desired|shown|needed))|, +(?:and +)?so)\b.*", re.DOTALL)
-_OTHERWISE = re.compile(
-    r"\b(?:or|else|otherwise|unless|if|maybe|perhaps|wrong|incorrect|wait|actually|also|which|where)\b"
+_REASON = re.compile(
+    r"(?P<reason>,? +(?:because|since|as (?:required|desired|shown|needed))|, +(?:and +)?so)\b.*"
+    r"|,? +(?:which|where)\b.*",
+    re.DOTALL,
 )
+_OTHERWISE = re.compile(r"\b(?:or|else|otherwise|unless|if|maybe|perhaps|wrong|incorrect|wait|actually|also)\b")
+_OTHER_VALUE = re.compile(r"\d|[=<>≤≥≠√½¼¾⅓⅔]|\\[A-Za-z]|\b(?:not|never|false)\b|n['’]t\b")
+"""What a clause with `which` or `where` says of the answer may deny it, or be another one."""
 _SECOND_THOUGHT = re.compile(
     r"[.!;,\s*_$)]*+(?:(?:but|oh|hmm|well),? +)?(?:wait|no|actually|sorry|oops|correction)\b(?! +doubt\b)",
     re.IGNORECASE,
@@ -164,7 +168,7 @@ def read_value(text: str, position: int) -> tuple[str, int]:
         return "", position
     content = text[begin:end].strip(_TRIM)
     reason = _REASON.search(content)
-    if reason is not None and not _OTHERWISE.search(reason[0]):
+    if reason is not None and not _takes_back(reason):
         content = content[: reason.start()].rstrip(_TRIM)
     if _DENIAL.match(content):
         return "", position
@@ -172,6 +176,11 @@ def read_value(text: str, position: int) -> tuple[str, int]:
         return (content, end) if len(content.split()) <= _MAX_WORDS else ("", position)
     others, end = _lines_of_values(text, end)
     return " or ".join((content, *others)), end
+
+
+def _takes_back(reason: re.Match[str]) -> bool:
+    """Whether what stands behind an answer denies it, or may give another."""
+    return bool(_OTHERWISE.search(reason[0]) or (reason["reason"] is None and _OTHER_VALUE.search(reason[0])))
 
 
 def _lines_of_values(text: str, position: int) -> tuple[list[str], int]:
