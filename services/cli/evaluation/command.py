@@ -1,4 +1,4 @@
-"""The command `penstock eval`; `evaluate` has the work itself."""
+"""The command `penstock eval`; `run` has the work."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The command `penstock replay`; `replay` has the replay itself."""
+"""The command `penstock replay`; `run` has the work."""
 
 from pathlib import Path
 from typing import Annotated

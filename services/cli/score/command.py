@@ -1,4 +1,4 @@
-"""`penstock score`: the command; the scoring itself is in `score`."""
+"""The command `penstock score`; `run` has the work."""
 
 import functools
 from pathlib import Path
