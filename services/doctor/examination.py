@@ -166,9 +166,7 @@ def _free(folder: Path) -> int | None:
 
 
 def _available_memory() -> int:
-    files = {name: _CGROUP / name for name in ("memory.max", "memory.current")}
-    cgroup = {name: file.read_text() for name, file in files.items() if file.is_file()}
-    return memory.available_memory(Path("/proc/meminfo").read_text(), cgroup)
+    return memory.available_memory(Path("/proc/meminfo").read_text(), memory.read_cgroup(_CGROUP))
 
 
 def _version_of(module: str) -> str | None:

@@ -7,6 +7,7 @@ for them and does not count them.
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 from services.doctor.finding import Finding, fault, gib, ok, warning
 from services.doctor.gpu import GpuFacts
@@ -26,6 +27,12 @@ SPARE = 0.8
 MIN_SHM_BYTES = 2**30
 MIN_TEMPORARY_BYTES = 2**30
 
+_CGROUP_VERSIONS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of cgroup v2 and v1: the files of the limit and of the usage, and what memory.stat calls the page cache that is
+reclaimed first."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -130,14 +137,32 @@ def check_host_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, available:
 def available_memory(meminfo: str, cgroup: Mapping[str, str]) -> int:
     """Bytes that processes may still take: the machine's, or the container's where that has a limit.
 
+    The page cache that the kernel reclaims first counts as free, as in kubelet and `docker stats`: a container that has
+    read large files would seem full.
+
     Args:
         meminfo: The text of /proc/meminfo.
-        cgroup: The texts of memory.max and memory.current of the control group, by name; empty where there are none.
+        cgroup: As `read_cgroup` returns it.
     """
     lines = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, current = cgroup.get("memory.max", "max").strip(), cgroup.get("memory.current", "0").strip()
-    return available if limit == "max" else max(0, min(available, int(limit) - int(current)))
+    for limit, usage, cache in _CGROUP_VERSIONS:
+        if cgroup.get(limit, "max").strip() == "max":
+            continue
+        stat = dict(line.split() for line in cgroup.get("memory.stat", "").splitlines())
+        used = max(0, int(cgroup.get(usage, "0")) - int(stat.get(cache, "0")))
+        available = max(0, min(available, int(cgroup[limit]) - used))
+    return available
+
+
+def read_cgroup(root: Path) -> dict[str, str]:
+    """The texts of the files by which `root`, usually /sys/fs/cgroup, limits memory, by name; empty where none does."""
+    for folder in (root, root / "memory"):
+        names = {"memory.stat", *(name for version in _CGROUP_VERSIONS for name in version[:2])}
+        found = {name: (folder / name).read_text() for name in sorted(names) if (folder / name).is_file()}
+        if any(limit in found for limit, _, _ in _CGROUP_VERSIONS):
+            return found
+    return {}
 
 
 def check_shared_memory(free: int | None) -> Finding:
