@@ -5,7 +5,7 @@ A service's own section is defined beside the service; the sections that several
 """
 
 from penstock.config.base import Config
-from penstock.config.loading import dump, load
+from penstock.config.loading import dump, load, split_override
 from penstock.config.sections import (
     BusConfig,
     LogConfig,
@@ -29,4 +29,5 @@ __all__ = [
     "SecurityConfig",
     "dump",
     "load",
+    "split_override",
 ]

@@ -94,11 +94,23 @@ def _precedence(override: str) -> int:
     return _SELECTORS.index(leaf) if leaf in _SELECTORS else len(_SELECTORS)
 
 
+def split_override(override: str) -> tuple[str, str]:
+    """The dotted key and the text of `--a.b=c`.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or "." not in key or "" in key.split("."):
+        raise ConfigError(f"argument {override!r} is not an override; write --section.key=value")
+    if not equals:
+        raise ConfigError(f"argument {override!r} has no value; write --section.key=value, with = and without a space")
+    return key, text
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...], str]:
     """Put the override's value into `tree`; return its key's parts and its text."""
-    key, equals, text = override.removeprefix("--").partition("=")
-    if not override.startswith("--") or not equals or "." not in key or "" in key.split("."):
-        raise ConfigError(f"argument {override!r} is not an override; write --section.key=value")
+    key, text = split_override(override)
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

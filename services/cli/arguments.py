@@ -47,9 +47,16 @@ def _overrides() -> Iterator[tuple[str, str]]:
 
 
 def sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path], list[str]]:
-    """Paths and overrides apart, in whatever order they were typed."""
+    """Paths and overrides apart, in whatever order they were typed.
+
+    Raises:
+        ConfigError: an override is not `--section.key=value`. With a space in place of `=`, its value would be taken
+            for a path.
+    """
     arguments = [*([] if first is None else [str(first)]), *rest]
     overrides = [argument for argument in arguments if argument.startswith("-") and argument != "-"]
+    for override in overrides:
+        configuration.split_override(override)
     return [Path(argument) for argument in arguments if argument not in overrides], overrides
 
 

@@ -35,12 +35,12 @@ def doctor(
     """
     findings: list[Finding] = []
     settings: Recipe | None = None
-    recipes, overrides = sort_arguments(recipe, context.args)
-    if recipes or overrides:
-        try:
+    try:
+        recipes, overrides = sort_arguments(recipe, context.args)
+        if recipes or overrides:
             settings = load_recipes(recipes, overrides)
-        except ConfigError as error:
-            findings.append(blamed("recipe", error))
+    except ConfigError as error:
+        findings.append(blamed("recipe", error))
     findings += examine(checks_of(settings))
     if as_json:
         sys.stdout.write(_as_json(findings))

@@ -108,7 +108,7 @@ def test_an_override_can_begin_a_section_that_the_file_has_not(recipe: Path) -> 
     ("override", "message"),
     [
         ("run.seed=1", r"argument 'run.seed=1' is not an override; write --section.key=value"),
-        ("--run.seed", r"argument '--run.seed' is not an override; write --section.key=value"),
+        ("--run.seed", r"argument '--run.seed' has no value; write --section.key=value"),
         ("--seed=1", r"argument '--seed=1' is not an override; write --section.key=value"),
         ("--run..seed=1", r"argument '--run..seed=1' is not an override"),
         ("--run.seed.x=1", r"argument '--run.seed.x=1': seed is a value, not a section"),

@@ -91,6 +91,31 @@ def test_bad_setting(recipe: Path, override: str, words: tuple[str, ...]) -> Non
     assert not (recipe.parent / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "RECIPE", "--trainer.num_steps", "20"),
+        ("train", "--trainer.num_steps", "20", "RECIPE"),
+        ("config", "RECIPE", "--trainer.num_steps", "20"),
+        ("train", "--resume", "runs/some", "--trainer.num_steps", "20"),
+        ("replay", "runs/some", "--trainer.num_steps", "20"),
+        ("score", "lines.jsonl", "--trainer.num_steps", "20"),
+        ("serve", "trainer", "--config", "RECIPE", "--trainer.num_steps", "20"),
+    ],
+    ids=" ".join,
+)
+def test_a_space_in_place_of_the_equals_sign(recipe: Path, arguments: tuple[str, ...]) -> None:
+    """The setting is named, not its value, which looks like one more recipe."""
+    given = [str(recipe) if argument == "RECIPE" else argument for argument in arguments]
+    assert_mistake(penstock(*given), "'--trainer.num_steps' has no value", "write --section.key=value")
+
+
+def test_a_flag_that_there_is_not(recipe: Path) -> None:
+    """It is named also where something stands behind it; flags that there are stand anywhere."""
+    assert_mistake(penstock("train", recipe, "--dryrun", "mine"), "'--dryrun' is not an override")
+    assert penstock("train", "--dry-run", recipe, "--trainer.num_steps=3").returncode == 0
+
+
 @pytest.mark.parametrize("command", [("config",), ("serve", "reward", "--config"), ("serve", "trainer", "--config")])
 def test_every_command_checks_the_whole_recipe(recipe: Path, command: tuple[str, ...]) -> None:
     """A mistyped key fails alike in every process, whichever section it is in."""
