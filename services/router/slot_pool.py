@@ -232,7 +232,7 @@ class SlotPool:
         return None if must_wait or query.need in self._queues else self._choose(query)
 
     def _measure(self, query: Query) -> bool:
-        """Note what the call needs; return whether it must wait for the replica that should take it."""
+        """Note what the call needs, its home included; return whether it must wait there."""
         query.num_small = bisect.bisect_left(self._sizes, query.num_tokens)
         query.home, is_full = self.balancer.find_home(query, self.view, self._clock())
         return is_full

@@ -79,13 +79,17 @@ class AffinityBalancer:
         self._fair_share = FairShare()
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
-        """Return the replica that gets the call; None exactly if none is fit, or if it waits for `query.home`."""
+        """Return the replica that gets the call; None exactly if none is fit, or if it waits for its own.
+
+        Only a call with a home waits. If its group has moved on, its own replica is another than its home, and the
+        prompt is in both: it goes to whichever takes it, its own first, and its own decides whether it waits.
+        """
         own = self._find_own(query, pool)
         if own is not None and _can_go_on(own, query, pool, now):
             return own
         home = pool.replicas.get(query.home)
         if home is not None and home is not own and _can_go_on(home, query, pool, now):
-            return home  # its group has gone on elsewhere, and the prompt is here too
+            return home  # its group has moved on, and the prompt is here too
         if home is not None and own is not None and _should_wait(own, query, pool, now):
             return None
         self._fair_share.update(pool, now)
@@ -98,7 +102,7 @@ class AffinityBalancer:
         return min(pool.find_fit(query, now), key=rank, default=None)
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
-        """Return the session's or the group's own replica and whether it is full, unless another should take the call.
+        """Return the id of the call's own replica and whether it is full; an empty id if another should take the call.
 
         Elsewhere the whole prompt would be computed again.
         """
@@ -116,13 +120,13 @@ class AffinityBalancer:
         self.sessions.bind(query.session_id, replica_id)
 
     def _find_own(self, query: Query, pool: PoolView) -> ReplicaStatus | None:
-        """The replica that holds the beginning of the call's prompt."""
+        """The call's own replica, as balancer.py defines it; None if it has none, or that replica has left."""
         own_id = self.sessions.get(query.session_id) or self._groups.get(query.group_id)
         return pool.replicas.get(own_id or "")
 
 
 def _can_go_on(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> bool:
-    """Whether the replica takes a call of a session or group that has begun there."""
+    """Whether the call's own replica, or its home, takes it; it may exceed the limit of what is new."""
     if pool.is_fit(own, query, now):
         return True
     most = max(own.max_in_flight, int(_BEGUN_FACTOR * own.max_running))
@@ -130,7 +134,7 @@ def _can_go_on(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> 
 
 
 def _should_wait(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> bool:
-    """Whether the replica is merely full, and no other has a free slot."""
+    """Whether the call's own replica is merely full, and no other has a free slot."""
     if pool.find_reason(own, query, now) not in _FULL:
         return False
     least = min((pool.load(each) for each in pool.find_fit(query, now)), default=pool.load(own))

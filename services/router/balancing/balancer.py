@@ -1,4 +1,13 @@
-"""The interface of balancers."""
+"""The interface of balancers.
+
+Two words name a replica that should get a call because the beginning of its prompt is there:
+
+    own     where the call's session, or else its group, was sent last, as the balancer remembers it at this moment
+    home    `Query.home`: what `find_home` returned when the call was last measured, its own replica of that moment. The
+            call waits in this replica's queue
+
+They are the same replica until the call's group moves on while the call waits.
+"""
 
 from typing import Protocol
 
@@ -13,12 +22,12 @@ class Balancer(Protocol):
     """Whether it wants `Query.blocks`."""
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
-        """Return the replica that gets the call; None exactly if none is fit, or if it waits for `query.home`."""
+        """Return the replica that gets the call; None exactly if none is fit, or if it waits for its own."""
         ...
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
-        """Return the replica that should get the call, now or later, whether or not others could take it, and whether
-        it is full; an empty id if there is none."""
+        """Return the id of the call's own replica, which should get it whether or not others could, and whether the
+        call must wait because that replica is full; an empty id and False if any replica will do."""
         ...
 
     def record(self, query: Query, replica_id: str) -> None:

@@ -42,7 +42,8 @@ class Query:
     """How many of the pool's sizes (`PoolView.sizes`) are too small for `num_tokens`."""
 
     home: str = ""
-    """Id of the replica that should take it, because the beginning of its prompt is there; empty: any will do."""
+    """Id of the replica in whose queue it waits, as `Balancer.find_home` returned it; empty: any will do. See
+    balancer.py."""
 
     @property
     def need(self) -> "Need":

@@ -92,6 +92,26 @@ def test_a_session_whose_replica_is_full_moves() -> None:
     assert chosen(balancer, pool, Query(session_id="s")) == "b"
 
 
+def test_a_call_whose_group_has_moved_on_waits_for_its_own_replica() -> None:
+    """Not for its home, whose queue it is in; meanwhile either takes it, and beside a free slot it does not wait."""
+    balancer = AffinityBalancer(max_sessions=10)
+    balancer.record(Query(session_id="g/0", group_id="g"), "own")
+    waiting = Query(session_id="g/1", group_id="g", home="home")
+    pool = Fleet(described("home", in_flight=12), described("own", in_flight=12), described("other", in_flight=8))
+    assert balancer.choose(waiting, pool.view, 0.0) is None
+    assert balancer.find_home(waiting, pool.view, 0.0) == ("own", True)
+    pool.set_in_flight("home", 11)
+    assert chosen(balancer, pool, waiting) == "home"
+    pool.set_in_flight("home", 12)
+    balancer.record(Query(session_id="g/2", group_id="g"), "own")
+    waiting = Query(session_id="g/3", group_id="g", home="home")
+    pool.set_in_flight("own", 11)
+    assert chosen(balancer, pool, waiting) == "own"
+    pool.set_in_flight("own", 12)
+    pool.set_in_flight("other", 7)
+    assert chosen(balancer, pool, Query(session_id="g/4", group_id="g", home="home")) == "other"
+
+
 @settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc")), max_size=60), st.integers(1, 6))
 def test_sessions_used_last_are_kept(uses: list[tuple[int, str]], max_sessions: int) -> None:
