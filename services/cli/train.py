@@ -35,7 +35,8 @@ def train(
         sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
         return 0
     settings = service_settings.pin_inputs(settings, with_sets=settings.evaluation.is_in_training)
-    folder = folder or RunFolder.create(settings.run)  # only now: no mistake leaves a folder behind
+    is_new = folder is None
+    folder = folder or RunFolder.create(settings.run)
     hide_secrets()
     with folder.locked():
         folder.write_config(settings)
@@ -48,4 +49,6 @@ def train(
             interrupted = stop.is_set()
 
         code = process.run(run)
+        if is_new and code == process.EXIT_USER_ERROR:
+            folder.discard_unused()  # no process was started: a port was taken
     return process.EXIT_INTERRUPTED if interrupted else code

@@ -3,9 +3,10 @@
 import dataclasses
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock import config as configuration
@@ -118,6 +119,19 @@ class RunFolder:
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(configuration.dump(recipe))
         os.replace(temporary, self.config_file)
+
+    def discard_unused(self) -> bool:
+        """Remove the folder if it holds only what is written before a run begins; return whether it is gone.
+
+        That is the recipe, the launcher's log, empty files and folders. The logs of processes, results and files of
+        others stay, and the folder with them.
+        """
+        own = {self.config_file, self.live_file, self.launcher_log}
+        files = [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]
+        if all(path in own or not path.lstat().st_size for path in files):
+            with suppress(OSError):
+                shutil.rmtree(self.path)
+        return not self.path.exists()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

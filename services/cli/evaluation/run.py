@@ -65,7 +65,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str) ->
         }
     )
     sets = open_sets(recipe.evaluation, recipe.data)
-    folder = RunFolder.create(recipe.run)  # only now: no mistake leaves a folder behind
+    folder = RunFolder.create(recipe.run)
     hide_secrets()
     with folder.locked():
         folder.write_config(recipe)
@@ -73,6 +73,8 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str) ->
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
         run = _Evaluating(recipe, folder, sets, security)
         code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
+        if code == process.EXIT_USER_ERROR and folder.discard_unused():
+            sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
         return code or run.report()
 
 

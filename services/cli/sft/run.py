@@ -50,7 +50,8 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     """
     recipe = service_settings.pin_inputs(recipe, with_sets=recipe.sft.validate_every > 0)
     settings = service_settings.for_sft(recipe)
-    folder = folder or RunFolder.create(recipe.run)  # only now: no mistake leaves a folder behind
+    is_new = folder is None
+    folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
     with folder.locked():
         folder.write_config(recipe)
@@ -72,6 +73,8 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
             is_interrupted = stop.is_set()
 
         code = process.run(run)
+        if is_new and code == process.EXIT_USER_ERROR and folder.discard_unused():
+            sys.stdout.write(f"run folder {folder.path} is removed: no step was taken\n")
         if model is not None:
             sys.stdout.write(f"model {model}\n")
     return process.EXIT_INTERRUPTED if is_interrupted else code

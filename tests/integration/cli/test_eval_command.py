@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -130,6 +131,25 @@ def test_mistakes_end_it_before_anything_starts(
     assert err.startswith(f"error: {error}")
     assert len(err.splitlines()) == 1
     assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--url-model=some"]], ids=["finds the model", "knows the model"])
+def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]) -> None:
+    """Nobody listens at --url: one line, exit code 2, and what was made of the run folder is removed."""
+    program = (
+        "import sys; from penstock.runtime.backoff import Backoff; from services.cli import main; "
+        "from services.trainer.evaluation import openai_player; "
+        "openai_player._BACKOFF = Backoff(first_s=0.001, max_s=0.001); sys.exit(main(sys.argv[1:]))"
+    )
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        command = [sys.executable, "-c", program, "eval", str(recipe), f"--url={url}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: --url {url} ")
+    assert "is removed: nothing was played" in done.stdout
+    assert list((recipe.parent / "runs").iterdir()) == []
 
 
 def test_a_recipe_without_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

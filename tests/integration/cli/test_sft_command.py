@@ -97,11 +97,21 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
         (["--sft.batch_sise=3"], "did you mean sft.batch_size"),
         (["--data.path=rows.jsonl", "--data.answer_format="], "row 1: it has no assistant message"),
         (["--sft.max_tokens=9", "--data.path=rows.jsonl@[:1]", "--data.answer_format="], "raise sft.max_tokens"),
+        (
+            [
+                "--data.path=rows.jsonl@[:1]",
+                "--data.answer_format=",
+                "--sft.epochs=1",
+                "--trainer.optimizer.warmup_steps=9",
+                "--trainer.optimizer.schedule.kind=cosine",
+            ],
+            "sft.epochs = 1 makes 1 steps of 1 rows",
+        ),
     ],
     ids=str,
 )
 def test_mistakes_are_one_line(recipe: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
-    """Exit code 2, the remedy, no traceback."""
+    """Exit code 2, the remedy, no traceback, no run folder."""
     ask, answer = {"role": "user", "content": "Find x."}, {"role": "assistant", "content": "5"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in ([ask, answer], [ask])))
     given = [argument.replace("rows.jsonl", str(tmp_path / "rows.jsonl")) for argument in arguments]
@@ -110,3 +120,4 @@ def test_mistakes_are_one_line(recipe: Path, tmp_path: Path, arguments: list[str
     [line] = err.splitlines()
     assert line.startswith("error: ")
     assert words in line
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -73,14 +73,15 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Iterator[Callable[..., Train
         command.process.communicate()
 
 
-def test_port_in_use(train: Callable[..., TrainCommand]) -> None:
-    """A port that is taken ends the run before it starts, with its setting's name and exit code 2."""
+def test_port_in_use(train: Callable[..., TrainCommand], tmp_path: Path) -> None:
+    """A port that is taken ends the run before it starts, with its setting's name, exit code 2 and no run folder."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, err = train(f"--reward.port={port}").finish(timeout_s=60.0)
     assert code == 2
     assert err.startswith(f"error: reward.port: cannot listen on 127.0.0.1:{port}: ")
     assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.name in ("config.toml", "logs")] == []
 
 
 @pytest.mark.slow

@@ -69,6 +69,24 @@ def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
         RunFolder.create(run)
 
 
+def test_a_folder_is_discarded_before_anything_began(recipe: Recipe) -> None:
+    """With the recipe, the launcher's log and what is empty; a process's log, a result or a stranger's file stays."""
+    for name, text in (
+        ("metrics.jsonl", ""),
+        ("logs/trainer.log", "x"),
+        ("samples.jsonl", "{}"),
+        ("notes.txt", "mine"),
+    ):
+        folder = RunFolder.create(recipe.run)
+        with folder.locked():
+            folder.write_config(recipe)
+            folder.launcher_log.write_text("data.checking")
+            (folder.path / "checkpoints/.writer-1").mkdir(parents=True)
+            (folder.path / name).write_text(text)
+            assert folder.discard_unused() == (not text)
+        assert folder.path.exists() == folder.config_file.exists() == bool(text)
+
+
 def test_a_folder_that_cannot_be_made_is_named(recipe: Recipe, tmp_path: Path) -> None:
     """By the setting that names it."""
     (tmp_path / "file").write_text("")
