@@ -26,6 +26,7 @@ def doctor(
         Path | None,
         typer.Argument(metavar="RECIPE...", help=f"{RECIPE_HELP} Without one, only the machine.", show_default=False),
     ] = None,
+    sft: Annotated[bool, typer.Option("--sft", help="Look at what `penstock sft` asks, not `penstock train`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> int:
     """Look at this machine: Python, packages, GPUs and their libraries, memory, disk; and at what a recipe asks of it.
@@ -41,7 +42,7 @@ def doctor(
             settings = load_recipes(recipes, overrides)
     except ConfigError as error:
         findings.append(blamed("recipe", error))
-    findings += examine(checks_of(settings))
+    findings += examine(checks_of(settings, is_sft=sft))
     if as_json:
         sys.stdout.write(_as_json(findings))
     else:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from penstock import shipped
 from penstock.errors import SetupError
 
+_OVERLAY = "an overlay, no recipe of its own: give it behind a recipe, as its first lines show"
 _MENTION = re.compile(r"recipes/([\w-]+)\.toml")
 
 
@@ -23,7 +25,10 @@ def init(
 ) -> int:
     """Copy a recipe that comes with Penstock to a file of your own, and the schema by which editors check it."""
     if name is None:
-        sys.stdout.write("\n".join(f"{each}\n    {_summary(path)}" for each, path in shipped.recipes().items()) + "\n")
+        for each, path in shipped.recipes().items():
+            command = _command(path)
+            use = f"penstock {command} {each}" if command else _OVERLAY
+            sys.stdout.write(f"{each}\n    {_summary(path)}\n    {use}\n")
         return 0
     source = shipped.named_recipe(name)
     target = Path(f"{name}.toml") if file is None else file
@@ -31,8 +36,21 @@ def init(
     _write_new(target, _as_copy(source.read_text(), name, target))
     if not schema.exists():
         _write_new(schema, shipped.schema_file().read_text())
-    sys.stdout.write(f"{target}: edit it, then `penstock doctor {target}`\n")
+    command = _command(source)
+    if command is None:
+        sys.stdout.write(f"{target}: {_OVERLAY}\n")
+    else:
+        doctor = "doctor --sft" if command == "sft" else "doctor"
+        sys.stdout.write(f"{target}: edit it, then `penstock {doctor} {target}` and `penstock {command} {target}`\n")
     return 0
+
+
+def _command(recipe: Path) -> str | None:
+    """The command that the recipe is for; None for an overlay, which names no model."""
+    sections = tomllib.loads(recipe.read_text())
+    if "model" not in sections:
+        return None
+    return "sft" if "sft" in sections else "train"
 
 
 def _summary(recipe: Path) -> str:

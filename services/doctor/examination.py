@@ -21,7 +21,7 @@ from services.doctor import gpu, memory, network, software
 from services.doctor.finding import Finding, blamed, warning
 from services.doctor.hub import check_hub
 from services.doctor.inputs import check_data, check_model, check_settings
-from services.launch.gpu_plan import find_gpus
+from services.launch.gpu_plan import GpuPlan, find_gpus, plan_gpus
 from services.launch.run_plan import make_plan
 from services.recipe import Recipe
 
@@ -43,20 +43,28 @@ class Check:
     deadline_s: float
 
 
-def checks_of(recipe: Recipe | None) -> list[Check]:
-    """What to look at: the machine, and with a recipe also what that asks of it."""
+def checks_of(recipe: Recipe | None, *, is_sft: bool = False) -> list[Check]:
+    """What to look at: the machine, and with a recipe also what that asks of it.
+
+    Args:
+        recipe: None looks at the machine only.
+        is_sft: Whether `penstock sft` is to run, in place of `penstock train`.
+    """
     looks: dict[str, Callable[[], Iterable[Finding | None]]] = {
         "Python": lambda: [software.check_python(tuple(sys.version_info[:3]))],
-        "packages": lambda: _packages(recipe),
-        "GPUs": lambda: _gpus(recipe),
-        "memory": lambda: _memory(recipe),
+        "packages": lambda: _sft_packages() if is_sft else _packages(recipe),
+        "GPUs": lambda: _gpus(recipe, is_sft=is_sft),
+        "memory": lambda: _memory(recipe, is_sft=is_sft),
     }
     if recipe is not None:
         looks |= {
             "model": lambda: [check_model(recipe)[0]],
-            "data": lambda: [check_data(recipe)],
-            "settings": lambda: [check_settings(recipe)],
+            "data": lambda: [check_data(recipe, is_sft=is_sft)],
+            "settings": lambda: [check_settings(recipe, is_sft=is_sft)],
             "Hub": lambda: [check_hub(recipe)],
+        }
+    if recipe is not None and not is_sft:
+        looks |= {
             "ports": lambda: [network.check_ports(recipe)],
             "hosts": lambda: [network.check_hosts(list(network.hosts_of(recipe)), network.resolve)],
             "bus": lambda: [network.check_bus(recipe.bus.url, socket.create_connection)],
@@ -109,7 +117,19 @@ def _packages(recipe: Recipe | None) -> Iterator[Finding | None]:
     yield software.check_nats_server(binary, recipe.bus.url if recipe is not None else "")
 
 
-def _gpus(recipe: Recipe | None) -> Iterator[Finding | None]:
+def _sft_packages() -> Iterator[Finding | None]:
+    yield software.check_packages(_version_of, software.SFT_PACKAGES)
+
+
+def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
+    """Which process computes where; `penstock sft` is the trainer alone."""
+    if not is_sft:
+        return make_plan(recipe, devices, own_bus=not recipe.bus.url).gpus
+    uses_gpu = recipe.trainer.device != "cpu"
+    return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_uses_gpu=uses_gpu, memory_fraction=0.0)
+
+
+def _gpus(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     devices = find_gpus()
     if not devices or _version_of("torch") is None:
         yield gpu.check_gpus(devices, None)
@@ -126,28 +146,31 @@ def _gpus(recipe: Recipe | None) -> Iterator[Finding | None]:
     yield gpu.check_cudnn(facts)
     if recipe is None:
         return
-    yield gpu.check_attention(facts, recipe.rollout.sglang)
+    if not is_sft:
+        yield gpu.check_attention(facts, recipe.rollout.sglang)
     try:
-        plan = make_plan(recipe, devices, own_bus=not recipe.bus.url).gpus
+        plan = _plan(recipe, devices, is_sft=is_sft)
     except ConfigError:
         return  # the check of memory says so
-    yield gpu.check_nccl(facts, plan, recipe.trainer.weight_sync.transport)
+    if not is_sft:
+        yield gpu.check_nccl(facts, plan, recipe.trainer.weight_sync.transport)
     _, size = check_model(recipe)
     if size is not None:
-        yield from memory.check_gpu_memory(size, recipe, plan, facts)
+        yield from memory.check_gpu_memory(size, recipe, plan, facts, is_sft=is_sft)
 
 
-def _memory(recipe: Recipe | None) -> Iterator[Finding | None]:
+def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     _, size = check_model(recipe) if recipe is not None else (None, None)
     if recipe is not None:
         try:
-            plan = make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url).gpus
+            plan = _plan(recipe, find_gpus(), is_sft=is_sft)
         except ConfigError as error:
             yield blamed("plan", error)
         else:
             if size is not None:
-                yield memory.check_host_memory(size, recipe, plan, _available_memory())
-    yield memory.check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None)
+                yield memory.check_host_memory(size, recipe, plan, _available_memory(), is_sft=is_sft)
+    if not is_sft:
+        yield memory.check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None)
     runs = Path("runs") if recipe is None else recipe.run.folder or recipe.run.dir
     while not runs.exists():
         runs = runs.parent

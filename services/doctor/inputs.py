@@ -5,7 +5,7 @@ from collections.abc import Callable
 from penstock.errors import UserError
 from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
-from services.doctor.finding import Finding, blamed, fault, ok
+from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
 from services.recipe import Recipe
 from services.rollout.engine import sglang_settings
@@ -13,6 +13,7 @@ from services.rollout.engine.settings import num_parameters
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
 from services.trainer.evaluation.set_files import require_sets
+from services.trainer.sft.config import SftConfig, require_meant
 from services.trainer.telemetry.trackers import require_packages
 
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -42,29 +43,44 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     return ok("model", seen), size
 
 
-def check_data(recipe: Recipe) -> Finding:
+def check_data(recipe: Recipe, *, is_sft: bool = False) -> Finding:
     """Check that the files of the data and of the evaluation sets are there; the Hub is looked at by itself."""
     try:
         for source in recipe.data.by_name.values():
             require_files(source)
-        require_sets(recipe.evaluation)
     except UserError as error:
         return blamed("data", error)
+    try:
+        require_sets(recipe.evaluation)
+    except UserError as error:
+        found = blamed("data", error)
+        is_needed = recipe.sft.validate_every > 0 if is_sft else recipe.evaluation.is_in_training
+        return found if is_needed else warning("data", f"only for `penstock eval`: {found.seen}", found.remedy)
     paths = [path for source in recipe.data.by_name.values() for path in source.paths or ("the built-in pictures",)]
     return ok("data", f"{', '.join(paths)}; `penstock data` looks into the rows")
 
 
-def check_settings(recipe: Recipe) -> Finding:
-    """Check what is known only beside a machine: packages of trackers, SGLang's names, certificates, the sampling."""
+def check_settings(recipe: Recipe, *, is_sft: bool = False) -> Finding:
+    """Check what is known only beside a machine or a command: packages of trackers, SGLang's names, certificates, the
+    sampling; for `penstock sft`, that every setting applies to it."""
     checks: tuple[Callable[[], object], ...] = (
         lambda: Security.load(recipe.security),
         recipe.sampling.require_trainable,
         lambda: require_packages(recipe.trackers),
         lambda: sglang_settings.require_known(recipe.rollout.sglang),
     )
+    if is_sft:
+        checks = (
+            lambda: require_packages(recipe.trackers),
+            lambda: require_meant(
+                sft=recipe.sft, trainer=recipe.trainer, data=recipe.data, evaluation=recipe.evaluation
+            ),
+        )
     for check in checks:
         try:
             check()
         except UserError as error:
             return blamed("settings", error)
+    if recipe.sft != SftConfig() and not is_sft:
+        return ok("settings", "they fit `penstock train`; give --sft if `penstock sft` is to run")
     return ok("settings", "they fit each other")

@@ -45,7 +45,9 @@ class ModelSize:
     """Of its weight files."""
 
 
-def check_gpu_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, facts: GpuFacts) -> list[Finding]:
+def check_gpu_memory(
+    size: ModelSize, recipe: Recipe, plan: GpuPlan, facts: GpuFacts, *, is_sft: bool = False
+) -> list[Finding]:
     """Check each kind of process against the GPU on which it computes.
 
     Args:
@@ -53,6 +55,7 @@ def check_gpu_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, facts: GpuF
         recipe: The recipe.
         plan: Which process computes where.
         facts: The GPUs, in the order of the plan's devices.
+        is_sft: Whether `penstock sft` is to run, which pushes weights to nobody.
     """
     found = []
     memory = {device: gpu.total_bytes for device, gpu in zip(plan.devices, facts.gpus, strict=False)}
@@ -65,7 +68,7 @@ def check_gpu_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, facts: GpuF
     if TRAINER in plan.of_process:
         device = plan.of_process[TRAINER][0]
         taken = len(engines) * fraction if plan.is_shared else 0.0
-        found.append(_trainer(size, recipe, room=(1 - taken) * memory[device], is_shared=bool(taken)))
+        found.append(_trainer(size, recipe, room=(1 - taken) * memory[device], is_shared=bool(taken), is_sft=is_sft))
     return found
 
 
@@ -89,13 +92,16 @@ def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Fi
     return ok("engine's GPU", seen)
 
 
-def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool) -> Finding:
-    pushed = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
-    per_weight = 2 * pushed if recipe.trainer.optimizer.offload else MASTER_BYTES + pushed
-    if recipe.algorithm.needs_reference:
-        per_weight += pushed if recipe.trainer.optimizer.offload else 4
+def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, is_sft: bool) -> Finding:
+    offloads = recipe.trainer.optimizer.offload
+    copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
+    has_copy = not is_sft or copied < 4  # what is pushed is always a copy; steps in float32 need none
+    per_weight = 2 * copied if offloads else MASTER_BYTES + has_copy * copied
+    if recipe.algorithm.needs_reference and not is_sft:
+        per_weight += copied if offloads else 4
     needed = per_weight * size.num_parameters
-    seen = f"weights, gradients, AdamW's averages and the copy that is pushed take {gib(needed)} of {gib(room)}"
+    copy = "copies for the steps" if is_sft else "the copy that is pushed"
+    seen = f"weights, gradients, AdamW's averages and {copy} take {gib(needed)} of {gib(room)}"
     remedy = "set trainer.optimizer.offload = true, or choose a smaller model"
     if is_shared:
         remedy = f"lower rollout.gpu_memory_fraction, since engines share this GPU; or {remedy}"
@@ -106,7 +112,9 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool) -
     return ok("trainer's GPU", seen)
 
 
-def check_host_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, available: int) -> Finding:
+def check_host_memory(
+    size: ModelSize, recipe: Recipe, plan: GpuPlan, available: int, *, is_sft: bool = False
+) -> Finding:
     """Check this machine's memory against all processes of a run.
 
     Args:
@@ -114,19 +122,20 @@ def check_host_memory(size: ModelSize, recipe: Recipe, plan: GpuPlan, available:
         recipe: The recipe.
         plan: Which process computes where.
         available: Bytes that processes may still take.
+        is_sft: Whether `penstock sft` is to run, which starts no engines.
     """
     rollout = recipe.rollout
-    num_engines = rollout.replicas + rollout.prefill + rollout.decode
+    num_engines = 0 if is_sft else rollout.replicas + rollout.prefill + rollout.decode
     on_gpu = bool(plan.devices)
     weights = 0 if on_gpu else num_engines * _DTYPE_BYTES.get(rollout.dtype, 4) * size.num_parameters
     if TRAINER in plan.of_process:
         trainer = MASTER_BYTES if recipe.trainer.optimizer.offload else 4  # a model is loaded here first
     else:
-        trainer = MASTER_BYTES + 2 * 4  # and the copies for two pushes
+        trainer = MASTER_BYTES + (0 if is_sft else 2 * 4)  # and the copies for two pushes
     needed = int(num_engines * ENGINE_BYTES + OTHERS_BYTES + weights + trainer * size.num_parameters)
-    seen = f"{num_engines} {'engine' if num_engines == 1 else 'engines'}, trainer and services take about {gib(needed)}"
-    seen += f" of the {gib(available)} that are free"
-    remedy = "lower rollout.replicas, choose a smaller model, or end other programs"
+    engines = f"{num_engines} {'engine' if num_engines == 1 else 'engines'}, trainer and services take"
+    seen = f"{'training takes' if is_sft else engines} about {gib(needed)} of the {gib(available)} that are free"
+    remedy = f"{'' if is_sft else 'lower rollout.replicas, '}choose a smaller model, or end other programs"
     if needed >= available:
         return fault("memory", seen, remedy)
     if needed > SPARE * available:

@@ -18,6 +18,10 @@ PACKAGES: Mapping[str, str] = {
     "huggingface_hub": "trainer",
 }
 """A module that each process of a whole run imports, and the extra of `penstock` that installs it."""
+SFT_PACKAGES: Mapping[str, str] = dict.fromkeys(
+    ("torch", "transformers", "PIL", "pyarrow", "huggingface_hub"), "trainer"
+)
+"""The same for `penstock sft`, which is one process."""
 
 
 def check_python(version: Sequence[int]) -> Finding:
@@ -29,15 +33,17 @@ def check_python(version: Sequence[int]) -> Finding:
     return fault("Python", text, f"make an environment with Python {wanted}")
 
 
-def check_packages(version_of: Callable[[str], str | None]) -> Finding:
+def check_packages(version_of: Callable[[str], str | None], packages: Mapping[str, str] = PACKAGES) -> Finding:
     """Check that all processes of a run can be started here.
 
     Args:
         version_of: The version of an installed module; None if it is not installed.
+        packages: The modules that they import, and the extras that install them.
     """
-    missing = {module: extra for module, extra in PACKAGES.items() if version_of(module) is None}
+    missing = {module: extra for module, extra in packages.items() if version_of(module) is None}
     if not missing:
-        return ok("packages", ", ".join(f"{name} {version_of(name)}" for name in ("torch", "sglang", "transformers")))
+        shown = [name for name in ("torch", "sglang", "transformers") if name in packages]
+        return ok("packages", ", ".join(f"{name} {version_of(name)}" for name in shown))
     extras = ",".join(sorted(set(missing.values())))
     return fault("packages", f"{', '.join(missing)}: not installed", f"pip install 'penstock[{extras}]'")
 

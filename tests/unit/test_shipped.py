@@ -68,6 +68,28 @@ def test_without_a_name_the_recipes_are_listed(capsys: pytest.CaptureFixture[str
     assert all(f"{name}\n    " in listed for name in shipped.recipes())
 
 
+def test_each_recipe_names_the_command_that_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """An overlay has none, and is not sent to doctor, which looks at what the command of a recipe asks."""
+    main(["init"])
+    blocks = capsys.readouterr().out.replace("\n    ", "\t").splitlines()
+    uses = {name: (summary, use) for name, summary, use in (block.split("\t") for block in blocks)}
+    assert uses["tiny-cpu"][1] == "penstock train tiny-cpu"
+    assert uses["tiny-sft-cpu"][1] == "penstock sft tiny-sft-cpu"
+    assert uses["local-services"][1].startswith("an overlay, no recipe of its own")
+    assert all(summary.endswith(".") for summary, _ in uses.values())
+    Path("mine").mkdir()
+    for name, (_, use) in uses.items():
+        assert main(["init", name, f"mine/{name}.toml"]) == 0
+        said = capsys.readouterr().out
+        if use.startswith("an overlay"):
+            assert said == f"mine/{name}.toml: {use}\n"
+            assert "doctor" not in said
+        elif use.startswith("penstock sft"):
+            assert f"`penstock doctor --sft mine/{name}.toml` and `penstock sft mine/{name}.toml`" in said
+        else:
+            assert f"`penstock doctor mine/{name}.toml` and `penstock train mine/{name}.toml`" in said
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

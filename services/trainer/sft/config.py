@@ -54,36 +54,44 @@ class SftSettings:
         Raises:
             ConfigError: there is one.
         """
-        sft, evaluation = self.sft, self.evaluation
-        if evaluation.is_in_training:
-            raise ConfigError(
-                "evaluation.every, at_start and at_end play prompts with engines, which supervised training does not "
-                "start; leave them out, set sft.validate_every for the loss on the same sets, and play them afterwards "
-                "with `penstock eval --model RUN_FOLDER`"
-            )
-        if sft.validate_every and not evaluation.sets:
-            raise ConfigError(
-                f"sft.validate_every = {sft.validate_every} needs rows to measure; add a set, for example "
-                "[evaluation.sets.test] with split = 'test'"
-            )
-        if self.data.pools.are_used:
-            raise ConfigError(
-                "data.pools passes over rows by the share of their samples that passed, and supervised training plays "
-                "none; leave easy_chance and hard_chance at 1"
-            )
-        if self.data.max_prompt_tokens:
-            raise ConfigError(
-                f"data.max_prompt_tokens = {self.data.max_prompt_tokens} bounds prompts that are played; bound whole "
-                "conversations with sft.max_tokens"
-            )
-        if self.trainer.record_groups:
-            raise ConfigError(
-                "trainer.record_groups = true keeps groups for `penstock replay`, and supervised training has none; "
-                "leave it out"
-            )
-        if sft.epochs and sft.batch_unit == "tokens":
-            raise ConfigError(
-                f"sft.epochs = {sft.epochs:g} with batch_unit = 'tokens': how many steps that is, which the learning "
-                "rate must know, follows from the lengths of all rows; give trainer.num_steps, or a batch_size in "
-                "samples"
-            )
+        require_meant(sft=self.sft, trainer=self.trainer, data=self.data, evaluation=self.evaluation)
+
+
+def require_meant(*, sft: SftConfig, trainer: TrainerConfig, data: DataConfig, evaluation: EvaluationConfig) -> None:
+    """Refuse settings that would be expected to do something in supervised training and do not.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if evaluation.is_in_training:
+        raise ConfigError(
+            "evaluation.every, at_start and at_end play prompts with engines, which supervised training does not "
+            "start; leave them out, set sft.validate_every for the loss on the same sets, and play them afterwards "
+            "with `penstock eval --model RUN_FOLDER`"
+        )
+    if sft.validate_every and not evaluation.sets:
+        raise ConfigError(
+            f"sft.validate_every = {sft.validate_every} needs rows to measure; add a set, for example "
+            "[evaluation.sets.test] with split = 'test'"
+        )
+    if data.pools.are_used:
+        raise ConfigError(
+            "data.pools passes over rows by the share of their samples that passed, and supervised training plays "
+            "none; leave easy_chance and hard_chance at 1"
+        )
+    if data.max_prompt_tokens:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {data.max_prompt_tokens} bounds prompts that are played; bound whole "
+            "conversations with sft.max_tokens"
+        )
+    if trainer.record_groups:
+        raise ConfigError(
+            "trainer.record_groups = true keeps groups for `penstock replay`, and supervised training has none; "
+            "leave it out"
+        )
+    if sft.epochs and sft.batch_unit == "tokens":
+        raise ConfigError(
+            f"sft.epochs = {sft.epochs:g} with batch_unit = 'tokens': how many steps that is, which the learning "
+            "rate must know, follows from the lengths of all rows; give trainer.num_steps, or a batch_size in "
+            "samples"
+        )

@@ -70,6 +70,18 @@ def test_without_a_recipe_the_machine_is_looked_at(capsys: pytest.CaptureFixture
     assert not {"model", "Hub", "ports"} & found.keys()
 
 
+def test_supervised_training_is_looked_at_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without engines, NATS and ports; what `penstock sft` refuses is a fault."""
+    code, found = report(capsys, "tiny-sft-cpu", "--sft")
+    assert code == 0
+    assert found.keys() >= {"Python", "packages", "memory", "disk", "model", "data", "settings", "Hub"}
+    assert not found.keys() & {"nats-server", "SGLang", "ports", "hosts", "bus", "shared memory"}
+    code, found = report(capsys, "tiny-sft-cpu", "--sft", "--data.max_prompt_tokens=10")
+    assert (code, found["settings"]["status"]) == (1, "fault")
+    assert main(["sft", "tiny-sft-cpu", "--data.max_prompt_tokens=10"]) == 2
+    assert capsys.readouterr().err == f"error: {found['settings']['seen']}; {found['settings']['remedy']}\n"
+
+
 def test_faults_make_it_fail(capsys: pytest.CaptureFixture[str]) -> None:
     """All are found at once, each with its remedy; so does a recipe that cannot be read, beside the machine's."""
     taken = socket.create_server(("127.0.0.1", 0))
@@ -84,6 +96,8 @@ def test_faults_make_it_fail(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = report(capsys, "tiny-cpu", "--trainer.num_stepz=1")
     assert (code, found["recipe"]["status"]) == (1, "fault")
     assert found["recipe"]["remedy"] == "did you mean trainer.num_steps?"
+    code, spaced = report(capsys, "tiny-cpu", "--trainer.num_steps", "20")
+    assert (code, spaced["recipe"]["seen"]) == (1, "argument '--trainer.num_steps' has no value")
     assert found["Python"]["status"] == "ok"
 
 

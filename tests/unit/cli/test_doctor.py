@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from penstock.config import load
-from services.doctor import gpu, memory, network, software
-from services.doctor.finding import Finding, Status
+from services.doctor import examination, gpu, memory, network, software
+from services.doctor.examination import checks_of
+from services.doctor.finding import Finding, Status, ok
 from services.doctor.gpu import Gpu, GpuFacts
 from services.doctor.inputs import check_data, check_model, check_settings
 from services.doctor.memory import ModelSize
@@ -49,6 +50,77 @@ def assert_found(finding: Finding | None, status: Status, *words: str) -> None:
 def test_python(version: tuple[int, ...], status: str) -> None:
     """The versions that Penstock is made for."""
     assert_found(software.check_python(version), Status(status), ".".join(map(str, version)))
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one GPU of 80 GiB and an NCCL that cannot share it, and a model of two billion parameters."""
+    monkeypatch.setattr(examination, "find_gpus", lambda: ["0"])
+    monkeypatch.setattr(gpu, "probe_gpus", lambda: facts(H100, nccl=(2, 29, 3)))
+    monkeypatch.setattr(examination, "check_model", lambda recipe: (ok("model", "large"), TWO_BILLION))
+    monkeypatch.setattr(examination, "_available_memory", lambda: 64 * GIB)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_supervised_training_has_the_gpu_to_itself() -> None:
+    """No engine takes 85% of it, and nobody else is in an NCCL group; a whole run of the same recipe does not fit."""
+
+    def statuses(*, is_sft: bool) -> dict[str, Status]:
+        checks = {check.name: check for check in checks_of(recipe("--sampling.top_p=0.9"), is_sft=is_sft)}
+        looks = [*checks["GPUs"].look(), *checks["memory"].look(), *checks["settings"].look()]
+        return {finding.name: finding.status for finding in looks if finding is not None}
+
+    whole, supervised = statuses(is_sft=False), statuses(is_sft=True)
+    assert {name for name, status in whole.items() if status is Status.FAULT} >= {"NCCL", "trainer's GPU", "settings"}
+    on_test_machine = {"disk", "temporary files"}
+    assert {status for name, status in supervised.items() if name not in on_test_machine} == {Status.OK}
+    assert supervised.keys() >= {"trainer's GPU", "memory", "settings"}
+    assert not supervised.keys() & {"NCCL", "engine's GPU", "attention", "shared memory"}
+
+
+def test_memory_of_supervised_training() -> None:
+    """16 bytes for each parameter and 2 for copies in bfloat16; no reference policy, whatever the algorithm says."""
+    with_reference = recipe("--algorithm.kl.coef=0.1")
+    alone = GpuPlan(devices=("0",), of_process={"trainer": ("0",)}, is_shared=False)
+    (found,) = memory.check_gpu_memory(TWO_BILLION, with_reference, alone, facts(H100), is_sft=True)
+    assert_found(found, Status.OK, "33.5 GiB of 80.0 GiB")
+    exact = recipe("--trainer.dtype=float32")
+    (found,) = memory.check_gpu_memory(TWO_BILLION, exact, alone, facts(H100), is_sft=True)
+    assert_found(found, Status.OK, "29.8 GiB of 80.0 GiB")
+    small = Gpu(name="small", capability=(8, 9), free_bytes=24 * GIB, total_bytes=24 * GIB)
+    (found,) = memory.check_gpu_memory(TWO_BILLION, exact, alone, facts(small), is_sft=True)
+    assert_found(found, Status.FAULT, "trainer.optimizer.offload = true")
+    on_cpu = GpuPlan(devices=(), of_process={}, is_shared=False)
+    found = memory.check_host_memory(TWO_BILLION, recipe("--rollout.replicas=8"), on_cpu, 36 * GIB, is_sft=True)
+    assert_found(found, Status.WARNING, "training takes about 31.0 GiB of the 36.0 GiB")
+
+
+def test_what_supervised_training_refuses() -> None:
+    """The command's own check of the settings, and only what it reads: neither sampling nor SGLang."""
+    assert_found(check_settings(recipe("--sampling.top_p=0.9"), is_sft=True), Status.OK)
+    bounded = recipe("--data.max_prompt_tokens=10")
+    assert_found(check_settings(bounded), Status.OK)
+    assert_found(check_settings(bounded, is_sft=True), Status.FAULT, "max_prompt_tokens = 10", "sft.max_tokens")
+    hint = check_settings(recipe("--sft.batch_size=64"))
+    assert_found(hint, Status.OK, "give --sft if `penstock sft` is to run")
+
+
+def test_evaluation_sets_that_only_penstock_eval_plays() -> None:
+    """A missing file of theirs is a warning, and a fault where the run itself reads it."""
+    away = "--evaluation.sets.test.path=/no/such.parquet"
+    assert_found(check_data(recipe(away)), Status.WARNING, "only for `penstock eval`", "no such file")
+    assert_found(check_data(recipe(away, "--evaluation.every=5")), Status.FAULT, "no such file")
+    assert_found(check_data(recipe(away, "--sft.validate_every=5")), Status.WARNING, "no such file")
+    assert_found(check_data(recipe(away, "--sft.validate_every=5"), is_sft=True), Status.FAULT, "no such file")
+
+
+def test_packages_of_supervised_training() -> None:
+    """One extra brings all of them; engines, rewards and NATS are not asked for."""
+    absent = {"sglang", "math_verify", "fastapi"}
+    found = software.check_packages(lambda name: None if name in absent else "1.0", software.SFT_PACKAGES)
+    assert_found(found, Status.OK, "torch 1.0, transformers 1.0")
+    missing = software.check_packages(lambda _: None, software.SFT_PACKAGES)
+    assert_found(missing, Status.FAULT, "pip install 'penstock[trainer]'")
 
 
 def test_packages() -> None:
