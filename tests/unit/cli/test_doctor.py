@@ -80,7 +80,7 @@ def test_supervised_training_has_the_gpu_to_itself() -> None:
 
 def test_memory_of_supervised_training() -> None:
     """16 bytes for each parameter and 2 for copies in bfloat16; no reference policy, whatever the algorithm says."""
-    with_reference = recipe("--algorithm.kl.coef=0.1")
+    with_reference = recipe("--algorithm.kl.kind=k3")
     alone = GpuPlan(devices=("0",), of_process={"trainer": ("0",)}, is_shared=False)
     (found,) = memory.check_gpu_memory(TWO_BILLION, with_reference, alone, facts(H100), is_sft=True)
     assert_found(found, Status.OK, "33.5 GiB of 80.0 GiB")
