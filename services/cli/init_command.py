@@ -2,7 +2,6 @@
 
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -46,17 +45,17 @@ def init(
 
 
 def _command(recipe: Path) -> str | None:
-    """The command that the recipe is for; None for an overlay, which names no model."""
-    sections = tomllib.loads(recipe.read_text())
-    if "model" not in sections:
-        return None
-    return "sft" if "sft" in sections else "train"
+    """The command that the comments show with the recipe alone or first; None for an overlay, which has none."""
+    found = re.search(
+        rf"^#\s+penstock (train|sft)\s+recipes/{re.escape(recipe.name)}", recipe.read_text(), re.MULTILINE
+    )
+    return found[1] if found else None
 
 
 def _summary(recipe: Path) -> str:
     """The first paragraph of the comment that the file begins with, on one line."""
     lines = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if not line.startswith("#:")]
-    return " ".join(lines[: lines.index("")])
+    return f"{' '.join(lines[: lines.index('')]).rstrip('.:')}."
 
 
 def _as_copy(text: str, name: str, target: Path) -> str:
