@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer churn chaos recipes up down logs test-mooncake test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer results churn chaos recipes up down logs test-mooncake test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -105,6 +105,9 @@ bench-async: setup ## Measure steps/s under each bound on staleness beside the b
 
 bench-images: setup ## Count the bytes of a group's images, by value and by hash; ARGS="--turns 8" picks.
 	@$(BIN)/python bench/bench_images.py $(ARGS)
+
+results: setup ## Make docs/results.md by seven training runs, in under an hour on two quiet cores; stop and repeat it at will.
+	@$(BIN)/python -m bench.results $(ARGS)
 
 churn: setup ## Have 64 simulated replicas join and leave under load for ten minutes; ARGS="--minutes 3" picks.
 	@$(BIN)/python bench/churn.py $(ARGS)

@@ -1,0 +1,1 @@
+"""`make results`: the runs behind docs/results.md, their tables and their plots."""
