@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,14 @@ for _variable in VARIABLES:  # of whoever runs the tests: servers under test ask
 # structlog's own tracebacks take seconds, within which a test's deadlines pass.
 _plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
+
+
+def _configure_uncached(**settings: Any) -> None:
+    """As structlog's own; but a logger that a command under test has used stays open to later tests' settings."""
+    _configure(**settings | {"cache_logger_on_first_use": False})
+
+
+_configure, structlog.configure = structlog.configure, _configure_uncached
 
 
 class EnginesTogether(LoadScopeScheduling):
@@ -62,6 +70,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @functools.cache
 def _starts_engines(file: Path) -> bool:
     return re.search(r"\bmark\.(engine|e2e)\b", file.read_text()) is not None
+
+
+@pytest.fixture(autouse=True)
+def own_log_settings() -> Iterator[None]:
+    """Commands that a test calls in this process configure the log; the next test has it as it was."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session")
