@@ -8,6 +8,7 @@ whatever ends it early is its finish reason. Only a sample without any token fai
 import asyncio
 import dataclasses
 import functools
+import hashlib
 import math
 import time
 import uuid
@@ -17,6 +18,7 @@ from typing import Literal, TypeAlias
 
 import structlog
 
+from penstock.environments import AssistantTurn, Environment, Observation, Task
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -34,9 +36,9 @@ from penstock.model.images import read_sizes
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import generate_pb2
 from services.rollout.worker.config import WorkerConfig
-from services.rollout.worker.environments.base import Environment, Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
 from services.rollout.worker.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
@@ -57,6 +59,8 @@ class Episode:
     trajectory: Trajectory
     text: str
     """The policy's own text, turn after turn."""
+    answer: str
+    """The text of its last turn, which the reward service judges: an answer that was taken back does not count."""
     finish_reason: Ending
     """As in `penstock.records.Sample`."""
     error: str = ""
@@ -103,6 +107,7 @@ class EpisodePlayer:
         renderer: Renderer,
         generator: Generator,
         environments: EnvironmentRegistry,
+        judge: Judge,
         forbidden_ids: Collection[int] = (),
         context_length: int | None = None,
         grid: ImageGrid | None = None,
@@ -115,6 +120,7 @@ class EpisodePlayer:
             renderer: The model's chat template.
             generator: A router or an engine.
             environments: Where prompts find their environment.
+            judge: Whom environments ask what an answer is worth.
             forbidden_ids: A turn that holds one of them is refused.
             context_length: The most tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
@@ -124,6 +130,7 @@ class EpisodePlayer:
         self._renderer = renderer
         self._turns = TurnPlayer(generator, wait_timeout_s=wait_timeout_s)
         self._environments = environments
+        self._judge = judge
         self._forbidden_ids = frozenset(forbidden_ids)
         self._context_length = context_length
         self._grid = grid
@@ -144,13 +151,13 @@ class EpisodePlayer:
         async with _opened(self._environments.find(prompt.environment)()) as environment:
             clock = _Clock(prompt.limits.episode_timeout_s or self._config.episode_timeout_s)
             async with clock.limit("the environment's reset"):
-                first = await environment.reset(prompt, images.prompt)
+                first = await environment.reset(self._task(prompt, number, images))
             _check_prompt_images(first, prompt, images)
             render = functools.partial(
                 self._renderer.render_prompt,
                 first.messages,
                 num_images=len(first.images),
-                tools=prompt.tools,
+                tools=first.tools,
                 template_kwargs=prompt.chat_template_kwargs,
             )
             ids = prefill.ids_of(first, render)
@@ -167,11 +174,32 @@ class EpisodePlayer:
             return Episode(
                 trajectory=trajectory,
                 text="\n".join(episode.texts),
+                answer=episode.texts[-1],
                 finish_reason=ending,
                 error=episode.error,
                 started_at=started_at,
                 elapsed_s=time.monotonic() - started,
             )
+
+    def _task(self, prompt: Prompt, number: int, images: GroupImages) -> Task:
+        item_id = f"{prompt.id.message}/{number}"
+
+        async def grade(text: str) -> Verdict:
+            [verdict] = await self._judge.judge(prompt, [(item_id, text)])
+            return verdict
+
+        return Task(
+            id=item_id,
+            seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),
+            messages=prompt.messages,
+            images=images.prompt,
+            golds=prompt.golds,
+            profile=prompt.profile,
+            tools=prompt.tools,
+            extra=prompt.extra,
+            max_turns=prompt.limits.max_turns,
+            grade=grade,
+        )
 
     async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
         """Append a turn of the policy; return how it ended the episode, or None if it did not."""
@@ -226,7 +254,7 @@ class EpisodePlayer:
         trajectory, prompt = episode.trajectory, episode.prompt
         try:
             async with episode.clock.limit("the environment's step"):
-                result = await episode.environment.step(episode.texts[-1])
+                result = await episode.environment.step(AssistantTurn.parse(episode.texts[-1]))
             trajectory.add_step(result.reward, result.metrics)
             observation = result.observation
             if observation is None:

@@ -9,37 +9,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 import structlog
 
-from penstock.errors import InvalidRequestError, MissingImageError, PenstockError, PoisonError
+from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
 from penstock.records import Group, Prompt, Sample, Verdict
-from penstock.v1 import reward_pb2
-from penstock.verdict_status import UNJUDGED, Status
+from penstock.verdict_status import Status
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages, Store
+from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
-from services.rollout.worker.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
 
-_STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
-
-_VERIFY_TIMEOUT_S = 60.0
-"""Deadline of one call that has a group judged: a service judges a group in milliseconds, unless every item takes its
-deadline. The call is repeated until the wait timeout is over."""
 _FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
-
-
-class Verifier(Protocol):
-    """What judges responses: `penstock.clients.RewardClient`."""
-
-    async def verify_batch(
-        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
-    ) -> list[reward_pb2.Verdict]:
-        """Judge `items`; verdicts come in their order."""
-        ...
 
 
 class GroupRollout:
@@ -50,16 +33,14 @@ class GroupRollout:
         *,
         episodes: EpisodePlayer,
         images: Store,
-        verifier: Verifier,
+        judge: Judge,
         worker_id: str,
-        wait_timeout_s: float = WAIT_TIMEOUT_S,
     ) -> None:
-        """Play episodes with `episodes`, keep images in `images`, ask `verifier` for verdicts for `wait_timeout_s`."""
+        """Play episodes with `episodes`, keep images in `images`, have `judge` judge the samples."""
         self._episodes = episodes
         self._images = images
-        self._verifier = verifier
+        self._judge = judge
         self._worker_id = worker_id
-        self._wait_timeout_s = wait_timeout_s
 
     async def play(self, prompt: Prompt, *, num_deliveries: int = 1) -> Group:
         """Play every sample of `prompt`. If one cannot begin, the others are cancelled.
@@ -118,28 +99,13 @@ class GroupRollout:
         return [task.result() for task in playing]
 
     async def _verify(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Verdict | None]:
-        items = [
-            reward_pb2.VerifyItem(
-                item_id=f"{prompt.id.message}/{number}",
-                golds=prompt.golds,
-                response=episode.text,
-                profile=prompt.profile,
-            )
+        answers = [
+            (f"{prompt.id.message}/{number}", episode.answer)
             for number, episode in enumerate(episodes)
             if episode.needs_verdict
         ]
-        found = iter(await self._call_verifier(items) if items else ())
-        return [
-            _to_record(next(found), prompt) if episode.needs_verdict else _FAILED if episode.error else None
-            for episode in episodes
-        ]
-
-    async def _call_verifier(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:
-        return await self._verifier.verify_batch(
-            items,
-            timeout_s=_VERIFY_TIMEOUT_S,
-            retry_until=time.monotonic() + self._wait_timeout_s,
-        )
+        found = iter(await self._judge.judge(prompt, answers))
+        return [next(found) if episode.needs_verdict else _FAILED if episode.error else None for episode in episodes]
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, int]]:
@@ -155,35 +121,3 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, in
         "endings": dict(sorted(Counter(sample.finish_reason for sample in samples).items())),
         "statuses": dict(sorted(statuses.items())),
     }
-
-
-def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
-    """The verdict as it travels to the trainer.
-
-    Raises:
-        InvalidRequestError: the gold answer is wrong; no other delivery will judge this group.
-        PenstockError: the verdict has no status that is known.
-    """
-    try:
-        name = reward_pb2.VerdictStatus.Name(verdict.status).removeprefix(_STATUS_PREFIX)
-    except ValueError:
-        name = str(verdict.status)
-    try:
-        status = Status(name)
-    except ValueError:
-        raise PenstockError(
-            f"verdict {verdict.item_id} has status {name}, which is unknown; update the worker or the reward service"
-        ) from None
-    if status is Status.GOLD_INVALID:
-        raise InvalidRequestError(
-            f"gold answers {list(prompt.golds)} of group {prompt.id.group} cannot be read by reward profile "
-            f"{prompt.profile!r}; correct the row of the data, or choose another data.profile"
-        )
-    if status in UNJUDGED:
-        log.warning("sample.unjudged", sample=verdict.item_id, status=status, elapsed_s=verdict.elapsed_s)
-    return Verdict(
-        score=0.0 if status in UNJUDGED else verdict.score,
-        status=status.value,
-        extracted=verdict.extracted,
-        method=reward_pb2.VerdictMethod.Name(verdict.method).removeprefix(_METHOD_PREFIX),
-    )

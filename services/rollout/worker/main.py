@@ -27,6 +27,7 @@ from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
 from services.rollout.worker.group_rollout import GroupRollout
+from services.rollout.worker.judge import Judge
 from services.rollout.worker.prompt_handler import PromptHandler
 from services.rollout.worker.turn import WAIT_TIMEOUT_S
 
@@ -68,11 +69,13 @@ async def serve(
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         generator = await stack.enter_async_context(GenerateClient(settings.router_address, security=security))
         verifier = await stack.enter_async_context(RewardClient(settings.reward_address, security=security))
+        judge = Judge(verifier, wait_timeout_s=wait_timeout_s)
         episodes = EpisodePlayer(
             config,
             renderer=renderer,
             generator=generator,
             environments=environments,
+            judge=judge,
             forbidden_ids=forbidden_token_ids(settings.model.path),
             context_length=settings.context_length or context_length(settings.model.path),
             grid=None if image_token_id(settings.model.path) is None else ImageGrid.of(settings.model.path),
@@ -81,9 +84,7 @@ async def serve(
         await bus.ensure_streams()
         images = ImageStore(bus)
         await images.ensure()
-        rollout = GroupRollout(
-            episodes=episodes, images=images, verifier=verifier, worker_id=worker_id, wait_timeout_s=wait_timeout_s
-        )
+        rollout = GroupRollout(episodes=episodes, images=images, judge=judge, worker_id=worker_id)
         handler = PromptHandler(bus, rollout, worker_id=worker_id)
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)

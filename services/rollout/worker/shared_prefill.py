@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from services.rollout.worker.environments.base import Observation
+from penstock.environments import Observation
 
 
 class SharedPrefill:

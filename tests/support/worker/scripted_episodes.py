@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 from PIL import Image
 
 from penstock.bus.image_store import hash_of
+from penstock.environments import AssistantTurn, Observation, StepResult, Task
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
-from penstock.v1 import common_pb2, generate_pb2
+from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.config import WorkerConfig
-from services.rollout.worker.environments.base import Observation, StepResult
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import STOP
 from services.rollout.worker.turn import WAIT_TIMEOUT_S
@@ -74,11 +75,11 @@ class TwoTurns:
         self.heard: list[str] = []
         self.num_closed = 0
 
-    async def reset(self, prompt: Prompt, images: tuple[bytes, ...]) -> Observation:
-        return Observation(messages=prompt.messages, images=images)
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=task.messages, images=task.images)
 
-    async def step(self, text: str) -> StepResult:
-        self.heard.append(text)
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        self.heard.append(turn.text)
         if len(self.heard) == 2:
             return StepResult(observation=None)
         told = Message(role="user", parts=(TextPart(text="Wrong. "), ImagePart(index=0)))
@@ -91,8 +92,8 @@ class TwoTurns:
 class RealPicture(TwoTurns):
     """Answers the first turn with a picture that can be decoded: 96 x 96 pixels, 9 tokens."""
 
-    async def step(self, text: str) -> StepResult:
-        result = await super().step(text)
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        result = await super().step(turn)
         if result.observation is None:
             return result
         file = io.BytesIO()
@@ -103,8 +104,8 @@ class RealPicture(TwoTurns):
 class Rewarding(TwoTurns):
     """Rewards each step, and measures something in the first."""
 
-    async def step(self, text: str) -> StepResult:
-        result = await super().step(text)
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        result = await super().step(turn)
         if result.observation is None:
             return dataclasses.replace(result, reward=1.0)
         return dataclasses.replace(result, reward=-0.25, metrics={"distance": 3.0})
@@ -113,7 +114,7 @@ class Rewarding(TwoTurns):
 class Truncating(TwoTurns):
     """Cuts the episode short after the first turn."""
 
-    async def step(self, text: str) -> StepResult:
+    async def step(self, turn: AssistantTurn) -> StepResult:
         return StepResult(observation=None, truncated=True)
 
 
@@ -122,7 +123,7 @@ class Stuck(TwoTurns):
 
     asked: ClassVar[asyncio.Event] = asyncio.Event()
 
-    async def step(self, text: str) -> StepResult:
+    async def step(self, turn: AssistantTurn) -> StepResult:
         self.asked.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -131,15 +132,15 @@ class Stuck(TwoTurns):
 class Broken(TwoTurns):
     """Fails while it answers."""
 
-    async def step(self, text: str) -> StepResult:
+    async def step(self, turn: AssistantTurn) -> StepResult:
         raise RuntimeError("the tool crashed")
 
 
 class OwnPictures(TwoTurns):
     """Hides the prompt's picture."""
 
-    async def reset(self, prompt: Prompt, images: tuple[bytes, ...]) -> Observation:
-        return Observation(messages=prompt.messages, images=(SECOND_PICTURE,))
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=task.messages, images=(SECOND_PICTURE,))
 
 
 ENVIRONMENTS = {
@@ -162,6 +163,15 @@ def make_prompt(environment: str = "single_turn", **changes: Any) -> Prompt:
         "environment": environment,
     }
     return Prompt(**(fields | changes))
+
+
+class NoVerifier:
+    """For episodes that ask for no verdict."""
+
+    async def verify_batch(
+        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
+    ) -> list[reward_pb2.Verdict]:
+        raise AssertionError(f"nothing is judged here, but {len(items)} items came")
 
 
 async def play(player: EpisodePlayer, prompt: Prompt, number: int = 0) -> Episode:
@@ -187,6 +197,7 @@ def make_player(
         renderer=renderer,
         generator=generator,
         environments=EnvironmentRegistry(ENVIRONMENTS),
+        judge=Judge(NoVerifier()),
         forbidden_ids=forbidden_ids,
         context_length=context_length,
         grid=grid,

@@ -4,9 +4,9 @@ import importlib.metadata
 
 import pytest
 
+from penstock.environments import Observation
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.records import ImagePart, Message
-from services.rollout.worker.environments.base import Observation
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.environments.single_turn import SingleTurn
 

@@ -14,6 +14,7 @@ from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
+from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import STOP, Trajectory
 from tests.support.image_shelf import ImageShelf
@@ -67,7 +68,8 @@ class ScriptedEpisodes:
         )
         ending: Ending = "error" if broken else "stop"
         error = "the tool crashed" if broken else ""
-        return Episode(trajectory=trajectory, text=f"said {sample}", finish_reason=ending, error=error)
+        said = f"said {sample}"
+        return Episode(trajectory=trajectory, text=said, answer=said, finish_reason=ending, error=error)
 
 
 @dataclasses.dataclass
@@ -92,7 +94,7 @@ def with_status(status: Any, score: float = 0.0) -> ScriptedVerifier:
 def make_player(verifier: ScriptedVerifier, episodes: ScriptedEpisodes | None = None) -> GroupRollout:
     """A player of scripted parts."""
     played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
-    return GroupRollout(episodes=played, images=ImageShelf(), verifier=verifier, worker_id="worker-a")
+    return GroupRollout(episodes=played, images=ImageShelf(), judge=Judge(verifier), worker_id="worker-a")
 
 
 async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:

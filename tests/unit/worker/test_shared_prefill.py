@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from penstock.environments import Observation
 from penstock.records import Message, TextPart
-from services.rollout.worker.environments.base import Observation
 from services.rollout.worker.shared_prefill import SharedPrefill
 
 

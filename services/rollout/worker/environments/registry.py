@@ -8,8 +8,8 @@ import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
+from penstock.environments import EnvironmentFactory
 from penstock.errors import ConfigError, InvalidRequestError
-from services.rollout.worker.environments.base import EnvironmentFactory
 from services.rollout.worker.environments.single_turn import SingleTurn
 
 ENTRY_POINT_GROUP = "penstock.environments"

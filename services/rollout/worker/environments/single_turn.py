@@ -1,17 +1,16 @@
 """One question, one answer."""
 
-from penstock.records import Prompt
-from services.rollout.worker.environments.base import Observation, StepResult
+from penstock.environments import AssistantTurn, Observation, StepResult, Task
 
 
 class SingleTurn:
     """Shows the prompt as it is and ends after the first turn."""
 
-    async def reset(self, prompt: Prompt, images: tuple[bytes, ...]) -> Observation:
-        """The prompt's own messages and images."""
-        return Observation(messages=prompt.messages, images=images)
+    async def reset(self, task: Task) -> Observation:
+        """The row's own messages, images and tools."""
+        return Observation(messages=task.messages, images=task.images, tools=task.tools)
 
-    async def step(self, text: str) -> StepResult:
+    async def step(self, turn: AssistantTurn) -> StepResult:
         """The end."""
         return StepResult(observation=None)
 

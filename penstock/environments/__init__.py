@@ -1,0 +1,9 @@
+"""What a person needs to write an environment: the protocol, and the parts from which tool-using environments are made.
+
+Environments that come with Penstock are in `services.rollout.worker.environments`. docs/environments.md is the guide.
+"""
+
+from penstock.environments.protocol import Environment, EnvironmentFactory, Grade, Observation, StepResult, Task
+from penstock.model.assistant_turn import AssistantTurn
+
+__all__ = ["AssistantTurn", "Environment", "EnvironmentFactory", "Grade", "Observation", "StepResult", "Task"]

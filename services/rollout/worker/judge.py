@@ -1,0 +1,93 @@
+"""Asks the reward service for verdicts, for finished samples and for environments that check answers.
+
+Invariant: what could not be judged has a status that says so and no score; it is never a silent zero.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+
+from penstock.errors import InvalidRequestError, PenstockError
+from penstock.records import Prompt, Verdict
+from penstock.v1 import reward_pb2
+from penstock.verdict_status import UNJUDGED, Status
+from services.rollout.worker.turn import WAIT_TIMEOUT_S
+
+log = structlog.get_logger()
+
+_STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
+
+_VERIFY_TIMEOUT_S = 60.0
+"""Deadline of one call that has a group judged: a service judges a group in milliseconds, unless every item takes its
+deadline. The call is repeated until the wait timeout is over."""
+
+
+class Verifier(Protocol):
+    """What judges responses: `penstock.clients.RewardClient`."""
+
+    async def verify_batch(
+        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
+    ) -> list[reward_pb2.Verdict]:
+        """Judge `items`; verdicts come in their order."""
+        ...
+
+
+class Judge:
+    """Has answers to prompts judged."""
+
+    def __init__(self, verifier: Verifier, *, wait_timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Ask `verifier`; while it does not answer, ask again for `wait_timeout_s`."""
+        self._verifier = verifier
+        self._wait_timeout_s = wait_timeout_s
+
+    async def judge(self, prompt: Prompt, answers: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts on `answers` (item id, text) to `prompt`, in their order.
+
+        Raises:
+            InvalidRequestError: the prompt's gold answers are wrong, or there is no such profile.
+            PenstockError: no service answers, or not in its own terms.
+        """
+        items = [
+            reward_pb2.VerifyItem(item_id=item_id, golds=prompt.golds, response=text, profile=prompt.profile)
+            for item_id, text in answers
+        ]
+        if not items:
+            return []
+        verdicts = await self._verifier.verify_batch(
+            items, timeout_s=_VERIFY_TIMEOUT_S, retry_until=time.monotonic() + self._wait_timeout_s
+        )
+        return [_to_record(verdict, prompt) for verdict in verdicts]
+
+
+def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
+    """The verdict as it travels to the trainer.
+
+    Raises:
+        InvalidRequestError: the gold answer is wrong; no other delivery will judge this group.
+        PenstockError: the verdict has no status that is known.
+    """
+    try:
+        name = reward_pb2.VerdictStatus.Name(verdict.status).removeprefix(_STATUS_PREFIX)
+    except ValueError:
+        name = str(verdict.status)
+    try:
+        status = Status(name)
+    except ValueError:
+        raise PenstockError(
+            f"verdict {verdict.item_id} has status {name}, which is unknown; update the worker or the reward service"
+        ) from None
+    if status is Status.GOLD_INVALID:
+        raise InvalidRequestError(
+            f"gold answers {list(prompt.golds)} of group {prompt.id.group} cannot be read by reward profile "
+            f"{prompt.profile!r}; correct the row of the data, or choose another data.profile"
+        )
+    if status in UNJUDGED:
+        log.warning("sample.unjudged", sample=verdict.item_id, status=status, elapsed_s=verdict.elapsed_s)
+    return Verdict(
+        score=0.0 if status in UNJUDGED else verdict.score,
+        status=status.value,
+        extracted=verdict.extracted,
+        method=reward_pb2.VerdictMethod.Name(verdict.method).removeprefix(_METHOD_PREFIX),
+    )
