@@ -30,6 +30,7 @@ from services.cli.train import train
 app = typer.Typer(
     help="Fully asynchronous GRPO post-training on verifiable rewards.",
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own markup would swallow the names of sections: [data]
 )
 _COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,

@@ -311,3 +311,9 @@ def test_run_folder_that_cannot_be_made(recipe: Path, tmp_path: Path) -> None:
     """A run.dir that is a file is refused by name."""
     (tmp_path / "file").write_text("")
     assert_mistake(penstock("train", recipe, f"--run.dir={tmp_path}/file"), "run.dir", f"{tmp_path}/file")
+
+
+def test_help_shows_the_names_of_sections() -> None:
+    """A name in brackets is no markup."""
+    shown = " ".join(penstock("sft", "--help").stdout.split())
+    assert "Takes [sft], [data], [model], [trainer] and [trackers]" in shown
