@@ -4,18 +4,13 @@ Invariant: nothing is lost. `text` is all of it; what looks like a call and cann
 """
 
 import dataclasses
-import json
-import re
-from typing import Literal, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
+from penstock.model.call_block import CallFormat
+from penstock.model.reasoning import ReasoningReader
+from penstock.model.tool_calls import MalformedCall, ToolCallReader
 from penstock.records import ToolCall
-
-CallFormat: TypeAlias = Literal["hermes", "xml"]
-"""How a model writes tool calls. hermes: JSON inside `<tool_call>`, as Qwen2.5 and Qwen3 do. xml: `<function=name>` and
-`<parameter=name>` inside `<tool_call>`, as Qwen3-Coder and Qwen3.5 do."""
-
-_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,39 +20,39 @@ class AssistantTurn:
     text: str
     """All that it said, without special tokens; marks such as `<think>` and `<tool_call>` are in it."""
     reasoning: str = ""
-    """What it said before `</think>`."""
+    """What it said before `</think>`; all of it if it never closed its thinking."""
     content: str = ""
     """What is left of the text without reasoning and calls."""
     calls: tuple[ToolCall, ...] = ()
+    """In their order. Calls inside of reasoning are not calls."""
     malformed_calls: tuple[str, ...] = ()
     """Blocks that are marked as calls and cannot be read as one."""
 
     @classmethod
-    def parse(cls, text: str, call_format: CallFormat = "hermes") -> Self:
-        """Take `text` apart."""
-        before, mark, after = text.partition(_THINK_CLOSE)
-        reasoning, said = (before, after) if mark else ("", text)
-        calls, malformed = [], []
-        for block in _BLOCK.findall(said):
-            call = _read_json(block)
-            if call is None:
-                malformed.append(block)
-            else:
-                calls.append(call)
+    def parse(
+        cls,
+        text: str,
+        *,
+        call_format: CallFormat = "hermes",
+        tools: Sequence[Mapping[str, Any]] = (),
+        is_thinking: bool = False,
+    ) -> Self:
+        """Take `text` apart.
+
+        Args:
+            text: What the policy said.
+            call_format: How its model writes calls (`Renderer.call_format`).
+            tools: Schemas in OpenAI's form, which give the values of the xml form their types.
+            is_thinking: Whether the generation prompt has opened `<think>` (`Renderer.opens_thinking`).
+        """
+        thinking = ReasoningReader(is_open=is_thinking)
+        spoken = [thinking.add(text), thinking.finish()]
+        reader = ToolCallReader(call_format, tools)
+        found = [each for piece in spoken for each in reader.add(piece.content)] + reader.finish()
         return cls(
             text=text,
-            reasoning=reasoning.strip().removeprefix(_THINK_OPEN).strip(),
-            content=_BLOCK.sub("", said).strip(),
-            calls=tuple(calls),
-            malformed_calls=tuple(malformed),
+            reasoning="".join(piece.reasoning for piece in spoken),
+            content="".join(each for each in found if isinstance(each, str)).strip(),
+            calls=tuple(each for each in found if isinstance(each, ToolCall)),
+            malformed_calls=tuple(each.block for each in found if isinstance(each, MalformedCall)),
         )
-
-
-def _read_json(block: str) -> ToolCall | None:
-    try:
-        match json.loads(block):
-            case {"name": str(name), "arguments": dict(arguments)} if name:
-                return ToolCall(name=name, arguments=arguments)
-    except (ValueError, RecursionError):
-        pass
-    return None

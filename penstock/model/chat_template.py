@@ -14,16 +14,17 @@ from typing import Any, Self
 
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.assistant_spans import Span, added_spans, has_marks
+from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.call_block import CallFormat
 from penstock.model.detokenize import TokenTexts
+from penstock.model.template_probe import TemplateProbe
 from penstock.model.tokens import end_token_ids, image_token_id
-from penstock.records import Message, TextPart, ToolCall
+from penstock.records import ImagePart, Message, TextPart
 
 # Text that spells a special token is replaced before the template is filled in, and encoded as ordinary tokens
 # afterwards. Private-use characters mark its place; if a text holds these characters, they are replaced as well.
 _OPEN, _CLOSE, _ASSISTANT = "\ue000", "\ue001", "\ue002"
 _TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-
-_PROBE = "penstock_probe"
 
 
 class Renderer:
@@ -50,6 +51,8 @@ class Renderer:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(special)))
+        image_mark = None if image_token_id is None else tokenizer.convert_ids_to_tokens(image_token_id)
+        self._probe = TemplateProbe(self._fill_template, image_mark=image_mark)
         alternatives = [re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token))]
         self._forged = re.compile("|".join([*alternatives, f"[{_OPEN}{_CLOSE}{_ASSISTANT}]"]))
 
@@ -88,15 +91,15 @@ class Renderer:
 
         Raises:
             InvalidRequestError: placeholders and images differ in number, or the template refuses the messages or drops
-                their tool calls.
+                something of them.
         """
-        self._require_calls_shown(messages)
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._take_out, taken_out)
         rendered = self._fill_template(
             chat, tools=[_each_text(tool, take_out) for tool in tools], template_kwargs=template_kwargs
         )
+        self._probe.require_shown(messages, has_tools=bool(tools), template_kwargs=template_kwargs)
         return self._tokenize(rendered, taken_out, num_images=num_images)
 
     def render_conversation(
@@ -116,7 +119,6 @@ class Renderer:
         Raises:
             InvalidRequestError: as in `render_prompt`, or it cannot be told what the assistant says.
         """
-        self._require_calls_shown(messages)
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._take_out, taken_out)
@@ -129,6 +131,7 @@ class Renderer:
                 [message.role for message in messages],
                 lambda number, is_prompt: self._fill_template(chat[:number], tools=shown_tools, is_prompt=is_prompt),
             )
+        self._probe.require_shown(messages, has_tools=bool(tools), template_kwargs={})
         ids: list[int] = []
         is_learned: list[bool] = []
         place = 0
@@ -150,23 +153,27 @@ class Renderer:
         taken_out: list[str] = []
         return self._tokenize(self._take_out(taken_out, text), taken_out, num_images=0)
 
-    @functools.cached_property
+    @property
     def takes_tools(self) -> bool:
         """Whether the template shows tools to the assistant."""
-        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
-        try:
-            return _PROBE in self._fill_template([self._content("user", "?")], tools=[tool])
-        except InvalidRequestError:
-            return False
+        return self._probe.takes_tools
 
-    @functools.cached_property
-    def shows_calls(self) -> bool:
-        """Whether the template shows the calls of earlier turns."""
-        call = Message(role="assistant", parts=(), tool_calls=(ToolCall(name=_PROBE, arguments={}),))
-        try:
-            return _PROBE in self._fill_template([self._content("user", "?"), self._to_chat(call, [])])
-        except InvalidRequestError:
-            return False
+    @property
+    def call_format(self) -> CallFormat:
+        """How the template writes calls, and so how the model does; hermes if it shows none."""
+        return self._probe.call_format
+
+    def opens_thinking(self, template_kwargs: Mapping[str, Any] = {}) -> bool:
+        """Whether the generation prompt opens `<think>`, so that an answer has the closing mark only."""
+        return self._probe.opens_thinking(template_kwargs)
+
+    def parse_turn(
+        self, text: str, *, tools: Sequence[Mapping[str, Any]] = (), template_kwargs: Mapping[str, Any] = {}
+    ) -> AssistantTurn:
+        """Take apart what the policy answered to a prompt with these tools and variables."""
+        return AssistantTurn.parse(
+            text, call_format=self.call_format, tools=tools, is_thinking=self.opens_thinking(template_kwargs)
+        )
 
     def token_texts(self) -> TokenTexts:
         """The text of each id; special ids have none.
@@ -188,40 +195,47 @@ class Renderer:
         messages: Sequence[Message],
         *,
         num_images: int,
+        num_earlier_images: int = 0,
         template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
         """The ids that follow an assistant's turn: its end, `messages`, and the next generation prompt.
+
+        The policy goes on from what it said, thoughts included, also where the template would leave out thoughts of
+        earlier turns.
 
         Args:
             last_id: Last id of the assistant's turn. If it already ends the turn, the end is not repeated.
             messages: The messages that follow.
             num_images: The number of images in these messages.
+            num_earlier_images: The number of images before them, for templates that number images.
             template_kwargs: Further variables of the template, as for the prompt.
 
         Raises:
             InvalidRequestError: as in `render_prompt`, or the template changes an assistant's text.
         """
         taken_out: list[str] = []
-        before = [self._content("user", "?"), self._content("assistant", _ASSISTANT)]
-        chat = before + [self._to_chat(message, taken_out) for message in messages]
+        shown = tuple(ImagePart(index=index) for index in range(num_earlier_images))
+        before = [
+            Message(role="user", parts=(*shown, TextPart(text="?"))),
+            Message(role="assistant", parts=(TextPart(text="!"),)),
+        ]
+        chat = [self._to_chat(message, taken_out) for message in [*before, *messages]]
+        chat[1] = self._probe.message("assistant", _ASSISTANT)
         rendered = self._fill_template(chat, template_kwargs=template_kwargs)
         _, mark, tail = rendered.partition(_ASSISTANT)
         if not mark or _ASSISTANT in tail:
             raise InvalidRequestError(
                 "the model's chat template changes an assistant's text, so turns cannot be appended; play single turns"
             )
+        self._probe.require_shown(
+            [*before, *messages], has_tools=False, template_kwargs=template_kwargs, num_before=len(before)
+        )
         ids = self._tokenize(tail, taken_out, num_images=num_images)
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _require_calls_shown(self, messages: Sequence[Message]) -> None:
-        if any(message.tool_calls for message in messages) and not self.shows_calls:
-            raise InvalidRequestError(
-                "the messages have tool_calls, which the model's chat template drops; write them as text in the content"
-            )
 
     def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
         """The message in the form of chat templates, with text that spells special tokens replaced by marks."""
@@ -259,12 +273,10 @@ class Renderer:
 
         return self._forged.sub(mark, text)
 
-    def _content(self, role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": text if self._image_token_id is None else [{"type": "text", "text": text}]}
-
     def _fill_template(
         self,
-        chat: list[dict[str, Any]],
+        chat: Sequence[dict[str, Any]],
+        /,
         *,
         tools: Sequence[Any] = (),
         template_kwargs: Mapping[str, Any] = {},
@@ -276,7 +288,7 @@ class Renderer:
         if taken := sorted({*ours, "conversation", "tools"} & set(template_kwargs)):
             raise InvalidRequestError(f"chat_template_kwargs sets {taken}, which are reserved; remove them")
         with _refusals_told(chat):
-            return str(self._tokenizer.apply_chat_template(chat, **template_kwargs, **ours))
+            return str(self._tokenizer.apply_chat_template(list(chat), **template_kwargs, **ours))
 
     def _fill_marked(self, chat: list[dict[str, Any]], tools: Sequence[Any]) -> tuple[str, list[Span]]:
         """Fill in a template that marks what the assistant says; return the text, and where."""
@@ -341,7 +353,7 @@ def _refusals_told(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: it adds or calls what such messages do not have.
         roles = ", ".join(message["role"] for message in chat)
         raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
 

@@ -127,7 +127,7 @@ def test_a_template_that_drops_tool_calls_makes_the_prompt_invalid(tiny_model_pa
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     renderer = Renderer(tokenizer, image_token_id=None)
     assert renderer.render_prompt([user("a")], num_images=0)
-    with pytest.raises(InvalidRequestError, match="tool_calls, which the model's chat template drops; write them as"):
+    with pytest.raises(InvalidRequestError, match="the model's chat template drops its tool_calls; write them as"):
         renderer.render_prompt([user("a"), CALLING, user("b")], num_images=0)
 
 

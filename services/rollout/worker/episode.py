@@ -12,13 +12,13 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import structlog
 
-from penstock.environments import AssistantTurn, Environment, Observation, Task
+from penstock.environments import Environment, Observation, Task
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -163,6 +163,7 @@ class EpisodePlayer:
             ids = prefill.ids_of(first, render)
             trajectory.add_observation(ids, await images.add(first.images))
             episode = _Episode(prompt, f"{prompt.id.message}/{number}", environment, trajectory, images, clock)
+            episode.tools = first.tools
             waiting = time.monotonic()
             async with prefill.first_turn() as note_prefill:
                 clock.stop_for(time.monotonic() - waiting)
@@ -254,7 +255,10 @@ class EpisodePlayer:
         trajectory, prompt = episode.trajectory, episode.prompt
         try:
             async with episode.clock.limit("the environment's step"):
-                result = await episode.environment.step(AssistantTurn.parse(episode.texts[-1]))
+                turn = self._renderer.parse_turn(
+                    episode.texts[-1], tools=episode.tools, template_kwargs=episode.prompt.chat_template_kwargs
+                )
+                result = await episode.environment.step(turn)
             trajectory.add_step(result.reward, result.metrics)
             observation = result.observation
             if observation is None:
@@ -265,6 +269,7 @@ class EpisodePlayer:
                 trajectory.token_ids[-1],
                 observation.messages,
                 num_images=len(observation.images),
+                num_earlier_images=len(trajectory.images),
                 template_kwargs=prompt.chat_template_kwargs,
             )
             num_tokens = len(ids)
@@ -298,6 +303,8 @@ class _Episode:
     images: GroupImages
     clock: "_Clock"
     texts: list[str] = dataclasses.field(default_factory=list)
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the policy may call."""
     error: str = ""
 
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import TextStream, TokenTexts
+from penstock.model.tool_calls import ToolCallReader
+from penstock.records import ToolCall
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.stop import StopFinder
-from services.router.frontends.openai.tool_calls import CallText, ToolCallReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-ADD = CallText(name="add", arguments='{"a": 1, "b": "é"}')
+ADD = ToolCall(name="add", arguments={"a": 1, "b": "é"})
 
 
 @pytest.fixture(scope="module")
@@ -108,63 +109,6 @@ def test_nothing_of_a_stop_string_is_told_early() -> None:
     assert finder.add("more") == finder.finish() == ""
 
 
-@given(st.lists(st.integers(0, 200)))
-def test_calls_are_told_apart_however_they_come(cuts: list[int]) -> None:
-    """Text, two calls, and text after them."""
-    reader = ToolCallReader()
-    found = [each for piece in cut(f"I add.\n{CALL}\n{CALL}\n done", cuts) for each in reader.add(piece)]
-    found += reader.finish()
-    assert [each for each in found if isinstance(each, CallText)] == [ADD, ADD]
-    assert "".join(each for each in found if isinstance(each, str)) == "I add.done"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a < b <tool_cal",
-        "<tool_call>no JSON</tool_call>",
-        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {}}',
-        "<tool_call>" + "[" * 100_000 + "</tool_call>",
-        "ends with space \n ",
-        "abc \n<tool_call>junk</tool_call>",
-        "abc \n<tool_call>junk</tool_call>\n \n<tool_call>junk</tool_call>\n",
-        "abc \n<tool_call>no end",
-        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": [-Infinity]}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
-    ],
-)
-def test_what_is_no_call_stays_text(text: str) -> None:
-    """Whether it comes at once or character by character."""
-    for pieces in ([text], [*text[:300], text[300:]]):
-        reader = ToolCallReader()
-        found = [each for piece in pieces for each in reader.add(piece)] + reader.finish()
-        assert "".join(str(each) for each in found) == text
-
-
-@given(st.lists(st.sampled_from(["a", " ", "\n", "<tool_call>junk</tool_call>", CALL])), st.lists(st.integers(0, 300)))
-def test_of_what_is_no_call_only_the_white_space_around_calls_is_dropped(parts: list[str], cuts: list[int]) -> None:
-    """However text, calls and what looks like calls follow each other, and however they come."""
-    text = "".join(parts)
-    reader = ToolCallReader()
-    found = [each for piece in cut(text, cuts) for each in reader.add(piece)] + reader.finish()
-    first, *rest = text.split(CALL)
-    expected = [first.rstrip() if rest else first, *(part.strip() for part in rest[:-1]), *rest[-1:]]
-    expected[1:] = [part.lstrip() for part in expected[1:]]
-    assert "".join(each for each in found if isinstance(each, str)) == "".join(expected)
-    assert [each for each in found if isinstance(each, CallText)] == [ADD] * len(rest)
-
-
-def test_lone_surrogates_of_a_call_become_replacement_characters() -> None:
-    """Escapes can spell them, and no answer could carry them; pairs are the characters that they are."""
-    block = r'{"name": "f\udc00", "arguments": {"\ud83d": ["\ud83d\ude00", "\ud83d"]}}'
-    assert ToolCallReader().add(f"<tool_call>{block}</tool_call>") == [
-        CallText(name="f\ufffd", arguments='{"\ufffd": ["😀", "\ufffd"]}')
-    ]
-
-
 def chunk(ids: list[int], version: int = 1, finish: int = 0) -> generate_pb2.GenerateChunk:
     return generate_pb2.GenerateChunk(
         output_ids=ids,
@@ -177,7 +121,7 @@ def chunk(ids: list[int], version: int = 1, finish: int = 0) -> generate_pb2.Gen
 def test_a_stop_string_cuts_tokens_after_the_one_that_completed_it(renderer: Renderer, texts: TokenTexts) -> None:
     """The policy did say it, so its tokens stay, with their logprobs and versions; what came behind is forgotten."""
     before, after = renderer.render_text("say END"), renderer.render_text(" and more")
-    choice = Choice(texts, stops=["END"], reads_tools=False)
+    choice = Choice(texts, stops=["END"], calls=None)
     choice.take(chunk(before[:2], version=1))
     piece = choice.take(chunk([*before[2:], *after], version=2))
     assert piece.is_last
@@ -192,14 +136,14 @@ def test_an_answer_that_calls_ends_for_that_unless_it_was_cut_short(renderer: Re
         (generate_pb2.FINISH_REASON_STOP, "tool_calls"),
         (generate_pb2.FINISH_REASON_LENGTH, "length"),
     ):
-        choice = Choice(texts, stops=[], reads_tools=True)
+        choice = Choice(texts, stops=[], calls=ToolCallReader("hermes"))
         choice.take(chunk(renderer.render_text(f"ok {CALL}"), finish=finish))
         assert (choice.content, choice.calls, choice.finish_reason) == ("ok", [ADD], expected)
 
 
 def test_what_was_held_back_is_told_at_the_end(renderer: Renderer, texts: TokenTexts) -> None:
     """The beginning of a stop string that never came."""
-    choice = Choice(texts, stops=["END"], reads_tools=False)
+    choice = Choice(texts, stops=["END"], calls=None)
     assert choice.take(chunk(renderer.render_text("the EN"))).content == "the "
     end = choice.take(chunk(renderer.render_text("\n"), finish=generate_pb2.FINISH_REASON_LENGTH))
     assert (end.content, choice.finish_reason) == ("EN\n", "length")
@@ -207,7 +151,7 @@ def test_what_was_held_back_is_told_at_the_end(renderer: Renderer, texts: TokenT
 
 def test_the_newest_version_of_a_choice(texts: TokenTexts) -> None:
     """It is the highest so far, also when an older engine goes on."""
-    choice = Choice(texts, stops=[], reads_tools=False)
+    choice = Choice(texts, stops=[], calls=None)
     assert choice.newest_version == 0
     choice.take(chunk([5], version=2))
     choice.take(chunk([5], version=1))

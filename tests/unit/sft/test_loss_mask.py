@@ -111,7 +111,7 @@ def test_tool_calls_are_learned_as_the_template_writes_them(tiny: Any) -> None:
     own = tiny.decode([token for token, is_own in zip(ids, is_learned, strict=True) if is_own])
     assert own == '<tool_call>\n{"name": "zoom", "arguments": {"factor": 2}}\n</tool_call><|im_end|>'
     tiny.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(InvalidRequestError, match=r"tool_calls, which the model's chat template drops"):
+    with pytest.raises(InvalidRequestError, match=r"the model's chat template drops its tool_calls"):
         Renderer(tiny, image_token_id=None, end_ids=[end_id]).render_conversation(
             [say("user", "x"), call], num_images=0
         )

@@ -11,6 +11,7 @@ from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
+from penstock.model.tool_calls import ToolCallReader
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, UnknownModelError
@@ -149,7 +150,10 @@ class ChatApi:
 
     def _make_choice(self, request: ParsedRequest) -> Choice:
         return Choice(
-            self._texts, stops=request.stops, reads_tools=request.reads_tools, has_one_call=request.has_one_call
+            self._texts,
+            stops=request.stops,
+            calls=ToolCallReader(request.call_format, request.tools) if request.reads_tools else None,
+            has_one_call=request.has_one_call,
         )
 
     async def _stream(

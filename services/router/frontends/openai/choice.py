@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from penstock.model.detokenize import TextStream, TokenTexts
-from penstock.records import VersionSpan
+from penstock.model.tool_calls import Found, MalformedCall, ToolCallReader
+from penstock.records import ToolCall, VersionSpan
 from penstock.v1 import generate_pb2
 from services.router.frontends.openai.stop import StopFinder
-from services.router.frontends.openai.tool_calls import CallText, ToolCallReader
 
 Ending: TypeAlias = Literal["stop", "length"]
 
@@ -39,7 +39,7 @@ class ChoiceDelta:
 
     tokens: Sequence[Token]
     content: str
-    calls: Sequence[CallText]
+    calls: Sequence[ToolCall]
     is_last: bool
 
 
@@ -47,19 +47,19 @@ class Choice:
     """What was generated so far."""
 
     def __init__(
-        self, texts: TokenTexts, *, stops: Sequence[str], reads_tools: bool, has_one_call: bool = False
+        self, texts: TokenTexts, *, stops: Sequence[str], calls: ToolCallReader | None, has_one_call: bool = False
     ) -> None:
         """Nothing was generated yet.
 
         Args:
             texts: What the ids say.
             stops: Texts that end the choice.
-            reads_tools: Whether tool calls are told apart from text.
+            calls: Tells tool calls apart from text; None to leave them in it.
             has_one_call: Whether the first tool call ends the choice.
         """
         self.tokens: list[Token] = []
         self.content = ""
-        self.calls: list[CallText] = []
+        self.calls: list[ToolCall] = []
         self.ending: Ending | None = None
         """Why it ended; None while it goes on."""
         self.was_cut = False
@@ -70,7 +70,7 @@ class Choice:
         self.num_cached_tokens = 0
         self._stream = TextStream(texts)
         self._stops = StopFinder(stops)
-        self._calls = ToolCallReader() if reads_tools else None
+        self._calls = calls
         self._has_one_call = has_one_call
         self._num_chars = 0
 
@@ -133,15 +133,18 @@ class Choice:
             return text
         return self._collect(self._calls.add(text))
 
-    def _collect(self, found: Iterable[str | CallText]) -> str:
+    def _collect(self, found: Iterable[Found]) -> str:
         content = ""
         for each in found:
             if self._is_full:
                 break
-            if isinstance(each, CallText):
-                self.calls.append(each)
-            else:
-                content += each
+            match each:
+                case ToolCall():
+                    self.calls.append(each)
+                case MalformedCall():
+                    content += each.text
+                case str():
+                    content += each
         return content
 
 

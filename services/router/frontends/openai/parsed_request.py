@@ -1,8 +1,10 @@
 """What a request asks for, the same for chats and completions: prompts as ids, and how to answer them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from penstock.model.call_block import CallFormat
 from penstock.v1 import generate_pb2
 
 
@@ -28,6 +30,10 @@ class ParsedRequest:
     stops: Sequence[str]
     reads_tools: bool
     """Whether tool calls are told apart from text."""
+    call_format: CallFormat
+    """How the model writes them."""
+    tools: Sequence[Mapping[str, Any]]
+    """What it may call."""
     has_one_call: bool
     """Whether the first tool call ends a choice."""
     shows_logprobs: bool

@@ -3,12 +3,12 @@
 Invariant: a text that cannot fit into the context is refused by its size, before it is rendered or tokenised.
 """
 
-import json
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config import SamplingConfig
+from penstock.model.argument_values import read_json
 from penstock.model.chat_template import Renderer
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 from penstock.v1 import generate_pb2
@@ -23,7 +23,6 @@ from services.router.frontends.openai.schemas import (
     RefusalPart,
 )
 from services.router.frontends.openai.schemas import TextPart as TextPartIn
-from services.router.frontends.openai.tool_calls import arguments_json
 from services.router.tuning import OpenAITuning
 
 _MAX_NAME_CHARS = 256
@@ -82,6 +81,7 @@ class RequestParser:
             session_id=session_id,
             is_recorded=is_recorded,
             reads_tools=bool(tools),
+            tools=tools,
             has_one_call=bool(tools) and not body.parallel_tool_calls,
             shows_logprobs=body.logprobs,
         )
@@ -109,6 +109,7 @@ class RequestParser:
             session_id=session_id,
             is_recorded=is_recorded,
             reads_tools=False,
+            tools=(),
             has_one_call=False,
             shows_logprobs=body.logprobs is not None,
         )
@@ -139,6 +140,7 @@ class RequestParser:
             shows_token_ids=body.return_token_ids,
             shows_usage=body.stream_options.include_usage,
             ignored=body.unused,
+            call_format=self._renderer.call_format,
             **rest,
         )
 
@@ -234,10 +236,10 @@ def _num_bytes(text: str) -> int:
 
 def _arguments(text: str, param: str) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        value = read_json(text or "{}")
         if isinstance(value, dict):
-            return dict(json.loads(arguments_json(value)))
-    except (ValueError, RecursionError):
+            return value
+    except ValueError:
         pass
     raise ParameterError(param, f"{param}: arguments = {text[:80]!r} is not a JSON object")
 

@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.model.argument_values import arguments_json
 from penstock.model.detokenize import TokenTexts
-from penstock.records import VersionSpan
+from penstock.records import ToolCall, VersionSpan
 from services.router.frontends.openai.choice import Choice, ChoiceDelta, Token
 from services.router.frontends.openai.parsed_request import ParsedRequest
-from services.router.frontends.openai.tool_calls import CallText
 
 VERSION_HEADER = "x-penstock-policy-version"
 IGNORED_HEADER = "x-penstock-ignored"
@@ -227,6 +227,6 @@ def spans_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
     return [{"num_tokens": span.num_tokens, "policy_version": span.policy_version} for span in spans]
 
 
-def _call_json(call: CallText) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
+def _call_json(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments_json(call.arguments)}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

@@ -5,6 +5,8 @@ Invariant: no character of a stop string that is found was emitted before, so te
 
 from collections.abc import Sequence
 
+from penstock.model.marks import held_back
+
 
 class StopFinder:
     """Cuts one answer where the first of its stop strings begins."""
@@ -34,9 +36,3 @@ class StopFinder:
         """Return what was held back; nothing follows."""
         emitted, self._held = self._held, ""
         return emitted
-
-
-def held_back(text: str, word: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `word`."""
-    longest = min(len(text), len(word) - 1)
-    return next((count for count in range(longest, 0, -1) if text.endswith(word[:count])), 0)

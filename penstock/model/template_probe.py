@@ -1,0 +1,216 @@
+"""What a model's chat template does, found by filling it in with messages of our own.
+
+A template is a program of its model's author. What it cannot show it refuses, or it drops it without a word: Qwen3-VL
+drops a second system message and the images of the first. Whether something is dropped depends on the roles and on the
+kinds of parts, hardly ever on what a text says; so each shape of a conversation is tried once, with a mark in place of
+each text, and remembered.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from penstock.errors import InvalidRequestError
+from penstock.model.call_block import CallFormat
+from penstock.model.reasoning import CLOSE, OPEN
+from penstock.records import Message, TextPart
+
+_NAME = "penstock_probe"
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
+_MAX_SHAPES = 4096
+
+
+class FillTemplate(Protocol):
+    """Fills in a chat template."""
+
+    def __call__(
+        self,
+        chat: Sequence[dict[str, Any]],
+        /,
+        *,
+        tools: Sequence[Any] = (),
+        template_kwargs: Mapping[str, Any] = {},
+        is_prompt: bool = True,
+    ) -> str:
+        """Raises: InvalidRequestError: the template refuses the messages."""
+        ...
+
+
+class TemplateProbe:
+    """One template's ways. Not thread-safe."""
+
+    def __init__(self, fill: FillTemplate, *, image_mark: str | None) -> None:
+        """Ask nothing yet.
+
+        Args:
+            fill: Fills in the template.
+            image_mark: What stands for an image in the rendering; None for a model that takes no images, whose
+                messages are strings.
+        """
+        self._fill = fill
+        self._image_mark = image_mark
+        self._shapes: set[tuple[Any, ...]] = set()
+        """Those of which nothing is dropped."""
+        self._thinking: dict[str, bool] = {}
+
+    def message(self, role: str, text: str) -> dict[str, Any]:
+        """A message in the form of chat templates."""
+        return {"role": role, "content": text if self._image_mark is None else [{"type": "text", "text": text}]}
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """Whether it shows tools."""
+        try:
+            return _NAME in self._fill([self.message("user", "?")], tools=[_TOOL])
+        except InvalidRequestError:
+            return False
+
+    @functools.cached_property
+    def knows_tool_role(self) -> bool:
+        """Whether it has a form for the replies of tools, instead of a header with whatever name a role has."""
+        before = [self.message("user", "?"), self.message("assistant", "!")]
+        try:
+            reply, unknown = (self._fill([*before, self.message(role, "7")]) for role in ("tool", _NAME))
+        except InvalidRequestError:
+            return True
+        return _NAME not in unknown or reply.replace("tool", _NAME) != unknown
+
+    @functools.cached_property
+    def call_format(self) -> CallFormat:
+        """How it writes calls; hermes if it shows none."""
+        call = {"type": "function", "function": {"name": _NAME, "arguments": {}}}
+        try:
+            shown = self._fill([self.message("user", "?"), {**self.message("assistant", ""), "tool_calls": [call]}])
+        except InvalidRequestError:
+            return "hermes"
+        return "xml" if f"<function={_NAME}>" in shown else "hermes"
+
+    def opens_thinking(self, template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether the generation prompt opens `<think>` and leaves it open."""
+        key = _key(template_kwargs)
+        if key not in self._thinking:
+            prompt = self._fill([self.message("user", "?")], template_kwargs=template_kwargs)
+            if len(self._thinking) >= _MAX_SHAPES:
+                self._thinking.clear()
+            self._thinking[key] = prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+        return self._thinking[key]
+
+    def require_shown(
+        self, messages: Sequence[Message], *, has_tools: bool, template_kwargs: Mapping[str, Any], num_before: int = 0
+    ) -> None:
+        """Refuse what the template would drop.
+
+        Args:
+            messages: A conversation that the template has not refused.
+            has_tools: Whether tools are shown with it.
+            template_kwargs: Further variables of the template.
+            num_before: How many of the messages come before those that users know.
+
+        Raises:
+            InvalidRequestError: the tools, a text, an image or a call would be dropped, or the tool role is unknown.
+        """
+        if has_tools and not self.takes_tools:
+            raise InvalidRequestError(
+                "the model's chat template does not show tools, so the policy would not know that it can call them; "
+                "describe them in the system message, and leave the task without tools"
+            )
+        roles = [message.role for message in messages]
+        if "tool" in roles and not self.knows_tool_role:
+            raise InvalidRequestError(
+                f"message {roles.index('tool') - num_before} has the role tool, which the model's chat template does "
+                "not know: its header would be one that the model never saw; give it the role user"
+            )
+        shapes = tuple(_shape(message) for message in messages)
+        key = (shapes, has_tools, _key(template_kwargs))
+        if key not in self._shapes:
+            self._try(shapes, roles, has_tools, template_kwargs, num_before)
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes.add(key)
+
+    def _try(
+        self,
+        shapes: Sequence["_Shape"],
+        roles: Sequence[str],
+        has_tools: bool,
+        template_kwargs: Mapping[str, Any],
+        num_before: int,
+    ) -> None:
+        fill = functools.partial(self._fill, tools=[_TOOL] if has_tools else (), template_kwargs=template_kwargs)
+        try:
+            shown = fill([self._chat(number, shape) for number, shape in enumerate(shapes)])
+        except InvalidRequestError:
+            return  # It minds the words, so nothing can be said of what it does with others.
+        for number, (_, pieces, num_calls) in enumerate(shapes):
+            where = f"message {number - num_before}, of role {roles[number]}: the model's chat template drops"
+            for place, piece in enumerate(pieces):
+                if piece == "text" and _mark(number, place) not in shown:
+                    raise InvalidRequestError(f"{where} its text; {_remedy(roles[number], num_calls)}")
+            if any(_mark(number, len(pieces) + call) not in shown for call in range(num_calls)):
+                raise InvalidRequestError(f"{where} its tool_calls; write them as text in the content")
+        if self._image_mark is None:
+            return
+        num_shown = shown.count(self._image_mark)
+        if num_shown == sum(pieces.count("image") for _, pieces, _ in shapes):
+            return
+        for number, (role, pieces, num_calls) in enumerate(shapes):
+            bare = (role, tuple("text" if piece == "image" else piece for piece in pieces), num_calls)
+            without = [*shapes[:number], bare, *shapes[number + 1 :]]
+            less = fill([self._chat(place, shape) for place, shape in enumerate(without)]).count(self._image_mark)
+            if num_shown - less != pieces.count("image"):
+                raise InvalidRequestError(
+                    f"message {number - num_before}, of role {role}: the model's chat template drops its images; show "
+                    "them in a user's message"
+                )
+
+    def _chat(self, number: int, shape: "_Shape") -> dict[str, Any]:
+        """The message of this shape, each text and each call's name a mark."""
+        role, pieces, num_calls = shape
+        content: list[dict[str, str]] = []
+        for place, piece in enumerate(pieces):
+            if piece == "image":
+                content.append({"type": "image"})
+            else:
+                content.append({"type": "text", "text": _mark(number, place) if piece == "text" else ""})
+        chat: dict[str, Any] = {"role": role, "content": content}
+        if self._image_mark is None:
+            chat["content"] = "".join(piece.get("text", "") for piece in content)
+        if num_calls:
+            names = [_mark(number, len(pieces) + call) for call in range(num_calls)]
+            chat["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
+        return chat
+
+
+_Shape = tuple[str, tuple[str, ...], int]
+"""Role; text, image or blank for each part, adjacent texts joined; number of calls."""
+
+
+def _shape(message: Message) -> _Shape:
+    pieces: list[str] = []
+    for part in message.parts:
+        if not isinstance(part, TextPart):
+            pieces.append("image")
+            continue
+        piece = "text" if part.text.strip() else "blank"
+        if not pieces or pieces[-1] == "image":
+            pieces.append(piece)
+        elif piece == "text":
+            pieces[-1] = piece
+    return message.role, tuple(pieces), len(message.tool_calls)
+
+
+def _mark(number: int, place: int) -> str:
+    return f"penstock{number}x{place}x"
+
+
+def _remedy(role: str, num_calls: int) -> str:
+    if role == "system":
+        return "put it into the first system message or into a user's"
+    if role == "assistant" and num_calls:
+        return "leave it out, or write the calls into it as text"
+    return "give the message another role"
+
+
+def _key(template_kwargs: Mapping[str, Any]) -> str:
+    return json.dumps(template_kwargs, sort_keys=True, default=repr)

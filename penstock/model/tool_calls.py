@@ -1,0 +1,103 @@
+"""Tells text and tool calls of an answer apart, at once or while it is generated. Pure.
+
+    I add.
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1}}
+    </tool_call>
+
+Invariants: nothing is lost: what looks like a call and is not one (unreadable, no end) is passed on with its marks. The
+time it takes is linear in the text, however it comes in pieces.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from penstock.model.call_block import CallFormat, read_block
+from penstock.model.marks import SpaceHolder, held_back
+from penstock.records import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedCall:
+    """What is marked as a call and cannot be read as one."""
+
+    block: str
+    """What stands between the marks."""
+    is_closed: bool
+
+    @property
+    def text(self) -> str:
+        """All of it, with its marks."""
+        return f"{OPEN}{self.block}{CLOSE if self.is_closed else ''}"
+
+
+Found: TypeAlias = str | ToolCall | MalformedCall
+
+
+class ToolCallReader:
+    """Reads one answer; white space around calls is dropped."""
+
+    def __init__(self, call_format: CallFormat, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Nothing was generated yet.
+
+        Args:
+            call_format: How the model writes calls.
+            tools: Schemas in OpenAI's form, which give the values of the xml form their types.
+        """
+        self._call_format = call_format
+        self._tools = tools
+        self._tail = ""
+        """May become a mark."""
+        self._space = SpaceHolder(is_after_mark=False)
+        self._block: list[str] | None = None
+        """What the unfinished block holds; None outside of blocks."""
+
+    def add(self, text: str) -> list[Found]:
+        """Take more text; return what is certain, in order."""
+        found: list[Found] = []
+        text, self._tail = self._tail + text, ""
+        place = 0
+        while (stop := text.find(mark := self._mark, place)) >= 0:
+            self._pass_on(text[place:stop], found)
+            place = stop + len(mark)
+            if self._block is None:
+                self._block = []
+            else:
+                self._end_block(found)
+        end = len(text) - held_back(text[place:], mark)
+        self._tail = text[end:]
+        self._pass_on(text[place:end], found)
+        return [each for each in found if each]
+
+    def finish(self) -> list[Found]:
+        """Return what was held back; nothing follows."""
+        found: list[Found] = []
+        self._pass_on(self._tail, found)
+        self._tail = ""
+        found.append(self._space.take())
+        if self._block is not None:
+            found.append(MalformedCall(block="".join(self._block), is_closed=False))
+            self._block = None
+        return [each for each in found if each]
+
+    @property
+    def _mark(self) -> str:
+        return OPEN if self._block is None else CLOSE
+
+    def _pass_on(self, text: str, found: list[Found]) -> None:
+        if self._block is None:
+            found.append(self._space.add(text))
+        else:
+            self._block.append(text)
+
+    def _end_block(self, found: list[Found]) -> None:
+        block = "".join(self._block or ())
+        self._block = None
+        if calls := read_block(block, self._call_format, self._tools):
+            self._space.meet_mark()
+            found += calls
+        else:
+            found += [self._space.take(), MalformedCall(block=block, is_closed=True)]
