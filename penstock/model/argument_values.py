@@ -60,8 +60,8 @@ def parameter_types(tools: Sequence[Mapping[str, Any]], function: str, parameter
 def typed_value(text: str, types: Sequence[str]) -> Any:
     """The value that `text` spells: of the first of these types that it fits, else the text itself.
 
-    Without types it is what it spells in JSON, if anything. `None`, `True` and `False` are read as well, since templates
-    write earlier calls in Python's spelling. What may be a string is null only if null is allowed, too.
+    Without types it is what it spells in JSON, if anything. `None`, `True` and `False` are read as well, since
+    templates write earlier calls in Python's spelling. What may be a string is null only if null is allowed, too.
     """
     if text.strip() in ("null", "None") and ("null" in types or (types and "string" not in types)):
         return None

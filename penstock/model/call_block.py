@@ -25,6 +25,8 @@ as Qwen3-Coder and Qwen3.5 do."""
 
 _FUNCTION, _PARAMETER, _PARAMETER_END, _FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
 _TAG = re.compile("|".join(map(re.escape, (_FUNCTION, _PARAMETER, _PARAMETER_END, _FUNCTION_END))))
+_Tag: TypeAlias = tuple[str, int, int]
+"""Which, and its characters [start, stop)."""
 
 
 def read_block(
@@ -71,7 +73,7 @@ class _XmlBlock:
 
     def read(self) -> tuple[ToolCall, ...] | None:
         for tag, following in itertools.zip_longest(self._tags, self._tags[1:]):
-            if not self._take(*tag, following):
+            if not self._take(tag, following):
                 return None
         if self._parameter is not None and not self._end_value(len(self._block)):
             return None
@@ -81,10 +83,11 @@ class _XmlBlock:
             self._end_function()
         return tuple(self._calls) or None
 
-    def _take(self, kind: str, start: int, end: int, following: tuple[str, int, int] | None) -> bool:
+    def _take(self, tag: _Tag, following: _Tag | None) -> bool:
         """Read one tag; return whether the block is sound so far."""
+        kind, start, end = tag
         if self._parameter is not None:
-            if not self._ends_value(kind, start, end, following):
+            if not self._ends_value(tag, following):
                 self._has_quoted_end |= kind == _PARAMETER_END
                 return True
             if kind == _PARAMETER_END:
@@ -109,7 +112,8 @@ class _XmlBlock:
                 return True
         return False
 
-    def _ends_value(self, kind: str, start: int, end: int, following: tuple[str, int, int] | None) -> bool:
+    def _ends_value(self, tag: _Tag, following: _Tag | None) -> bool:
+        kind, start, end = tag
         next_kind, next_start = following[:2] if following else (None, len(self._block))
         match kind:
             case "</parameter>":

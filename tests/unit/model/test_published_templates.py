@@ -195,7 +195,7 @@ STABLE = {
     ("qwen2_5_vl", "users"),
     *((template, kind) for template in ("qwen3_vl_instruct",) for kind in TURNS),
     *((template, "tools") for template in ("qwen3_vl_thinking", *LATER)),
-    *(("qwen3_8", kind) for kind in TURNS),
+    *((template, kind) for template in ("qwen3_6", "qwen3_8") for kind in TURNS),
 }
 """Where the rendering of a whole conversation begins with what the policy was shown and said. Elsewhere a user's query
 makes the template drop earlier thoughts."""
@@ -208,7 +208,7 @@ def test_each_turn_begins_with_all_ids_of_the_turns_before(model: Model, templat
     if template == "qwen2_5_vl" and kind != "users":
         pytest.skip("the template knows no tools")
     is_thinking = model.renderer.opens_thinking()
-    kwargs = {"preserve_thinking": True} if template == "qwen3_8" else {}
+    kwargs = {"preserve_thinking": True} if template in ("qwen3_6", "qwen3_8") else {}
     messages = [SYSTEM, QUESTION]
     tools = [] if template == "qwen2_5_vl" else [ZOOM]
     ids = model.renderer.render_prompt(messages, num_images=1, tools=tools, template_kwargs=kwargs)
