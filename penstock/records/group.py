@@ -12,6 +12,8 @@ class Group(Envelope, frozen=True, kw_only=True):
     """Its prompt's."""
     purpose: str = TRAIN
     """Its prompt's."""
+    environment: str = ""
+    """Its prompt's."""
     num_samples: int
     """As its prompt asked for."""
     samples: tuple[Sample, ...]

@@ -100,14 +100,27 @@ class Sampling(Record, frozen=True, kw_only=True):
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Limits of one row's episodes, in place of the worker's settings; None keeps the setting."""
+    """Budgets of each of a prompt's episodes; None: no limit. What does not fit ends the episode."""
 
     max_turns: int | None = None
     max_tokens: int | None = None
     """Most tokens of a sequence, images expanded; never more than the engines take."""
+    max_observation_tokens: int | None = None
+    """Most tokens, images expanded, of all observations after the first."""
+    max_images: int | None = None
+    """Most images, the prompt's included."""
+    max_pixels: int | None = None
+    """Most pixels of all images together, the prompt's included."""
     turn_timeout_s: float | None = None
     """None: a turn may take what is left of its episode."""
     episode_timeout_s: float | None = None
+    """Never more than the worker's own bound."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} = {value} must be above 0, or None for no limit")
 
 
 class Prompt(Envelope, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ class GroupRollout:
             return Group(
                 id=prompt.id,
                 purpose=prompt.purpose,
+                environment=prompt.environment,
                 num_samples=prompt.num_samples,
                 samples=(),
                 worker_id=self._worker_id,
@@ -78,6 +79,7 @@ class GroupRollout:
         return Group(
             id=prompt.id,
             purpose=prompt.purpose,
+            environment=prompt.environment,
             num_samples=prompt.num_samples,
             samples=samples,
             worker_id=self._worker_id,

@@ -42,6 +42,7 @@ class PromptHandler:
             Group(
                 id=prompt.id,
                 purpose=prompt.purpose,
+                environment=prompt.environment,
                 num_samples=prompt.num_samples,
                 samples=(),
                 worker_id=self._worker_id,

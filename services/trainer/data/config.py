@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, Self
 import pydantic
 
 from penstock.config import Config
+from services.trainer.data.limits import LimitsConfig
 
 ANSWER: Final = "{answer}"
 """Stands for a row's answer in `answer_format`."""
@@ -53,6 +54,10 @@ class SourceConfig(Config):
     tools_column: str = ""
     """Column with the tools that the policy may call, as a list in OpenAI's form or the same as JSON text. The model's
     chat template shows them. Empty: none."""
+    limits: LimitsConfig = LimitsConfig()
+    limits_column: str = ""
+    """Column with a struct of a row's own limits, or the same as JSON text; they replace those of `limits` one by one.
+    Empty: none."""
     extra_columns: tuple[str, ...] = ("*",)
     """Columns that travel with the prompt, for environments and reports; `*` is all that are not read otherwise. Bytes
     are left out."""
@@ -156,10 +161,7 @@ class DataConfig(SourceConfig):
         if not isinstance(values, Mapping) or not isinstance(values.get("sources"), Mapping):
             return values
         common = {key: value for key, value in values.items() if key in SourceConfig.model_fields and key != "path"}
-        sources = {
-            name: {**common, **source} if isinstance(source, Mapping) else source
-            for name, source in values["sources"].items()
-        }
+        sources = {name: passed_on(common, source) for name, source in values["sources"].items()}
         return {**values, "sources": sources}
 
     @pydantic.model_validator(mode="after")
@@ -174,9 +176,7 @@ class DataConfig(SourceConfig):
         own = {name: getattr(self, name) for name in SourceConfig.model_fields}
         return {
             name: source.model_dump(
-                mode=info.mode,
-                exclude_none=info.exclude_none,
-                exclude={key for key, value in own.items() if getattr(source, key) == value},
+                mode=info.mode, exclude_none=info.exclude_none, exclude=_passed_on_keys(own, source)
             )
             for name, source in sources.items()
         }
@@ -189,3 +189,25 @@ class DataConfig(SourceConfig):
     def by_name(self) -> dict[str, SourceConfig]:
         """The sources in the order of their names; the only one is called ""."""
         return dict(sorted(self.sources.items())) if self.sources else {"": self}
+
+
+def passed_on(common: Mapping[str, Any], given: Any) -> Any:
+    """What a source says, and for what it leaves out, sections inside it included, what `common` says."""
+    if not isinstance(given, Mapping):
+        return given
+    within = {
+        key: passed_on(common[key], value) for key, value in given.items() if isinstance(common.get(key), Mapping)
+    }
+    return {**common, **given, **within}
+
+
+def _passed_on_keys(own: Mapping[str, Any], source: Config) -> dict[str, Any]:
+    """The keys of `source` that have the values of `own`, in the form of pydantic's `exclude`."""
+    keys: dict[str, Any] = {}
+    for key, value in own.items():
+        found = getattr(source, key)
+        if found == value:
+            keys[key] = True
+        elif isinstance(found, Config):
+            keys[key] = _passed_on_keys(dict(value), found)
+    return keys

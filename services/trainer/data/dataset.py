@@ -91,6 +91,8 @@ class Dataset:
     def playable(self, position: int) -> Example | FilterReason:
         """Return the example at a position, or why it is passed over.
 
+        A prompt is too long if it leaves no room for an answer: in the context, or in its own limit of tokens.
+
         Raises:
             DataError: the row is wrong, and wrong rows are refused.
         """
@@ -105,8 +107,11 @@ class Dataset:
                 raise
             log.warning("data.wrong_row_dropped", reason=str(error))
             return FilterReason.WRONG_ROW
-        fits = self._limit is None or num_tokens <= self._limit.max_tokens
-        return example if fits else FilterReason.OVERLONG_PROMPT
+        if self._limit is None:
+            return example
+        own = example.limits.max_tokens
+        most = self._limit.max_tokens if own is None else min(self._limit.max_tokens, own - 1)
+        return example if num_tokens <= most else FilterReason.OVERLONG_PROMPT
 
     def num_passed_over(self) -> int:
         """Rows of all sources that are known to be too long."""

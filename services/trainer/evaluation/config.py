@@ -8,7 +8,7 @@ import pydantic
 
 from penstock.config import Config, SamplingConfig
 from penstock.records import TRAIN
-from services.trainer.data.config import DataConfig, SourceConfig
+from services.trainer.data.config import DataConfig, SourceConfig, passed_on
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _OF_THE_PATH = ("path", "hub_config", "split", "revision")
@@ -116,15 +116,12 @@ def inherit(recipe: Any) -> Any:
     common = {key: value for key, value in data.items() if key in SourceConfig.model_fields}
     common |= {key: value for key, value in sampling.items() if key in SamplingConfig.model_fields}
     of_others = {key: value for key, value in common.items() if key not in _OF_THE_PATH}
-    whole = {
-        name: {**(of_others if _names_its_data(given) else common), **given} if isinstance(given, Mapping) else given
-        for name, given in sets.items()
-    }
+    whole = {name: passed_on(of_others if _names_its_data(given) else common, given) for name, given in sets.items()}
     return {**recipe, "evaluation": {**recipe["evaluation"], "sets": whole}}
 
 
-def _names_its_data(given: Mapping[str, Any]) -> bool:
-    return "path" in given or given.get("pictures") == "held_out"
+def _names_its_data(given: Any) -> bool:
+    return isinstance(given, Mapping) and ("path" in given or given.get("pictures") == "held_out")
 
 
 def _table(tree: Any, key: str) -> Mapping[str, Any]:

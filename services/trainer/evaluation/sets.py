@@ -107,6 +107,7 @@ class EvaluationSet:
             golds=example.golds,
             profile=example.profile,
             environment=example.environment,
+            limits=example.limits,
             extra=dict(example.extra),
         )
 

@@ -183,6 +183,7 @@ class Feeder:
                 golds=example.golds,
                 profile=example.profile,
                 environment=example.environment,
+                limits=example.limits,
                 extra=dict(example.extra),
             )
             await self.bus.publish(self.bus.prompts, encode(prompt), message_id=group_id.message)

@@ -12,7 +12,7 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import consuming
 from penstock.errors import DataError
-from penstock.records import Prompt
+from penstock.records import Limits, Prompt
 from penstock.records.codec import decode
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
@@ -31,16 +31,24 @@ def dataset(tmp_path: Path, *rows: dict[str, Any]) -> Dataset:
         "environment_column": "env",
         "sampling_column": "sampling",
         "tools_column": "tools",
+        "limits_column": "limits",
     }
     return open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), shuffle=False, **columns))  # type: ignore[arg-type]
 
 
 async def test_a_prompt_is_played_as_its_row_says(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
-    """Its profile, environment, length of answers, tools, and the further columns."""
+    """Its profile, environment, length of answers, tools, budgets, and the further columns."""
     rows = dataset(
         tmp_path,
-        {"profile": "math", "env": "tools", "sampling": {"max_new_tokens": 7}, "tools": json.dumps([TOOL]), "level": 3},
-        {"profile": None, "env": None, "sampling": None, "tools": None, "level": None},
+        {
+            "profile": "math",
+            "env": "tools",
+            "sampling": {"max_new_tokens": 7},
+            "tools": json.dumps([TOOL]),
+            "limits": {"max_turns": 3},
+            "level": 3,
+        },
+        {"profile": None, "env": None, "sampling": None, "tools": None, "limits": None, "level": None},
     )
     async with open_flow(bus, tiny_model_path, dataset=rows, groups_per_step=2) as flow, asyncio.timeout(HANG_S):
         flow.announce(1)
@@ -53,16 +61,25 @@ async def test_a_prompt_is_played_as_its_row_says(bus: Bus, tmp_path: Path, tiny
                     played[prompt.id.index] = prompt
                     await delivery.ack()
     first, second = (
-        (prompt.profile, prompt.environment, prompt.sampling.max_new_tokens, prompt.tools, prompt.extra.get("level"))
+        (
+            prompt.profile,
+            prompt.environment,
+            prompt.sampling.max_new_tokens,
+            prompt.tools,
+            prompt.limits,
+            prompt.extra.get("level"),
+        )
         for _, prompt in sorted(played.items())
     )
-    assert first == ("math", "tools", 7, (TOOL,), 3)
-    assert second == ("geo3k", "single_turn", 512, (), None)
+    assert first == ("math", "tools", 7, (TOOL,), Limits(max_turns=3), 3)
+    assert second == ("geo3k", "single_turn", 512, (), Limits(), None)
 
 
 async def test_a_row_cannot_have_more_tokens_than_the_run(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
     """The room in the context was computed for the run's."""
-    rows = dataset(tmp_path, {"profile": None, "env": None, "sampling": {"max_new_tokens": 513}, "tools": None})
+    rows = dataset(
+        tmp_path, {"profile": None, "env": None, "sampling": {"max_new_tokens": 513}, "tools": None, "limits": None}
+    )
     async with open_flow(bus, tiny_model_path, dataset=rows) as flow, asyncio.timeout(HANG_S):
         flow.announce(1)
         with pytest.raises(DataError, match=r"max_new_tokens = 513 is above sampling\.max_new_tokens = 512; raise"):

@@ -102,7 +102,7 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
 def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:
     """Choose the columns of images, and the further ones."""
     columns = Columns(text=text, gold=gold, images=_image_columns(row, config, name=name))
-    for key in ("profile_column", "environment_column", "sampling_column", "tools_column"):
+    for key in ("profile_column", "environment_column", "sampling_column", "tools_column", "limits_column"):
         if wanted := getattr(config, key):
             _one(row, wanted, (), key, name=name, what="")
     if not columns.images and config.images_column == "":

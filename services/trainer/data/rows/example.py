@@ -4,14 +4,15 @@ Invariant: the images that an example's messages refer to are exactly the images
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.model.images import decode_image
-from penstock.records import Message
+from penstock.model.images import decode_image, read_sizes
+from penstock.records import Limits, Message
 from services.trainer.data.config import ANSWER, SourceConfig
 from services.trainer.data.json_values import as_json, without_nulls
+from services.trainer.data.limits import LimitsConfig
 from services.trainer.data.rows.columns import Columns, cell
 from services.trainer.data.rows.golds import read_golds
 from services.trainer.data.rows.images import ImageReader
@@ -43,6 +44,8 @@ class Example:
     """What the policy may call, each in OpenAI's form."""
     max_new_tokens: int | None = None
     """Most tokens of a turn; None: as many as the run allows."""
+    limits: Limits = field(default_factory=Limits)
+    """The budgets of its episodes."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's further columns, as JSON."""
     images_put_first: bool = False
@@ -112,6 +115,9 @@ def _example(
     images = tuple(reader.read(image) for image in cells)
     for number, data in enumerate(images):
         decode_image(data, field=f"image {number}")  # completely, as the engine will, so that truncated files are found
+    limits = _limits(row, config).as_record()
+    if not is_demonstration:
+        _require_within(limits, images)
     return Example(
         messages=make_messages(
             placed,
@@ -125,6 +131,7 @@ def _example(
         environment=_named(row, config.environment_column) or config.environment,
         tools=_tools(row, config.tools_column),
         max_new_tokens=_max_new_tokens(row, config.sampling_column),
+        limits=limits,
         extra={
             name: as_json(value)
             for name, value in ((name, cell(row, name)) for name in columns.extra)
@@ -167,6 +174,23 @@ def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
         case [*found] if all(isinstance(tool, Mapping) and tool.get("function") for tool in found):
             return tuple(without_nulls(as_json(tool)) for tool in found)
     raise ValueError(f"column {column!r} holds {str(given)[:80]}; want a list of tools in OpenAI's form, or its JSON")
+
+
+def _limits(row: Mapping[str, Any], config: SourceConfig) -> LimitsConfig:
+    if not config.limits_column:
+        return config.limits
+    return _read(config.limits.of_row, row, config.limits_column)
+
+
+def _require_within(limits: Limits, images: Sequence[bytes]) -> None:
+    """The prompt's own images fit into the budgets of its episodes."""
+    num_pixels = sum(width * height for width, height in read_sizes(images)) if limits.max_pixels else 0
+    for name, number, most in (
+        ("max_images", len(images), limits.max_images),
+        ("max_pixels", num_pixels, limits.max_pixels),
+    ):
+        if most is not None and number > most:
+            raise ValueError(f"its images come to {number}, above limits.{name} = {most}; raise it or shrink them")
 
 
 def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:

@@ -1,0 +1,63 @@
+"""The budgets of an episode, as settings and as rows give them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+import pydantic
+
+from penstock.config import Config
+from penstock.records import Limits
+
+
+class LimitsConfig(Config):
+    """Budgets of each episode. What does not fit ends the episode, and nothing of it is appended; docs/environments.md
+    has the rules."""
+
+    max_turns: int = pydantic.Field(default=0, ge=0)
+    """Most turns of the policy. 0: no limit; the environment ends its episode, or the context is full."""
+    max_tokens: int = pydantic.Field(default=0, ge=0)
+    """Most tokens of the whole conversation, the prompt included and images expanded. 0: as many as the context has."""
+    max_observation_tokens: int = pydantic.Field(default=0, ge=0)
+    """Most tokens, images expanded, of all that the environment adds after the prompt. 0: no limit."""
+    max_images: int = pydantic.Field(default=0, ge=0)
+    """Most images, the prompt's included. 0: no limit."""
+    max_pixels: int = pydantic.Field(default=0, ge=0)
+    """Most pixels of all images together, the prompt's included, as their files have them. 0: 100 million, the most
+    that engines take."""
+    turn_timeout_s: float = pydantic.Field(default=0.0, ge=0)
+    """Seconds of a turn, queues not counted. 0: what is left of its episode."""
+    episode_timeout_s: float = pydantic.Field(default=0.0, ge=0)
+    """Seconds of an episode, queues not counted; never more than worker.episode_timeout_s. 0: as many as these."""
+
+    def of_row(self, given: Any) -> Self:
+        """These limits with those that a row gives in their place.
+
+        Args:
+            given: A struct, or the same as JSON text. What is missing or null stays.
+
+        Raises:
+            ValueError: it is no such thing, has a key that does not exist, or a value that the key cannot have.
+        """
+        try:
+            values = json.loads(given) if isinstance(given, str) and given else given or {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"text that is no JSON: {error}") from None
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{str(given)[:80]}; want a struct of limits, or its JSON")
+        own = {key: value for key, value in values.items() if value is not None}
+        for key, value in own.items():
+            if isinstance(value, bool | str):
+                raise ValueError(f"{key} = {value!r}; want a number")
+        try:
+            return type(self).model_validate(self.model_dump() | own)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                raise ValueError(f"{key!r}, which is no limit; known: {', '.join(type(self).model_fields)}") from None
+            raise ValueError(f"{key} = {own.get(key)!r}: {first['msg']}") from None
+
+    def as_record(self) -> Limits:
+        """The limits as they travel with a prompt."""
+        return Limits(**{name: value or None for name, value in self.model_dump().items()})
