@@ -9,6 +9,7 @@
     │   └── SupersededError        another process has taken over what this one held
     ├── InvalidRequestError    this request or message can never succeed
     │   ├── CorruptMessageError    bytes that do not decode to the expected record
+    │   ├── TooManyPixelsError     images that are never decoded, for their size
     │   └── PromptTooLongError     the prompt leaves no room for a token in any replica's context
     ├── PoisonError            it broke everyone who handled it; never try it again
     ├── MissingImageError      an image that is named by its hash is not stored; store it and try again
@@ -56,6 +57,10 @@ class InvalidRequestError(PenstockError):
 
 class CorruptMessageError(InvalidRequestError):
     """Bytes that cannot be decoded to the record they should hold."""
+
+
+class TooManyPixelsError(InvalidRequestError):
+    """Images with more pixels than are ever decoded."""
 
 
 class PromptTooLongError(InvalidRequestError):

@@ -175,6 +175,17 @@ class Renderer:
             text, call_format=self.call_format, tools=tools, is_thinking=self.opens_thinking(template_kwargs)
         )
 
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """The most bytes of text that one token stands for; more where the tokenizer is not a byte-level BPE."""
+        size = len if self._is_byte_level else _num_bytes  # a byte-level BPE writes each byte as one character
+        added = self._tokenizer.added_tokens_decoder.values()
+        return max(*map(size, self._tokenizer.get_vocab()), *(_num_bytes(token.content) for token in added))
+
+    @property
+    def _is_byte_level(self) -> bool:
+        return "ByteLevel" in repr(self._tokenizer.backend_tokenizer.decoder)
+
     def token_texts(self) -> TokenTexts:
         """The text of each id; special ids have none.
 
@@ -182,7 +193,7 @@ class Renderer:
             ConfigError: the tokenizer is not a byte-level BPE.
         """
         decoder = repr(self._tokenizer.backend_tokenizer.decoder)
-        if "ByteLevel" not in decoder:
+        if not self._is_byte_level:
             raise ConfigError(
                 f"model.path: the tokenizer's decoder is {decoder[:80]}; only text of byte-level BPE can be streamed"
             )
@@ -356,6 +367,10 @@ def _refusals_told(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     except (TemplateError, TypeError) as error:  # TypeError: it adds or calls what such messages do not have.
         roles = ", ".join(message["role"] for message in chat)
         raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode())
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -10,7 +10,7 @@ from typing import Final
 
 from PIL import Image
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, TooManyPixelsError
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """The only formats that are opened: Pillow's other readers are never reached, whatever the bytes claim to be."""
@@ -30,7 +30,8 @@ def read_sizes(images: Sequence[bytes], *, field: str = "images") -> list[tuple[
         field: What to call them in an error.
 
     Raises:
-        InvalidRequestError: one is not such a file, or together they have more than `MAX_PIXELS` pixels.
+        InvalidRequestError: one is not such a file.
+        TooManyPixelsError: together they have more than `MAX_PIXELS` pixels.
     """
     sizes: list[tuple[int, int]] = []
     for index, data in enumerate(images):
@@ -58,7 +59,8 @@ def decode_image(data: bytes, *, field: str = "image") -> Image.Image:
         field: What to call it in an error.
 
     Raises:
-        InvalidRequestError: the bytes are not such a file, are cut short, or hold more than `MAX_PIXELS` pixels.
+        InvalidRequestError: the bytes are not such a file, or are cut short.
+        TooManyPixelsError: it has more than `MAX_PIXELS` pixels.
     """
     with _reported(data, field):
         image: Image.Image = _open(data)
@@ -78,7 +80,7 @@ def _check_pixels(sizes: Sequence[tuple[int, int]], field: str) -> None:
     num_pixels = sum(width * height for width, height in sizes)
     if num_pixels > MAX_PIXELS:
         shown = ", ".join(f"{width} x {height}" for width, height in sizes[:4]) + (", ..." if len(sizes) > 4 else "")
-        raise InvalidRequestError(
+        raise TooManyPixelsError(
             f"{field}: {num_pixels} pixels ({shown}); a request may have {MAX_PIXELS} in all; send smaller images"
         )
 
@@ -93,4 +95,4 @@ def _reported(data: bytes, field: str) -> Iterator[None]:
             f"{field} ({len(data)} bytes) cannot be decoded: {reason}; send a complete PNG, JPEG, WebP or GIF file"
         ) from None
     except Image.DecompressionBombError as error:
-        raise InvalidRequestError(f"{field}: {error}; send smaller images") from None
+        raise TooManyPixelsError(f"{field}: {error}; send smaller images") from None

@@ -22,11 +22,9 @@ class WorkerConfig(Config):
     """host:port of the reward service. Empty: the reward service's port on this machine."""
     environments: dict[str, str] = pydantic.Field(default_factory=dict)
     """Your own environments: name, as prompts call it, to "package.module:Class"."""
-    max_turns: int = pydantic.Field(default=1, ge=1)
-    """Most Generate calls of one episode; an environment may end it earlier."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
-    """Seconds for all turns of an episode and its environment, queues not counted. A sample that takes longer ends with
-    the tokens that came, finish reason `deadline`."""
+    """Seconds for all turns of an episode and its environment, queues and verdicts not counted. A sample that takes
+    longer ends with the tokens that came, finish reason `deadline`. `data.limits` may ask for less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

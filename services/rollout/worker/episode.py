@@ -9,16 +9,17 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal, TypeAlias
 
 import structlog
 
-from penstock.environments import Environment, Observation, Task
+from penstock.environments import Environment, Observation, StepResult, Task
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -32,11 +33,13 @@ from penstock.errors import (
 )
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.model.images import read_sizes
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import generate_pb2
+from services.rollout.worker.budget import Budget, OverBudgetError
+from services.rollout.worker.clock import EpisodeClock
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.grading import Grading
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
@@ -48,8 +51,9 @@ log = structlog.get_logger()
 Ending: TypeAlias = Literal["stop", "length", "deadline", "environment", "error"]
 
 _CLOSE_TIMEOUT_S = 5.0
-_MIN_ROOM_TOKENS = 16
-"""A turn is played only if the context has room for this many tokens; engines reserve a few of them."""
+_MAX_RESETS = 3
+"""How often an environment is made and reset before it counts as broken. No token was sampled, so that nothing is
+selected; and a sample that fails without one takes its group with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ class Episode:
         return Sample(
             sequences=(self.trajectory.to_sequence(),),
             reward=judged if self.reward is None else self.reward,
+            metrics={name: value for turn in self.trajectory.turns for name, value in turn.metrics.items()},
             finish_reason=self.finish_reason,
             error=self.error,
             verdict=verdict,
@@ -116,7 +121,7 @@ class EpisodePlayer:
         """Play with these parts.
 
         Args:
-            config: Turns and timeouts.
+            config: Timeouts.
             renderer: The model's chat template.
             generator: A router or an engine.
             environments: Where prompts find their environment.
@@ -139,30 +144,24 @@ class EpisodePlayer:
         """Play sample `number` of `prompt`; `images` and `prefill` are the group's.
 
         Raises:
-            InvalidRequestError: the prompt can never be played: a fault of the data, or no such environment.
-            PoisonError: its first turn broke every replica that tried it.
+            InvalidRequestError: the prompt can never be played or judged: a fault of the data, no such environment, or
+                one that begins as none may.
+            PoisonError: its first turn broke every replica that tried it, or its environment could not be reset.
             DeadlineError: the environment's reset took too long, or no first token came.
-            PenstockError: the engine or the environment broke its contract, or no server answers.
+            PenstockError: the engine broke its contract, or no server answers.
         """
         started_at, started = time.time(), time.monotonic()
         trajectory = Trajectory(
             min_version=prompt.min_version, exact_version=prompt.exact_version, forbidden_ids=self._forbidden_ids
         )
-        async with _opened(self._environments.find(prompt.environment)()) as environment:
-            clock = _Clock(prompt.limits.episode_timeout_s or self._config.episode_timeout_s)
-            async with clock.limit("the environment's reset"):
-                first = await environment.reset(self._task(prompt, number, images))
-            _check_prompt_images(first, prompt, images)
-            render = functools.partial(
-                self._renderer.render_prompt,
-                first.messages,
-                num_images=len(first.images),
-                tools=first.tools,
-                template_kwargs=prompt.chat_template_kwargs,
-            )
-            ids = prefill.ids_of(first, render)
+        own, bound = prompt.limits.episode_timeout_s, self._config.episode_timeout_s
+        clock = EpisodeClock(bound if own is None else min(own, bound))
+        item_id = f"{prompt.id.message}/{number}"
+        grading = Grading(self._judge, prompt, item_id, clock)
+        task = self._task(prompt, item_id, images, grading)
+        async with self._begun(prompt, task, clock, grading, prefill) as (environment, first, ids, budget):
             trajectory.add_observation(ids, await images.add(first.images))
-            episode = _Episode(prompt, f"{prompt.id.message}/{number}", environment, trajectory, images, clock)
+            episode = _Episode(prompt, item_id, environment, trajectory, images, clock, grading, budget)
             episode.tools = first.tools
             waiting = time.monotonic()
             async with prefill.first_turn() as note_prefill:
@@ -182,13 +181,74 @@ class EpisodePlayer:
                 elapsed_s=time.monotonic() - started,
             )
 
-    def _task(self, prompt: Prompt, number: int, images: GroupImages) -> Task:
-        item_id = f"{prompt.id.message}/{number}"
+    @asynccontextmanager
+    async def _begun(
+        self, prompt: Prompt, task: Task, clock: EpisodeClock, grading: Grading, prefill: SharedPrefill
+    ) -> AsyncIterator[tuple[Environment, Observation, list[int], Budget]]:
+        """An environment that was reset, what it shows first, the ids of that, and what is left of the budget.
 
-        async def grade(text: str) -> Verdict:
-            [verdict] = await self._judge.judge(prompt, [(item_id, text)])
-            return verdict
+        Raises:
+            InvalidRequestError: the prompt, or how the environment begins, can never be played.
+            PoisonError: every environment that was made for it failed.
+            UnavailableError: the same, for want of something outside: an error of the operating system or the network.
+            DeadlineError: it took too long.
+        """
+        factory = self._environments.find(prompt.environment)
+        for num_tried in itertools.count(1):
+            async with AsyncExitStack() as stack:
+                try:
+                    environment = await stack.enter_async_context(_opened(factory()))
+                    async with clock.limit(f"the reset of environment {prompt.environment!r}"):
+                        first = await environment.reset(task)
+                    grading.require_sound()
+                    budget = self._budget(prompt)
+                    ids = self._render_first(first, prompt, task, budget, prefill)
+                except OverBudgetError as error:
+                    raise PromptTooLongError(
+                        f"environment {prompt.environment!r} begins with {error}; see data.limits"
+                    ) from None
+                except PenstockError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
+                    grading.require_sound()
+                    reason = f"environment {prompt.environment!r}: {type(error).__name__}: {error}"
+                    log.warning("environment.reset_failed", sample=task.id, error=reason, num_tried=num_tried)
+                    if num_tried < _MAX_RESETS:
+                        continue
+                    kind = UnavailableError if isinstance(error, OSError) else PoisonError
+                    raise kind(f"{reason}; its reset failed {num_tried} times") from None
+                yield environment, first, ids, budget
+                return
 
+    def _render_first(
+        self, first: Observation, prompt: Prompt, task: Task, budget: Budget, prefill: SharedPrefill
+    ) -> list[int]:
+        if not isinstance(first, Observation):
+            raise TypeError(f"its reset returned {type(first).__name__}; return an Observation")
+        _check_prompt_images(first, prompt, task)
+        if first.tools and not self._renderer.takes_tools:
+            raise InvalidRequestError(
+                f"environment {prompt.environment!r} shows {len(first.tools)} tools, which the model's chat template "
+                "drops; use a model whose template has tools, or describe them in the messages"
+            )
+        render = functools.partial(
+            self._renderer.render_prompt,
+            first.messages,
+            num_images=len(first.images),
+            tools=first.tools,
+            template_kwargs=prompt.chat_template_kwargs,
+        )
+        return budget.add_prompt(first, lambda: prefill.ids_of(first, render))
+
+    def _budget(self, prompt: Prompt) -> Budget:
+        return Budget(
+            prompt.limits,
+            context_length=self._context_length,
+            grid=self._grid,
+            longest_token_bytes=self._renderer.longest_token_bytes,
+        )
+
+    def _task(self, prompt: Prompt, item_id: str, images: GroupImages, grading: Grading) -> Task:
         return Task(
             id=item_id,
             seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),
@@ -199,7 +259,7 @@ class EpisodePlayer:
             tools=prompt.tools,
             extra=prompt.extra,
             max_turns=prompt.limits.max_turns,
-            grade=grade,
+            grade=grading.grade,
         )
 
     async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
@@ -218,7 +278,7 @@ class EpisodePlayer:
                 temperature=prompt.sampling.temperature,
                 top_p=prompt.sampling.top_p,
                 top_k=prompt.sampling.top_k,
-                max_new_tokens=prompt.sampling.max_new_tokens,
+                max_new_tokens=episode.budget.max_new_tokens(prompt.sampling.max_new_tokens),
             ),
             min_policy_version=prompt.min_version,
             exact_policy_version=prompt.exact_version or 0,
@@ -242,6 +302,7 @@ class EpisodePlayer:
     def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
         trajectory = episode.trajectory
         trajectory.add_turn(turn.response, waited_s=turn.waited_s, generated_s=turn.generated_s)
+        episode.budget.add_turn(trajectory.num_context_tokens)
         episode.texts.append(self._renderer.decode(turn.response.output_ids))
         if turn.failure:
             episode.error = turn.failure
@@ -251,45 +312,70 @@ class EpisodePlayer:
         return "length" if trajectory.last_finish == LENGTH else None
 
     async def _ask_environment(self, episode: "_Episode") -> Ending | None:
-        """Pass the policy's turn to the environment and append its answer; or return how the episode ended."""
-        trajectory, prompt = episode.trajectory, episode.prompt
+        """Pass the policy's turn to the environment and append its answer; or return how the episode ended.
+
+        Raises:
+            InvalidRequestError: the environment asked for a verdict, and the gold answers are wrong.
+        """
+        trajectory, limits = episode.trajectory, episode.prompt.limits
         try:
             async with episode.clock.limit("the environment's step"):
                 turn = self._renderer.parse_turn(
                     episode.texts[-1], tools=episode.tools, template_kwargs=episode.prompt.chat_template_kwargs
                 )
                 result = await episode.environment.step(turn)
+            episode.grading.require_sound()
+            if not isinstance(result, StepResult):
+                raise TypeError(f"its step returned {type(result).__name__}; return a StepResult")
             trajectory.add_step(result.reward, result.metrics)
-            observation = result.observation
-            if observation is None:
+            unjudged = episode.grading.take_unjudged()
+            if unjudged and result.reward is not None:
+                episode.error = f"a step's reward may rest on an answer that was not judged: {unjudged}"
+                return "error"
+            if result.observation is None:
                 return "environment" if result.truncated else "stop"
-            if len(trajectory.turns) >= (prompt.limits.max_turns or self._config.max_turns):
+            if limits.max_turns is not None and len(trajectory.turns) >= limits.max_turns:
                 return "environment"
-            ids = self._renderer.render_continuation(
-                trajectory.token_ids[-1],
-                observation.messages,
-                num_images=len(observation.images),
-                num_earlier_images=len(trajectory.images),
-                template_kwargs=prompt.chat_template_kwargs,
-            )
-            num_tokens = len(ids)
-            if self._grid is not None:
-                num_tokens += self._grid.num_added_tokens(read_sizes(observation.images))
+            ids = self._render_next(result.observation, episode)
+        except OverBudgetError as error:
+            log.debug("episode.over_budget", sample=episode.session_id, reason=str(error))
+            return "length"
         except DeadlineError:
+            episode.grading.require_sound()
             return "deadline"
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
+            episode.grading.require_sound()
             # What they raise may depend on what the policy said; playing the group again would select against that.
-            episode.error = f"environment {prompt.environment!r}: {type(error).__name__}: {error}"
+            episode.error = f"environment {episode.prompt.environment!r}: {type(error).__name__}: {error}"
             return "error"
-        limit = min(prompt.limits.max_tokens or math.inf, self._context_length or math.inf)
-        if trajectory.num_context_tokens + num_tokens + _MIN_ROOM_TOKENS > limit:
-            return "length"
         try:
-            hashes = await episode.images.add(observation.images)
+            hashes = await episode.images.add(result.observation.images)
         except PenstockError as error:
             return _end_by(error, episode)
         trajectory.add_observation(ids, hashes)
         return None
+
+    def _render_next(self, observation: Observation, episode: "_Episode") -> list[int]:
+        if observation.tools:
+            raise ValueError(
+                f"it shows {len(observation.tools)} tools after the first turn, where the chat template cannot; show "
+                "all tools in the first observation"
+            )
+        roles = [message.role for message in observation.messages]
+        if not roles or {*roles} - {"user", "tool"}:
+            raise ValueError(
+                f"it answers a turn with messages of roles {roles}; answer with roles user or tool, or end the episode "
+                "with observation=None"
+            )
+        render = functools.partial(
+            self._renderer.render_continuation,
+            episode.trajectory.token_ids[-1],
+            observation.messages,
+            num_images=len(observation.images),
+            num_earlier_images=len(episode.trajectory.images),
+            template_kwargs=episode.prompt.chat_template_kwargs,
+        )
+        return episode.budget.add_observation(observation, render)
 
 
 @dataclasses.dataclass(slots=True)
@@ -301,38 +387,13 @@ class _Episode:
     environment: Environment
     trajectory: Trajectory
     images: GroupImages
-    clock: "_Clock"
+    clock: EpisodeClock
+    grading: Grading
+    budget: Budget
     texts: list[str] = dataclasses.field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     """What the policy may call."""
     error: str = ""
-
-
-class _Clock:
-    """The time that an episode has; it stands still while a turn waits for a replica."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._ends_at = time.monotonic() + limit_s
-
-    @property
-    def remaining_s(self) -> float:
-        return self._ends_at - time.monotonic()
-
-    def stop_for(self, seconds: float) -> None:
-        """Do not count these seconds, which have passed."""
-        self._ends_at += seconds
-
-    @asynccontextmanager
-    async def limit(self, what: str) -> AsyncIterator[None]:
-        """Raises: DeadlineError: `what` took longer than the episode has."""
-        limit = asyncio.timeout(self.remaining_s)
-        try:
-            async with limit:
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineError(f"{what} took longer than worker.episode_timeout_s allows") from None
 
 
 def _end_by(error: PenstockError, episode: _Episode) -> Ending:
@@ -349,12 +410,12 @@ def _end_by(error: PenstockError, episode: _Episode) -> Ending:
     raise error
 
 
-def _check_prompt_images(first: Observation, prompt: Prompt, images: GroupImages) -> None:
+def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:
     """The first observation's images begin with the prompt's: placeholders and images are paired by their order."""
-    if first.images[: len(images.prompt)] != images.prompt:
-        raise PenstockError(
+    if first.images[: len(task.images)] != task.images:
+        raise InvalidRequestError(
             f"environment {prompt.environment!r} began with {len(first.images)} images that do not start with the "
-            f"prompt's {len(images.prompt)}; show the prompt's images first, unchanged"
+            f"prompt's {len(task.images)}; show the prompt's images first, unchanged"
         )
 
 

@@ -18,14 +18,23 @@ from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.judge import Judge
+from services.rollout.worker.judge import Judge, Verifier
 from services.rollout.worker.shared_prefill import SharedPrefill
 from services.rollout.worker.trajectory import STOP
 from services.rollout.worker.turn import WAIT_TIMEOUT_S
 from tests.support.image_shelf import ImageShelf
 
-PICTURE, SECOND_PICTURE = b"\x89PNG first", b"GIF89a second"
 END = "<|im_end|>"
+
+
+def picture(width: int = 96, height: int = 96, *, form: str = "PNG") -> bytes:
+    """The file of a black picture; the tiny model makes 9 tokens of one of 96 x 96 pixels."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, form)
+    return file.getvalue()
+
+
+PICTURE, SECOND_PICTURE = picture(), picture(form="GIF")
 
 
 @dataclasses.dataclass
@@ -89,18 +98,6 @@ class TwoTurns:
         self.num_closed += 1
 
 
-class RealPicture(TwoTurns):
-    """Answers the first turn with a picture that can be decoded: 96 x 96 pixels, 9 tokens."""
-
-    async def step(self, turn: AssistantTurn) -> StepResult:
-        result = await super().step(turn)
-        if result.observation is None:
-            return result
-        file = io.BytesIO()
-        Image.new("RGB", (96, 96)).save(file, "PNG")
-        return StepResult(observation=dataclasses.replace(result.observation, images=(file.getvalue(),)))
-
-
 class Rewarding(TwoTurns):
     """Rewards each step, and measures something in the first."""
 
@@ -145,7 +142,7 @@ class OwnPictures(TwoTurns):
 
 ENVIRONMENTS = {
     kind.__name__: f"{__name__}:{kind.__name__}"
-    for kind in (TwoTurns, RealPicture, Rewarding, Truncating, Stuck, Broken, OwnPictures)
+    for kind in (TwoTurns, Rewarding, Truncating, Stuck, Broken, OwnPictures)
 }
 
 
@@ -188,16 +185,17 @@ def make_player(
     forbidden_ids: Sequence[int] = (),
     context_length: int | None = None,
     grid: ImageGrid | None = None,
+    verifier: Verifier | None = None,
     wait_timeout_s: float = WAIT_TIMEOUT_S,
     **config: Any,
 ) -> EpisodePlayer:
-    """A player of at most four turns."""
+    """A player whose environments may have `verifier` judge answers."""
     return EpisodePlayer(
-        WorkerConfig(**({"max_turns": 4} | config)),
+        WorkerConfig(**config),
         renderer=renderer,
         generator=generator,
         environments=EnvironmentRegistry(ENVIRONMENTS),
-        judge=Judge(NoVerifier()),
+        judge=Judge(verifier or NoVerifier(), wait_timeout_s=wait_timeout_s),
         forbidden_ids=forbidden_ids,
         context_length=context_length,
         grid=grid,

@@ -14,7 +14,7 @@ from penstock.errors import (
 )
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.records import Limits, Verdict, VersionSpan
+from penstock.records import Verdict, VersionSpan
 from penstock.v1 import generate_pb2
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
@@ -105,7 +105,7 @@ async def test_an_observations_images_count_as_the_tokens_that_the_engine_makes_
         policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
         grid = ImageGrid.of(tiny_model_path)
         player = make_player(renderer, policy, context_length=context_length, grid=grid)
-        episode = await play(player, make_prompt("RealPicture"), 0)
+        episode = await play(player, make_prompt("TwoTurns"), 0)
         return episode.finish_reason, policy.requests
 
     _, unlimited = await play_within(None)
@@ -144,19 +144,6 @@ async def test_an_environments_rewards_are_the_samples(renderer: Renderer) -> No
     sample = episode.to_sample(None)
     assert (sample.reward, sample.verdict) == (0.75, None)
     assert [(turn.reward, turn.metrics) for turn in sample.turns] == [(-0.25, {"distance": 3.0}), (1.0, {})]
-
-
-async def test_a_rows_limits_come_before_the_workers(renderer: Renderer) -> None:
-    """Turns, tokens and times; what a row does not limit stays the worker's."""
-    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await play(make_player(renderer, policy), make_prompt("TwoTurns", limits=Limits(max_turns=1)))
-    assert (episode.finish_reason, len(policy.requests)) == ("environment", 1)
-    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await play(make_player(renderer, policy), make_prompt("TwoTurns", limits=Limits(max_tokens=40)))
-    assert (episode.finish_reason, len(policy.requests)) == ("length", 1)
-    policy = ScriptedPolicy(renderer, [("one", 4)], hang=True)
-    episode = await play(make_player(renderer, policy), make_prompt(limits=Limits(turn_timeout_s=0.1)))
-    assert episode.finish_reason == "deadline"
 
 
 async def test_an_exact_version_is_played_by_no_other(renderer: Renderer) -> None:

@@ -45,7 +45,7 @@ async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
 async def test_the_last_turn_allowed_ends_the_episode(renderer: Renderer) -> None:
     """An observation that no turn will answer is not part of the sample."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await play(make_player(renderer, policy, max_turns=1), make_prompt("TwoTurns"), 0)
+    episode = await play(make_player(renderer, policy), make_prompt("TwoTurns", limits=Limits(max_turns=1)))
     assert episode.finish_reason == "environment"
     assert episode.trajectory.token_ids == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
     assert episode.trajectory.images == [hash_of(PICTURE)]

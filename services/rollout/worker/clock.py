@@ -1,0 +1,64 @@
+"""The time of one episode."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from penstock.errors import DeadlineError
+
+
+class EpisodeClock:
+    """The time that an episode has; it stands still while the episode waits for a replica or for a verdict."""
+
+    def __init__(self, limit_s: float) -> None:
+        """Start, with `limit_s` seconds left."""
+        self._ends_at = time.monotonic() + limit_s
+        self._limit: asyncio.Timeout | None = None
+        self._num_pauses = 0
+        self._paused_at = 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds that are left."""
+        return self._ends_at - time.monotonic()
+
+    def stop_for(self, seconds: float) -> None:
+        """Do not count these seconds, which have passed."""
+        self._ends_at += seconds
+
+    @asynccontextmanager
+    async def limit(self, what: str) -> AsyncIterator[None]:
+        """Raises: DeadlineError: `what` took longer than the episode has."""
+        limit = self._limit = asyncio.timeout(self.remaining_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(
+                f"{what} took longer than the episode has; see worker.episode_timeout_s and "
+                "data.limits.episode_timeout_s"
+            ) from None
+        finally:
+            self._limit = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still; pauses may overlap."""
+        if self._num_pauses == 0:
+            self._paused_at = time.monotonic()
+            self._reschedule(None)
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if self._num_pauses == 0:
+                self.stop_for(time.monotonic() - self._paused_at)
+                self._reschedule(asyncio.get_running_loop().time() + self.remaining_s)
+
+    def _reschedule(self, when: float | None) -> None:
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(when)

@@ -1,0 +1,56 @@
+"""The reward service as one episode's environment reaches it.
+
+Invariant: what the environment makes of a failed grading never becomes a reward. A fault of the data reaches the group,
+and a step whose reward may rest on an answer that nobody judged leaves its sample unjudged.
+"""
+
+from penstock.errors import InvalidRequestError, PenstockError, UserError
+from penstock.records import Prompt, Verdict
+from services.rollout.worker.clock import EpisodeClock
+from services.rollout.worker.judge import Judge
+
+
+class Grading:
+    """The grade handle of one episode."""
+
+    def __init__(self, judge: Judge, prompt: Prompt, item_id: str, clock: EpisodeClock) -> None:
+        """Have `judge` judge answers to `prompt` as those of sample `item_id`; `clock` stands still meanwhile."""
+        self._judge = judge
+        self._prompt = prompt
+        self._item_id = item_id
+        self._clock = clock
+        self._fault: PenstockError | None = None
+        self._unjudged = ""
+
+    async def grade(self, text: str) -> Verdict:
+        """What `text` is worth; see `penstock.environments.Grade`.
+
+        Raises:
+            PenstockError: the reward service cannot tell: it has not answered for a long time, or refuses the golds.
+        """
+        try:
+            with self._clock.paused():
+                [verdict] = await self._judge.judge(self._prompt, [(self._item_id, text)])
+        except PenstockError as error:
+            if isinstance(error, InvalidRequestError | UserError):
+                self._fault = error
+            self._unjudged = str(error)
+            raise
+        if not verdict.is_judged:
+            self._unjudged = f"verdict {verdict.status}"
+        return verdict
+
+    def require_sound(self) -> None:
+        """Pass on what is wrong with the data or the set-up, whether or not the environment did.
+
+        Raises:
+            InvalidRequestError: the gold answers are wrong, or there is no such profile.
+            UserError: the reward service is out of reach for good.
+        """
+        if self._fault is not None:
+            raise self._fault
+
+    def take_unjudged(self) -> str:
+        """Why a text was not judged since the last call; empty if all were."""
+        unjudged, self._unjudged = self._unjudged, ""
+        return unjudged
