@@ -140,9 +140,53 @@ class OwnPictures(TwoTurns):
         return Observation(messages=task.messages, images=(SECOND_PICTURE,))
 
 
+class Scripted:
+    """Begins and answers as `plays` says: with a result, an exception, or what a function makes of
+    the task. It begins with the row's own messages once `resets` is used up."""
+
+    resets: ClassVar[list[Any]] = []
+    answers: ClassVar[list[Any]] = []
+    num_made: ClassVar[int] = 0
+    num_closed: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        Scripted.num_made += 1
+
+    @classmethod
+    def plays(cls, *answers: Any, resets: Sequence[Any] = ()) -> None:
+        """Begin a script."""
+        cls.resets, cls.answers, cls.num_made, cls.num_closed = [*resets], [*answers], 0, 0
+
+    async def reset(self, task: Task) -> Observation:
+        self.task = task
+        own = Observation(messages=task.messages, images=task.images, tools=task.tools)
+        return await self._next(self.resets) if self.resets else own
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        return await self._next(self.answers)
+
+    async def close(self) -> None:
+        Scripted.num_closed += 1
+
+    async def _next(self, script: list[Any]) -> Any:
+        item = script.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return await item(self.task) if callable(item) else item
+
+
+DONE = StepResult(observation=None)
+
+
+def shows(text: str, *images: bytes, role: Any = "user", **rest: Any) -> StepResult:
+    """An answer with a message of text and images."""
+    parts = (TextPart(text=text), *(ImagePart(index=index) for index in range(len(images))))
+    return StepResult(observation=Observation(messages=(Message(role=role, parts=parts),), images=images), **rest)
+
+
 ENVIRONMENTS = {
     kind.__name__: f"{__name__}:{kind.__name__}"
-    for kind in (TwoTurns, Rewarding, Truncating, Stuck, Broken, OwnPictures)
+    for kind in (TwoTurns, Scripted, Rewarding, Truncating, Stuck, Broken, OwnPictures)
 }
 
 

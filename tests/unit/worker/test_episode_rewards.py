@@ -1,0 +1,214 @@
+"""What a sample is worth: its steps' rewards, or else the verdict on its last turn; and what is never a wrong 0."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.environments import StepResult, Task
+from penstock.errors import InvalidRequestError, PenstockError, SetupError, UnavailableError
+from penstock.model.chat_template import Renderer
+from penstock.records import Limits
+from penstock.v1 import reward_pb2
+from services.rollout.worker.episode import Episode
+from services.rollout.worker.group_rollout import GroupRollout
+from services.rollout.worker.judge import Judge
+from tests.support.image_shelf import ImageShelf
+from tests.support.worker.scripted_episodes import (
+    DONE,
+    END,
+    PICTURE,
+    Scripted,
+    ScriptedPolicy,
+    make_player,
+    make_prompt,
+    play,
+    shows,
+)
+
+
+@dataclasses.dataclass
+class Boxes:
+    """Judges a text right if it holds \\boxed{3}; or answers with `status`, or raises `failure`."""
+
+    status: Any = reward_pb2.VERDICT_STATUS_OK
+    failure: Exception | None = None
+    before: Callable[[], Awaitable[object]] | None = None
+    judged: list[str] = dataclasses.field(default_factory=list)
+
+    async def verify_batch(
+        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
+    ) -> list[reward_pb2.Verdict]:
+        if self.before is not None:
+            await self.before()
+        if self.failure is not None:
+            raise self.failure
+        self.judged += [item.response for item in items]
+        return [
+            reward_pb2.Verdict(
+                item_id=item.item_id, score=float("\\boxed{3}" in item.response), status=self.status, extracted="3"
+            )
+            for item in items
+        ]
+
+
+async def check(task: Task) -> StepResult:
+    """An answer whose reward is the verdict on what the environment asks about."""
+    verdict = await task.grade("\\boxed{3}")
+    return StepResult(observation=None, reward=verdict.score)
+
+
+async def check_carelessly(task: Task) -> StepResult:
+    """The same of an environment that takes every failure for a wrong answer."""
+    try:
+        return await check(task)
+    except Exception:  # noqa: BLE001 - as other people's code does
+        return StepResult(observation=None, reward=0.0)
+
+
+async def check_and_go_on(task: Task) -> StepResult:
+    """An answer that tells of a failure and gives no reward for it."""
+    try:
+        verdict = await task.grade("\\boxed{3}")
+    except PenstockError:
+        return shows("The check is out of order.")
+    return shows("Right." if verdict.is_judged else "That could not be checked.")
+
+
+async def play_one(renderer: Renderer, verifier: Boxes, *answers: Any, **changes: Any) -> Episode:
+    """Play a script of one turn or two."""
+    Scripted.plays(*answers)
+    policy = ScriptedPolicy(renderer, [("\\boxed{3}" + END, 4), ("\\boxed{4}" + END, 4)])
+    player = make_player(renderer, policy, verifier=verifier)
+    return await play(player, make_prompt("Scripted", **changes))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "score"), [("\\boxed{3}", "\\boxed{4}", 0.0), ("\\boxed{4}", "\\boxed{3}", 1.0)]
+)
+async def test_only_the_last_turn_is_judged(renderer: Renderer, first: str, last: str, score: float) -> None:
+    """A box of the first turn wins nothing, nor does what the environment says."""
+    Scripted.plays(shows("The answer is \\boxed{3}."), DONE)
+    verifier, shelf, prompt = Boxes(), ImageShelf(), make_prompt("Scripted", num_samples=1)
+    await shelf.put(prompt.id.scope, PICTURE)
+    policy = ScriptedPolicy(renderer, [(first + END, 4), (last + END, 4)])
+    rollout = GroupRollout(
+        episodes=make_player(renderer, policy), images=shelf, judge=Judge(verifier), worker_id="worker-a"
+    )
+    [sample] = (await rollout.play(prompt)).samples
+    assert verifier.judged == [last]
+    assert (sample.reward, sample.text) == (score, f"{first}\n{last}")
+
+
+async def test_rewards_of_steps_are_added_up(renderer: Renderer) -> None:
+    """No verdict is asked for, not even if only one step has a reward."""
+    some = shows("Go on.", reward=0.5), StepResult(observation=None, reward=-0.75)
+    episode = await play_one(renderer, Boxes(), *some)
+    assert (episode.reward, episode.needs_verdict) == (-0.25, False)
+    episode = await play_one(renderer, Boxes(), shows("Go on.", reward=0.5), DONE)
+    assert (episode.reward, episode.needs_verdict) == (0.5, False)
+
+
+async def test_a_samples_metrics_are_the_last_of_each_name(renderer: Renderer) -> None:
+    """A count goes up from step to step; what only the first step measures stays."""
+    answers = (
+        shows("Go on.", metrics={"first": 1.0, "num_calls": 1.0}),
+        StepResult(observation=None, reward=1.0, metrics={"num_calls": 2.0}),
+    )
+    sample = (await play_one(renderer, Boxes(), *answers)).to_sample(None)
+    assert sample.metrics == {"first": 1.0, "num_calls": 2.0}
+    assert [turn.metrics for turn in sample.turns] == [{"first": 1.0, "num_calls": 1.0}, {"num_calls": 2.0}]
+
+
+async def test_an_environment_may_ask_for_verdicts(renderer: Renderer) -> None:
+    """By the row's golds and profile, as at the end of a single turn."""
+    verifier = Boxes()
+    episode = await play_one(renderer, verifier, check)
+    assert (episode.reward, episode.finish_reason, verifier.judged) == (1.0, "stop", ["\\boxed{3}"])
+
+
+@pytest.mark.parametrize("answer", [check, check_carelessly])
+@pytest.mark.parametrize("where", ["reset", "step"])
+async def test_a_wrong_gold_reaches_the_group(renderer: Renderer, answer: Any, where: str) -> None:
+    """It is a fault of the data, not of the sample, whatever the environment makes of it."""
+    verifier = Boxes(status=reward_pb2.VERDICT_STATUS_GOLD_INVALID)
+    Scripted.plays(answer, resets=[answer] if where == "reset" else [])
+    policy = ScriptedPolicy(renderer, [("one" + END, 4)])
+    with pytest.raises(InvalidRequestError, match=r"gold answers .* cannot be read by reward profile 'math'; correct"):
+        await play(make_player(renderer, policy, verifier=verifier), make_prompt("Scripted"))
+    assert (Scripted.num_made, Scripted.num_closed) == (1, 1)
+
+
+async def test_a_wrong_gold_reaches_the_group_of_an_environment_that_hangs(renderer: Renderer) -> None:
+    """Its deadline does not hide what is wrong."""
+
+    async def hang(task: Task) -> StepResult:
+        await asyncio.gather(task.grade("?"), return_exceptions=True)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    verifier = Boxes(status=reward_pb2.VERDICT_STATUS_GOLD_INVALID)
+    with pytest.raises(InvalidRequestError, match="gold answers"):
+        await play_one(renderer, verifier, hang, limits=Limits(episode_timeout_s=0.2))
+
+
+@pytest.mark.parametrize("answer", [check, check_carelessly])
+async def test_a_reward_service_that_must_be_set_up_stops_the_worker(renderer: Renderer, answer: Any) -> None:
+    """As at the end of a single turn."""
+    with pytest.raises(SetupError, match="no such host"):
+        await play_one(renderer, Boxes(failure=SetupError("no such host")), answer)
+
+
+@pytest.mark.parametrize("answer", [check, check_carelessly])
+@pytest.mark.parametrize(
+    ("verifier", "reason"),
+    [
+        (Boxes(failure=UnavailableError("the reward service is away")), "the reward service is away"),
+        (Boxes(status=reward_pb2.VERDICT_STATUS_TIMEOUT), "TIMEOUT"),
+    ],
+    ids=["away", "too slow"],
+)
+async def test_what_nobody_judged_is_no_wrong_answer(
+    renderer: Renderer, answer: Any, verifier: Boxes, reason: str
+) -> None:
+    """The sample is unjudged, with the reason."""
+    episode = await play_one(renderer, verifier, answer)
+    sample = episode.to_sample(None)
+    assert (sample.reward, sample.finish_reason, episode.needs_verdict) == (None, "error", False)
+    assert reason in sample.error
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [Boxes(failure=UnavailableError("away")), Boxes(status=reward_pb2.VERDICT_STATUS_TIMEOUT)],
+    ids=["away", "too slow"],
+)
+async def test_an_environment_may_go_on_without_a_verdict(renderer: Renderer, verifier: Boxes) -> None:
+    """Its step has no reward, and a later one has nothing to do with it."""
+    last = StepResult(observation=None, reward=1.0)
+    episode = await play_one(renderer, verifier, check_and_go_on, last)
+    assert (episode.reward, episode.finish_reason, episode.error) == (1.0, "stop", "")
+
+
+async def test_waiting_for_verdicts_is_not_counted(renderer: Renderer) -> None:
+    """The episode's clock stands still while the reward service is away; afterwards it goes on."""
+    limit_s = 0.3
+
+    async def wait() -> None:
+        await asyncio.sleep(2 * limit_s)
+
+    async def check_twice(task: Task) -> StepResult:
+        await asyncio.gather(task.grade("one"), task.grade("two"))
+        return shows("Go on.")
+
+    async def hang(_: Task) -> StepResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    limits = Limits(episode_timeout_s=limit_s)
+    episode = await play_one(renderer, Boxes(before=wait), check_twice, DONE, limits=limits)
+    assert episode.finish_reason == "stop"
+    episode = await play_one(renderer, Boxes(before=wait), check_twice, hang, limits=limits)
+    assert (episode.finish_reason, len(episode.trajectory.turns)) == ("deadline", 2)
