@@ -37,6 +37,7 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
+from services.trainer.telemetry.episode_metrics import describe_episodes
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.field_names import field_names
 from services.trainer.telemetry.gradient_streak import GradientStreak
@@ -234,6 +235,7 @@ class TrainingLoop:
         played, ready = [finished.played for finished in batch], [finished.ready for finished in batch]
         return (
             describe_batch(played)
+            | describe_episodes(played)
             | describe_filters(played, ready, self.collector.tally.take())
             | describe_groups(
                 self.ledger.counts,

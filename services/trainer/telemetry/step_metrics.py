@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from penstock.records import Group
@@ -12,6 +11,7 @@ from services.trainer.admission.group_state import GroupCounts
 from services.trainer.admission.pools import Pool
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.flow.filter_tally import Interval
+from services.trainer.telemetry.episode_metrics import num_observation_tokens
 from services.trainer.weight_sync.push_report import PushReport
 
 _PARTS = ("wait_s", "data_wait_s", "push_wait_s", "checkpoint_wait_s", "evaluation_wait_s", "train_s")
@@ -60,7 +60,6 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
         "num_truncated_samples": sum(sample.finish_reason == "length" for sample in samples),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / max(1, len(samples)),
         "num_deadline_samples": sum(sample.finish_reason == "deadline" for sample in samples),
-        "turns_mean": sum(len(sample.turns) for sample in samples) / max(1, len(samples)),
         "num_cached_tokens": sum(sample.num_cached_tokens for sample in samples),
         "prefill_ratio": prefill_ratio(groups),
     }
@@ -100,10 +99,7 @@ def prefill_ratio(groups: Sequence[Group]) -> float:
         num_needed += max((sample.turns[0].num_prompt_tokens for sample in group.samples if sample.turns), default=0)
         for sample in group.samples:
             num_computed += sum(turn.num_prompt_tokens - turn.num_cached_tokens for turn in sample.turns)
-            num_needed += sum(
-                later.num_prompt_tokens - turn.num_prompt_tokens - turn.num_output_tokens
-                for turn, later in pairwise(sample.turns)
-            )
+            num_needed += num_observation_tokens(sample)
     return num_computed / num_needed if num_needed else 0.0
 
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.trainer.admission.group_state import GroupCounts
@@ -11,6 +12,7 @@ from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.filter_tally import Interval
+from services.trainer.telemetry.episode_metrics import describe_episodes
 from services.trainer.telemetry.step_metrics import (
     StepClock,
     describe_batch,
@@ -28,7 +30,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 def explained() -> list[re.Pattern[str]]:
     """The names of the page's tables; `<k>` stands for anything."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    names = [name for row in rows for name in re.findall(r"`([\w<>]+)`", row.split(" | ")[0])]
+    names = [name for row in rows for name in re.findall(r"`([\w<>/]+)`", row.split(" | ")[0])]
     return [re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in names]
 
 
@@ -53,6 +55,8 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
     ready = reader_of(tiny_model_path).read(group, IMAGES)
     row = take_step(backend, [[ready]], 2)
     row |= describe_batch([group])
+    samples = tuple(msgspec.structs.replace(sample, metrics={"first_attempt": 1.0}) for sample in group.samples)
+    row |= describe_episodes([msgspec.structs.replace(group, environment="geo3k_tools", samples=samples)])
     row |= describe_filters([group], [ready], Interval(num_groups=1, num_filtered=0, rewards=(1.0,)))
     report = PushReport(version=1, num_replicas=1, num_failed=0, num_bytes=1, push_s=1.0, pause_s=1.0)
     row |= describe_push(report, num_live_replicas=1)
