@@ -29,6 +29,9 @@ class PlayedSample(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     error: str = ""
     """Why it could not be judged."""
+    num_turns: int = 1
+    metrics: dict[str, float] = {}
+    """What its environment measured, by name; the last value of each."""
 
     @property
     def is_truncated(self) -> bool:
@@ -76,6 +79,8 @@ def samples_of(group: Group) -> tuple[PlayedSample, ...]:
             finish_reason=sample.finish_reason,
             num_tokens=sample.num_own_tokens,
             error=sample.error,
+            num_turns=len(sample.turns),
+            metrics=sample.metrics,
         )
         for sample in group.samples
     )

@@ -72,6 +72,12 @@ def describe(summaries: Mapping[str, Summary]) -> list[str]:
         )
         for row in rows
     ]
+    lines += [
+        f"{name}: {summary.turns_mean:.2f} turns a sample"
+        + "".join(f", {metric} {value:.4g}" for metric, value in summary.metrics.items())
+        for name, summary in summaries.items()
+        if summary.turns_mean > 1 or summary.metrics
+    ]
     if failed := sum(each.num_failed_prompts for each in summaries.values()):
         lines.append(f"{failed} prompts could not be played, and are in no number; {SAMPLES_FILE} says why")
     if any(each.unjudged_fraction for each in summaries.values()):

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.trainer.evaluation.estimators import Estimate, estimate, majority_at, pass_at
 from services.trainer.evaluation.outcome import CORRECT, PlayedPrompt, PlayedSample
+from services.trainer.telemetry.episode_metrics import mean_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,10 @@ class Summary:
     unjudged_fraction: float
     """Of the samples, those that could not be judged."""
     tokens: Lengths | None
+    turns_mean: float = 0.0
+    """Turns of a sample."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What the environment measured, by name: the mean over the samples that have it."""
     sources: dict[str, "Summary"] = dataclasses.field(default_factory=dict)
     """The same for each part of the set, if it is broken down."""
 
@@ -99,6 +104,8 @@ def _summarize(prompts: Sequence[PlayedPrompt], num_samples: int, pass_score: fl
         no_answer_fraction=_share(samples, lambda sample: sample.has_no_answer),
         unjudged_fraction=_share(samples, lambda sample: sample.score is None),
         tokens=Lengths.of([sample.num_tokens for sample in samples]) if samples else None,
+        turns_mean=sum(sample.num_turns for sample in samples) / len(samples) if samples else 0.0,
+        metrics=mean_metrics([sample.metrics for sample in samples]),
     )
 
 

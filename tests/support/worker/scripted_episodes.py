@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import io
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from PIL import Image
@@ -230,6 +230,7 @@ def make_player(
     context_length: int | None = None,
     grid: ImageGrid | None = None,
     verifier: Verifier | None = None,
+    environments: Mapping[str, str] = ENVIRONMENTS,
     wait_timeout_s: float = WAIT_TIMEOUT_S,
     **config: Any,
 ) -> EpisodePlayer:
@@ -238,7 +239,7 @@ def make_player(
         WorkerConfig(**config),
         renderer=renderer,
         generator=generator,
-        environments=EnvironmentRegistry(ENVIRONMENTS),
+        environments=EnvironmentRegistry(environments),
         judge=Judge(verifier or NoVerifier(), wait_timeout_s=wait_timeout_s),
         forbidden_ids=forbidden_ids,
         context_length=context_length,

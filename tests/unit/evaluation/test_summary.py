@@ -1,8 +1,10 @@
 """The numbers of a set, by hand."""
 
+import msgspec
 import pytest
 
 from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample, source_of
+from services.trainer.evaluation.report import describe
 from services.trainer.evaluation.summary import summarize
 
 
@@ -108,3 +110,16 @@ def test_the_pass_score_decides_what_is_correct() -> None:
 def test_a_column_names_the_source(column: str, source: str) -> None:
     """Also inside a struct; a row without the value belongs to `none`."""
     assert source_of({"level": 3, "info": {"split": "test"}}, column) == source
+
+
+def test_what_environments_measured_is_averaged() -> None:
+    """Over the samples that have it; a set of single turns without metrics has no line for it."""
+    measured = [
+        msgspec.structs.replace(sample(1.0), num_turns=3, metrics={"first_attempt": 1.0, "num_calls": 2.0}),
+        msgspec.structs.replace(sample(0.0), num_turns=2, metrics={"num_calls": 1.0}),
+    ]
+    found = summarize([prompt(0, *measured)], samples_per_prompt=2, pass_score=1.0)
+    assert (found.turns_mean, found.metrics) == (2.5, {"first_attempt": 1.0, "num_calls": 1.5})
+    plain = summarize([prompt(0, sample(1.0))], samples_per_prompt=1, pass_score=1.0)
+    told = [line for line in describe({"test": found, "plain": plain}) if "turns" in line]
+    assert told == ["test: 2.50 turns a sample, first_attempt 1, num_calls 1.5"]

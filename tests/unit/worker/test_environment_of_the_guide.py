@@ -1,0 +1,42 @@
+"""The environment of docs/environments.md, as it stands there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.model.chat_template import Renderer
+from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play
+from tests.support.worker.verifiers import Boxes
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+
+
+@pytest.fixture
+def second_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where workers find it."""
+    [block] = re.findall(r"^## Write your own\n\n```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "second_chance_of_the_guide.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "second_chance_of_the_guide:SecondChance"
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "metrics"),
+    [
+        (["\\boxed{3}"], 1.0, {"first_attempt": 1.0}),
+        (["\\boxed{4}", "\\boxed{3}"], 0.5, {"first_attempt": 0.0}),
+        (["\\boxed{4}", "\\boxed{5}"], 0.0, {"first_attempt": 0.0}),
+    ],
+)
+async def test_the_environment_of_the_guide_plays(
+    renderer: Renderer, second_chance: str, said: list[str], reward: float, metrics: dict[str, Any]
+) -> None:
+    """It is told of a wrong answer once, and what it does then counts half."""
+    policy = ScriptedPolicy(renderer, [(text + END, 4) for text in said])
+    player = make_player(renderer, policy, verifier=Boxes(), environments={"second_chance": second_chance})
+    episode = await play(player, make_prompt("second_chance"))
+    sample = episode.to_sample(None)
+    assert (sample.reward, sample.metrics, len(sample.turns)) == (reward, metrics, len(said))
+    assert ("That is wrong. Look again." in renderer.decode(episode.trajectory.token_ids)) == (len(said) == 2)
