@@ -51,5 +51,6 @@ def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _by_environment(groups: Sequence[Group]) -> dict[str, list[Sample]]:
     played: dict[str, list[Sample]] = defaultdict(list)
     for group in groups:
-        played[group.environment].extend(group.samples)
+        if group.environment:  # groups that were recorded before they had one
+            played[group.environment].extend(group.samples)
     return played
