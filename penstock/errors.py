@@ -11,6 +11,7 @@
     │   ├── CorruptMessageError    bytes that do not decode to the expected record
     │   ├── TooManyPixelsError     images that are never decoded, for their size
     │   └── PromptTooLongError     the prompt leaves no room for a token in any replica's context
+    ├── EnvironmentFailedError an environment crashed, or answered what none may
     ├── PoisonError            it broke everyone who handled it; never try it again
     ├── MissingImageError      an image that is named by its hash is not stored; store it and try again
     ├── NotReadyError          the state does not allow it (yet)
@@ -65,6 +66,10 @@ class TooManyPixelsError(InvalidRequestError):
 
 class PromptTooLongError(InvalidRequestError):
     """The prompt, with its images expanded, leaves no room for a single token in the context."""
+
+
+class EnvironmentFailedError(PenstockError):
+    """An environment crashed, raised an error in its own process or server, or answered what no environment may."""
 
 
 class PoisonError(PenstockError):

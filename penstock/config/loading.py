@@ -155,7 +155,7 @@ def _explain(model: type[Config], detail: Any) -> str:
 def _suggest(model: type[Config], location: tuple[str, ...]) -> str:
     """What an unknown key was probably meant to be: a similar key beside it, or the same key in another section."""
     *section, key = location
-    known = sorted(_section_at(model, section).model_fields)
+    known = sorted(field.alias or name for name, field in _section_at(model, section).model_fields.items())
     similar = difflib.get_close_matches(key, known, n=1)
     meant = [".".join((*section, name)) for name in similar] or [path for path in _keys(model) if _leaf(path) == key]
     if not meant:

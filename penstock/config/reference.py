@@ -55,7 +55,7 @@ def sections(model: type[Config], key: str = "") -> Iterator[Section]:
         elif (table := table_of(field.annotation)) is not None:
             nested.append((table, f"{inner}.<name>"))
         else:
-            plain.append(_describe(name, field))
+            plain.append(_describe(field.alias or name, field))
     if plain:
         yield Section(key=key, help=inspect.cleandoc(model.__doc__ or ""), settings=plain)
     for section, inner in nested:

@@ -3,7 +3,28 @@
 Environments that come with Penstock are in `services.rollout.worker.environments`. docs/environments.md is the guide.
 """
 
-from penstock.environments.protocol import Environment, EnvironmentFactory, Grade, Observation, StepResult, Task
+from penstock.environments.protocol import (
+    BlockingEnvironment,
+    BlockingGrade,
+    BlockingTask,
+    Environment,
+    EnvironmentFactory,
+    Grade,
+    Observation,
+    StepResult,
+    Task,
+)
 from penstock.model.assistant_turn import AssistantTurn
 
-__all__ = ["AssistantTurn", "Environment", "EnvironmentFactory", "Grade", "Observation", "StepResult", "Task"]
+__all__ = [
+    "AssistantTurn",
+    "BlockingEnvironment",
+    "BlockingGrade",
+    "BlockingTask",
+    "Environment",
+    "EnvironmentFactory",
+    "Grade",
+    "Observation",
+    "StepResult",
+    "Task",
+]

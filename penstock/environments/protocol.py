@@ -16,10 +16,13 @@ Grade: TypeAlias = Callable[[str], Awaitable[Verdict]]
 """Asks the reward service what a text is worth as the answer to the task, by the task's golds and profile. An
 environment that asks it judges exactly as the end of a single-turn episode does."""
 
+BlockingGrade: TypeAlias = Callable[[str], Verdict]
+"""The same for blocking environments: it returns when the verdict is there. Any thread may call it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What one episode is about: a row of the data made ready."""
+class TaskRow:
+    """What one episode is about: a row of the data made ready. All of a task but its way to the reward service."""
 
     id: str
     """Identity of the sample: run, group, attempt, start of the trainer, and the sample's number."""
@@ -39,7 +42,23 @@ class Task:
     max_turns: int | None = None
     """The row's or the data set's limit; None if neither has one. The episode holds it in any case; an environment may
     want to warn of it, or has a default of its own."""
+    remaining_s: Callable[[], float] = lambda: math.inf
+    """Seconds that the episode has left; the time stands still while the policy waits for a replica. An environment
+    whose call takes longer is cut off there, wherever it runs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task(TaskRow):
+    """What an environment's episode is about."""
+
     grade: Grade
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockingTask(TaskRow):
+    """What a blocking environment's episode is about."""
+
+    grade: BlockingGrade
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +113,22 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release what the episode held; called once, however the episode ends."""
+        ...
+
+
+class BlockingEnvironment(Protocol):
+    """An environment of plain functions. It runs in a process of its own, one for each episode, and may block it."""
+
+    def reset(self, task: BlockingTask) -> Observation:
+        """Begin, as `Environment.reset` does."""
+        ...
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Answer a turn of the policy."""
+        ...
+
+    def close(self) -> None:
+        """Release what the episode held. It is not called after a crash, nor after a call that took too long."""
         ...
 
 

@@ -22,6 +22,12 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo `die_with`: for a process that notices its parent's end by itself, and has something to do then."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def dying_with_parent() -> Callable[[], None]:
     """A `preexec_fn` after which the child dies with this process; see `die_with`."""
     return functools.partial(die_with, os.getpid())

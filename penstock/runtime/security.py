@@ -33,8 +33,12 @@ CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"
 """Environment variable with the token of calls that can change the policy; by default the token of NATS."""
 REMOTE_TOKEN = "PENSTOCK_REMOTE_TOKEN"
 """Environment variable with the token that profile `remote` shows to the service it asks, which may be anybody's."""
+ENVIRONMENT_TOKEN = "PENSTOCK_ENVIRONMENT_TOKEN"
+"""Environment variable with the token that workers show to servers of environments, which may be anybody's."""
 VARIABLES = tuple(
-    f"{name}{suffix}" for name in (TOKEN, NATS_TOKEN, CONTROL_TOKEN, REMOTE_TOKEN) for suffix in ("", "_FILE")
+    f"{name}{suffix}"
+    for name in (TOKEN, NATS_TOKEN, CONTROL_TOKEN, REMOTE_TOKEN, ENVIRONMENT_TOKEN)
+    for suffix in ("", "_FILE")
 )
 """All variables that lead to a secret."""
 

@@ -5,6 +5,7 @@ import dataclasses
 import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
+from services.rollout.worker.environments.config import EnvironmentTables
 
 
 class WorkerConfig(Config):
@@ -20,8 +21,9 @@ class WorkerConfig(Config):
     """host:port of the router, or of a single engine. Empty: the router's port on this machine."""
     reward_address: str = ""
     """host:port of the reward service. Empty: the reward service's port on this machine."""
-    environments: dict[str, str] = pydantic.Field(default_factory=dict)
-    """Your own environments: name, as prompts call it, to "package.module:Class"."""
+    environments: EnvironmentTables = pydantic.Field(default_factory=dict)
+    """Your own environments, and arguments of built-in ones: name, as prompts call it, to "package.module:Class", or to
+    a table."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds for all turns of an episode and its environment, queues and verdicts not counted. A sample that takes
     longer ends with the tokens that came, finish reason `deadline`. `data.limits` may ask for less."""

@@ -22,6 +22,7 @@ import structlog
 from penstock.environments import Environment, Observation, StepResult, Task
 from penstock.errors import (
     DeadlineError,
+    EnvironmentFailedError,
     InvalidRequestError,
     MissingImageError,
     NotReadyError,
@@ -158,7 +159,7 @@ class EpisodePlayer:
         clock = EpisodeClock(bound if own is None else min(own, bound))
         item_id = f"{prompt.id.message}/{number}"
         grading = Grading(self._judge, prompt, item_id, clock)
-        task = self._task(prompt, item_id, images, grading)
+        task = self._task(prompt, item_id, images, grading, clock)
         async with self._begun(prompt, task, clock, grading, prefill) as (environment, first, ids, budget):
             trajectory.add_observation(ids, await images.add(first.images))
             episode = _Episode(prompt, item_id, environment, trajectory, images, clock, grading, budget)
@@ -207,11 +208,11 @@ class EpisodePlayer:
                     raise PromptTooLongError(
                         f"environment {prompt.environment!r} begins with {error}; see data.limits"
                     ) from None
-                except PenstockError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
+                except Exception as error:  # a boundary: environments are other people's code
+                    if isinstance(error, PenstockError) and not isinstance(error, EnvironmentFailedError):
+                        raise
                     grading.require_sound()
-                    reason = f"environment {prompt.environment!r}: {type(error).__name__}: {error}"
+                    reason = _describe_failure(prompt.environment, error)
                     log.warning("environment.reset_failed", sample=task.id, error=reason, num_tried=num_tried)
                     if num_tried < _MAX_RESETS:
                         continue
@@ -248,7 +249,9 @@ class EpisodePlayer:
             longest_token_bytes=self._renderer.longest_token_bytes,
         )
 
-    def _task(self, prompt: Prompt, item_id: str, images: GroupImages, grading: Grading) -> Task:
+    def _task(
+        self, prompt: Prompt, item_id: str, images: GroupImages, grading: Grading, clock: EpisodeClock
+    ) -> Task:
         return Task(
             id=item_id,
             seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),
@@ -259,6 +262,7 @@ class EpisodePlayer:
             tools=prompt.tools,
             extra=prompt.extra,
             max_turns=prompt.limits.max_turns,
+            remaining_s=lambda: clock.remaining_s,
             grade=grading.grade,
         )
 
@@ -346,7 +350,7 @@ class EpisodePlayer:
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
             episode.grading.require_sound()
             # What they raise may depend on what the policy said; playing the group again would select against that.
-            episode.error = f"environment {episode.prompt.environment!r}: {type(error).__name__}: {error}"
+            episode.error = _describe_failure(episode.prompt.environment, error)
             return "error"
         try:
             hashes = await episode.images.add(result.observation.images)
@@ -408,6 +412,11 @@ def _end_by(error: PenstockError, episode: _Episode) -> Ending:
         case DeadlineError() | UnavailableError() | OverloadedError() | NotReadyError():
             return "deadline"
     raise error
+
+
+def _describe_failure(environment: str, error: Exception) -> str:
+    said = str(error) if isinstance(error, EnvironmentFailedError) else f"{type(error).__name__}: {error}"
+    return f"environment {environment!r}: {said}"
 
 
 def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:

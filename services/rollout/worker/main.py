@@ -62,10 +62,11 @@ async def serve(
     config = settings.worker
     security = security or Security.from_environment()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-    environments = EnvironmentRegistry(config.environments)
+    environments = EnvironmentRegistry(config.environments, security=security)
     with torch_hidden():
         renderer = await asyncio.to_thread(Renderer.load, settings.model.path)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(environments)
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         generator = await stack.enter_async_context(GenerateClient(settings.router_address, security=security))
         verifier = await stack.enter_async_context(RewardClient(settings.reward_address, security=security))

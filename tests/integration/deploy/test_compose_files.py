@@ -211,9 +211,9 @@ def test_the_token_reaches_every_service() -> None:
             assert environment.get("PENSTOCK_CONTROL_TOKEN") == ("${PENSTOCK_CONTROL_TOKEN:-}" if has_bus else None), (
                 name
             )
-    holders = {name for name, environment in environments.items() if "PENSTOCK_REMOTE_TOKEN" in environment}
-    assert holders == {"reward"}
-    assert environments["reward"]["PENSTOCK_REMOTE_TOKEN"] == "${PENSTOCK_REMOTE_TOKEN:-}"
+    for token, holder in (("PENSTOCK_REMOTE_TOKEN", "reward"), ("PENSTOCK_ENVIRONMENT_TOKEN", "worker")):
+        assert {name for name, environment in environments.items() if token in environment} == {holder}
+        assert environments[holder][token] == f"${{{token}:-}}"
 
 
 def test_what_a_service_may_take_fits_its_memory_limit() -> None:

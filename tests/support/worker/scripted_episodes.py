@@ -239,7 +239,7 @@ def make_player(
         WorkerConfig(**config),
         renderer=renderer,
         generator=generator,
-        environments=EnvironmentRegistry(environments),
+        environments=EnvironmentRegistry(WorkerConfig(environments=environments).environments),
         judge=Judge(verifier or NoVerifier(), wait_timeout_s=wait_timeout_s),
         forbidden_ids=forbidden_ids,
         context_length=context_length,

@@ -7,6 +7,7 @@ import pytest
 from penstock.environments import Observation
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.records import ImagePart, Message
+from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.environments.single_turn import SingleTurn
 
@@ -20,7 +21,7 @@ def test_the_built_in_environment_is_there() -> None:
 
 def test_a_user_adds_an_environment_by_its_path() -> None:
     """Under a name of their own."""
-    assert EnvironmentRegistry({"mine": HERE}).find("mine") is SingleTurn
+    assert EnvironmentRegistry(WorkerConfig(environments={"mine": HERE}).environments).find("mine") is SingleTurn
 
 
 def test_an_installed_package_adds_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +37,8 @@ def test_an_installed_package_adds_an_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("path", ["no.such.module:X", f"{HERE}s", "services", "penstock.errors:__doc__"])
 def test_a_path_that_names_no_class_is_a_mistake_in_the_recipe(path: str) -> None:
     """The message shows the path and what one looks like."""
-    with pytest.raises(ConfigError, match=r'environment mine = ".*package\.module:Class'):
-        EnvironmentRegistry({"mine": path})
+    with pytest.raises(ConfigError, match=r"environment mine: .*package\.module:Class"):
+        EnvironmentRegistry(WorkerConfig(environments={"mine": path}).environments)
 
 
 def test_a_prompt_cannot_name_code_to_import() -> None:

@@ -1,34 +1,84 @@
-"""Finds environments by the name that a prompt gives.
+"""Finds environments by the name that a prompt gives, and decides where each runs.
 
 Names are looked up in the worker's own configuration, then in the entry points of group `penstock.environments`, then
 among those that come with Penstock. A prompt can only name an environment; it cannot make a worker import code.
+
+An async class runs in the event loop, unless it is configured as isolated. A class of plain functions runs in a process
+of its own for each episode.
 """
 
-import importlib
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from types import TracebackType
+from typing import Any, Self
 
 from penstock.environments import EnvironmentFactory
 from penstock.errors import ConfigError, InvalidRequestError
+from penstock.runtime.security import Security
+from services.rollout.worker.environments.config import EnvironmentConfig
+from services.rollout.worker.environments.hosting.processes import EnvironmentProcesses
+from services.rollout.worker.environments.hosting.remote import RemoteEnvironments
+from services.rollout.worker.environments.loading import is_blocking, load_class
 from services.rollout.worker.environments.single_turn import SingleTurn
 
 ENTRY_POINT_GROUP = "penstock.environments"
 
+BUILT_IN: Mapping[str, Callable[..., Any]] = {
+    "single_turn": SingleTurn,
+}
+"""Classes that come with Penstock, by name."""
+
 
 class EnvironmentRegistry:
-    """Environment factories by name."""
+    """Environment factories by name. As a context it starts what the configured environments need, and ends it."""
 
-    def __init__(self, configured: Mapping[str, str] | None = None) -> None:
-        """Load the environments of `configured` (name to "module:Class") beside those that are installed.
+    def __init__(
+        self, configured: Mapping[str, EnvironmentConfig] | None = None, *, security: Security | None = None
+    ) -> None:
+        """Load the environments of `configured` beside those that are installed.
 
         Raises:
-            ConfigError: a path names nothing that can be imported.
+            ConfigError: a class cannot be imported, is no environment, or does not take its arguments.
         """
-        self._factories: dict[str, EnvironmentFactory] = {"single_turn": SingleTurn}
-        for point in entry_points(group=ENTRY_POINT_GROUP):
-            self._factories[point.name] = _load(point.name, point.value)
-        for name, path in (configured or {}).items():
-            self._factories[name] = _load(name, path)
+        self._factories: dict[str, EnvironmentFactory] = {}
+        self._installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+        self._configured = dict(configured or {})
+        self._security = security or Security()
+        for name in (*BUILT_IN, *self._installed, *self._configured):
+            config = self._configured.get(name, EnvironmentConfig())
+            try:
+                self._factories[name] = self._make_factory(name, config)
+            except ConfigError as error:
+                raise ConfigError(f"environment {name}: {error}") from None
+
+    async def __aenter__(self) -> Self:
+        """Start the servers of configured environments that run in processes.
+
+        Raises:
+            ConfigError: one cannot be loaded there, or does not take its arguments.
+        """
+        starting = (
+            factory.start()
+            for name in self._configured
+            if isinstance(factory := self._factories[name], EnvironmentProcesses | RemoteEnvironments)
+        )
+        errors = [error for error in await asyncio.gather(*starting, return_exceptions=True) if error is not None]
+        if errors:
+            await self._stop()
+            raise errors[0]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all processes and connections."""
+        await self._stop()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all environments."""
+        return sorted(self._factories)
 
     def find(self, name: str) -> EnvironmentFactory:
         """The factory called `name`.
@@ -38,24 +88,30 @@ class EnvironmentRegistry:
         """
         factory = self._factories.get(name)
         if factory is None:
-            known = ", ".join(sorted(self._factories))
             raise InvalidRequestError(
-                f"environment {name!r} is unknown; known: {known}; add yours under [worker.environments] as "
-                f'{name} = "package.module:Class"'
+                f"environment {name!r} is unknown; known: {', '.join(self.names)}; add yours under "
+                f'[worker.environments] as {name} = "package.module:Class"'
             )
         return factory
 
+    def _make_factory(self, name: str, config: EnvironmentConfig) -> EnvironmentFactory:
+        if config.url:
+            return RemoteEnvironments(name, config.url, remote_name=config.name or name, security=self._security)
+        path = config.class_ or self._installed.get(name, "")
+        if not path:
+            kind = BUILT_IN.get(name)
+            if kind is None:
+                raise ConfigError(
+                    f"there is no built-in environment of this name ({', '.join(sorted(BUILT_IN))}); give its class or "
+                    "its url"
+                )
+            path = f"{kind.__module__}:{kind.__qualname__}"
+        if config.isolated:  # not imported here: it may bring down the process that does
+            return EnvironmentProcesses(name, path, config.args)
+        factory = load_class(path, config.args)
+        return EnvironmentProcesses(name, path, config.args) if is_blocking(factory) else factory
 
-def _load(name: str, path: str) -> EnvironmentFactory:
-    module_name, colon, attribute = path.partition(":")
-    problem = ""
-    try:
-        factory: object = getattr(importlib.import_module(module_name), attribute) if colon else None
-    except (ImportError, AttributeError) as error:
-        factory, problem = None, f" ({error})"
-    if not callable(factory):
-        raise ConfigError(
-            f'environment {name} = "{path}" cannot be loaded{problem}; write "package.module:Class" of a class with '
-            "reset, step and close"
-        )
-    return factory
+    async def _stop(self) -> None:
+        for factory in self._factories.values():
+            if isinstance(factory, EnvironmentProcesses | RemoteEnvironments):
+                await factory.stop()

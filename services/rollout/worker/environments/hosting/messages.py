@@ -1,0 +1,299 @@
+"""What a worker and a hosted environment say to each other: JSON, the same over a pipe and over HTTP.
+
+A request is answered by one reply, with the same `number`. While an environment works on `reset` or `step` it may ask
+for a verdict: its reply is then `grade`, and the request that follows it brings the verdict. So an environment needs no
+address but the worker's.
+
+Invariant: what is decoded here is complete and within bounds; unknown fields, wrong types and sizes raise
+`EnvironmentFailedError`.
+"""
+
+import dataclasses
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from penstock.environments import AssistantTurn, Observation, StepResult
+from penstock.environments.protocol import TaskRow
+from penstock.errors import EnvironmentFailedError
+from penstock.records import Message, TextPart, Verdict
+
+MAX_MESSAGE_BYTES = 48 * 2**20
+"""Of any request or reply. Images are base64 there, which takes a third more."""
+MAX_IMAGES_BYTES = 32 * 2**20
+"""All images of one observation together."""
+MAX_TEXT_CHARS = 2 * 2**20
+"""All text of one observation: far more than the context of any model takes."""
+_MAX_METRICS = 256
+_MAX_ERROR_CHARS = 4000
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class TaskMessage(_Wire, frozen=True, kw_only=True):
+    """A task without its way to the reward service. Images are base64, here and everywhere."""
+
+    id: str
+    seed: int
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...] = ()
+    golds: tuple[str, ...] = ()
+    profile: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    max_turns: int | None = None
+
+    @classmethod
+    def of(cls, task: TaskRow) -> "TaskMessage":
+        """What of `task` is data."""
+        return cls(**{name: getattr(task, name) for name in cls.__struct_fields__})
+
+    def fields(self) -> dict[str, Any]:
+        """Arguments of a `Task`."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}
+
+
+class Request(_Wire, frozen=True, kw_only=True, tag_field="kind"):
+    """From the worker."""
+
+    number: int
+    """Counts the episode's requests from 0; the reply repeats it."""
+    remaining_s: float | None
+    """Seconds that the episode has left; None for no limit. The worker does not wait longer for the reply."""
+
+
+class ResetRequest(Request, frozen=True, kw_only=True, tag="reset"):
+    """Begin an episode."""
+
+    environment: str
+    """Its name at a server that has several."""
+    task: TaskMessage
+
+
+class StepRequest(Request, frozen=True, kw_only=True, tag="step"):
+    """Answer a turn of the policy."""
+
+    turn: AssistantTurn
+
+
+class VerdictRequest(Request, frozen=True, kw_only=True, tag="verdict"):
+    """The answer to `grade`."""
+
+    verdict: Verdict | None = None
+    """None if there is none."""
+    error: str = ""
+    """Why there is none."""
+
+
+class CloseRequest(Request, frozen=True, kw_only=True, tag="close"):
+    """End the episode. Over HTTP this is DELETE."""
+
+
+class ObservationMessage(_Wire, frozen=True, kw_only=True):
+    """What the policy sees next."""
+
+    messages: tuple[Message, ...]
+    images: tuple[bytes, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+class Reply(_Wire, frozen=True, kw_only=True, tag_field="kind"):
+    """From the environment."""
+
+    number: int
+    """The request's."""
+
+
+class ObservationReply(Reply, frozen=True, kw_only=True, tag="observation"):
+    """To `reset`."""
+
+    observation: ObservationMessage
+
+
+class ResultReply(Reply, frozen=True, kw_only=True, tag="result"):
+    """To `step`."""
+
+    observation: ObservationMessage | None
+    truncated: bool = False
+    reward: float | None = None
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class GradeReply(Reply, frozen=True, kw_only=True, tag="grade"):
+    """To `reset`, `step` or `verdict`: what is this text worth?"""
+
+    text: str
+
+
+class FailedReply(Reply, frozen=True, kw_only=True, tag="failed"):
+    """To any request: the environment raised an error, and the episode is over."""
+
+    error: str
+
+
+class ClosedReply(Reply, frozen=True, kw_only=True, tag="closed"):
+    """To `close`."""
+
+
+AnyRequest: TypeAlias = ResetRequest | StepRequest | VerdictRequest | CloseRequest
+AnyReply: TypeAlias = ObservationReply | ResultReply | GradeReply | FailedReply | ClosedReply
+_MessageT = TypeVar("_MessageT", bound=_Wire)
+
+
+def encode(message: AnyRequest | AnyReply) -> bytes:
+    """The message as JSON.
+
+    Raises:
+        EnvironmentFailedError: it is larger than any message may be, or holds what JSON cannot.
+    """
+    try:
+        data = msgspec.json.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise EnvironmentFailedError(f"a message cannot be sent: {error}") from None
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise EnvironmentFailedError(too_large(len(data)))
+    return data
+
+
+def decode_request(data: bytes) -> AnyRequest:
+    """The request that `encode` made `data` from.
+
+    Raises:
+        EnvironmentFailedError: it is no request.
+    """
+    return _decode(_REQUESTS, data)
+
+
+def decode_reply(data: bytes) -> AnyReply:
+    """The reply that `encode` made `data` from.
+
+    Raises:
+        EnvironmentFailedError: it is no reply.
+    """
+    return _decode(_REPLIES, data)
+
+
+def too_large(size_bytes: int) -> str:
+    """What is wrong with a message of this size."""
+    return f"a message of {size_bytes} bytes; at most {MAX_MESSAGE_BYTES} are taken; send smaller images"
+
+
+def failed(number: int, error: str) -> FailedReply:
+    """The reply that says so; a long text is cut in its middle."""
+    half = _MAX_ERROR_CHARS // 2
+    text = error if len(error) <= _MAX_ERROR_CHARS else f"{error[:half]} ... {error[-half:]}"
+    return FailedReply(number=number, error=text.encode(errors="replace").decode())
+
+
+def to_step(turn: AssistantTurn, *, number: int, remaining_s: float | None) -> StepRequest:
+    """The request that brings `turn`. A call whose arguments JSON cannot carry (the policy may say anything) becomes a
+    malformed one."""
+    calls, malformed = [], list(turn.malformed_calls)
+    for call in turn.calls:
+        try:
+            msgspec.json.decode(msgspec.json.encode(call))
+            calls.append(call)
+        except (ValueError, OverflowError, RecursionError):
+            malformed.append(f"{call.name}: arguments that cannot be sent as JSON".encode(errors="replace").decode())
+    sendable = dataclasses.replace(turn, calls=tuple(calls), malformed_calls=tuple(malformed))
+    return StepRequest(number=number, remaining_s=remaining_s, turn=sendable)
+
+
+def from_observation(observation: Observation) -> ObservationMessage:
+    """The observation as it travels.
+
+    Raises:
+        EnvironmentFailedError: it is no observation, or too large.
+    """
+    if not isinstance(observation, Observation):
+        raise EnvironmentFailedError(
+            f"it answered {type(observation).__name__}; it must answer a penstock.environments.Observation"
+        )
+    _check_size(observation)
+    return ObservationMessage(
+        messages=tuple(observation.messages),
+        images=tuple(observation.images),
+        tools=tuple(dict(tool) for tool in observation.tools),
+    )
+
+
+def to_observation(message: ObservationMessage) -> Observation:
+    """The observation that travelled.
+
+    Raises:
+        EnvironmentFailedError: it contradicts itself, or is too large.
+    """
+    try:
+        observation = Observation(messages=message.messages, images=message.images, tools=message.tools)
+    except ValueError as error:
+        raise EnvironmentFailedError(str(error)) from None
+    _check_size(observation)
+    return observation
+
+
+def from_result(result: StepResult, *, number: int) -> ResultReply:
+    """The reply that brings `result`.
+
+    Raises:
+        EnvironmentFailedError: it is no result, or too large.
+    """
+    if not isinstance(result, StepResult):
+        raise EnvironmentFailedError(
+            f"it answered {type(result).__name__}; it must answer a penstock.environments.StepResult"
+        )
+    return ResultReply(
+        number=number,
+        observation=None if result.observation is None else from_observation(result.observation),
+        truncated=bool(result.truncated),
+        reward=None if result.reward is None else float(result.reward),
+        metrics={name: float(value) for name, value in result.metrics.items()},
+    )
+
+
+def to_result(reply: ResultReply) -> StepResult:
+    """The result that travelled.
+
+    Raises:
+        EnvironmentFailedError: it contradicts itself, or is too large.
+    """
+    if len(reply.metrics) > _MAX_METRICS:
+        raise EnvironmentFailedError(f"it answered {len(reply.metrics)} metrics; at most {_MAX_METRICS} are taken")
+    try:
+        return StepResult(
+            observation=None if reply.observation is None else to_observation(reply.observation),
+            truncated=reply.truncated,
+            reward=reply.reward,
+            metrics=reply.metrics,
+        )
+    except ValueError as error:
+        raise EnvironmentFailedError(str(error)) from None
+
+
+def _check_size(observation: Observation) -> None:
+    num_bytes = sum(map(len, observation.images))
+    if num_bytes > MAX_IMAGES_BYTES:
+        raise EnvironmentFailedError(
+            f"the images of an observation have {num_bytes} bytes; at most {MAX_IMAGES_BYTES} are taken; send fewer or "
+            "smaller ones"
+        )
+    num_chars = sum(
+        len(part.text) for message in observation.messages for part in message.parts if isinstance(part, TextPart)
+    )
+    if num_chars > MAX_TEXT_CHARS:
+        raise EnvironmentFailedError(
+            f"the text of an observation has {num_chars} characters; at most {MAX_TEXT_CHARS} are taken; shorten it"
+        )
+
+
+def _decode(decoder: msgspec.json.Decoder[_MessageT], data: bytes) -> _MessageT:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        shown = data if len(data) <= 200 else data[:200] + b"..."
+        raise EnvironmentFailedError(f"it answered what is no message ({error}): {shown!r}") from None
+
+
+_REQUESTS: msgspec.json.Decoder[AnyRequest] = msgspec.json.Decoder(AnyRequest)
+_REPLIES: msgspec.json.Decoder[AnyReply] = msgspec.json.Decoder(AnyReply)

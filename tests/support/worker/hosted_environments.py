@@ -1,0 +1,201 @@
+"""Environments of plain functions, good and bad, for tests of where environments run."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from penstock.environments import AssistantTurn, BlockingTask, Observation, StepResult, Task
+from penstock.records import ImagePart, Message, TextPart
+
+SLEEPER = "3141592"
+"""Seconds that a stray process of `StartsProcesses` sleeps, by which tests find it."""
+
+
+def say(text: str, *images: bytes) -> Observation:
+    """An observation of one message."""
+    shown = tuple(ImagePart(index=number) for number in range(len(images)))
+    return Observation(messages=(Message(role="user", parts=(TextPart(text=text), *shown)),), images=images)
+
+
+class Echo:
+    """Says what it hears, shows the task's images, and gives a reward at "stop"."""
+
+    def __init__(self, greeting: str = "hello") -> None:
+        self.greeting = greeting
+        self.heard: list[str] = []
+
+    def reset(self, task: BlockingTask) -> Observation:
+        """The greeting, the task's own text, and this process's number."""
+        self.task = task
+        return Observation(
+            messages=(
+                *task.messages,
+                Message(role="user", parts=(TextPart(text=f"{self.greeting} pid={os.getpid()} {task.extra}"),)),
+            ),
+            images=task.images,
+            tools=task.tools,
+        )
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """An echo; "stop" ends, "grade ..." asks for a verdict, "time" says what is left."""
+        self.heard.append(turn.text)
+        if turn.text == "stop":
+            return StepResult(observation=None, reward=float(len(self.heard)), metrics={"heard": len(self.heard)})
+        if turn.text.startswith("grade "):
+            verdict = self.task.grade(turn.text.removeprefix("grade "))
+            return StepResult(observation=say(f"{verdict.status} {verdict.score}"))
+        if turn.text == "time":
+            return StepResult(observation=say(str(self.task.remaining_s())))
+        return StepResult(observation=say(f"{turn.text} {[call.arguments for call in turn.calls]}"))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class StuckInStep(Echo):
+    """Holds the interpreter's lock for ever."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Never returns."""
+        ctypes.PyDLL(None).pause()
+        raise AssertionError
+
+
+class StuckInReset(Echo):
+    """Its episode never begins."""
+
+    def reset(self, task: BlockingTask) -> Observation:
+        """Never returns."""
+        time.sleep(3600)
+        raise AssertionError
+
+
+class StuckInClose(Echo):
+    """Does not let go."""
+
+    def close(self) -> None:
+        """Never returns."""
+        time.sleep(3600)
+
+
+class Exits(Echo):
+    """Ends its process."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Without a word to the worker."""
+        sys.stderr.write("giving up\n")
+        os._exit(7)
+
+
+class LeavesBySystemExit(Echo):
+    """Calls sys.exit, as a script does."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Raises SystemExit."""
+        sys.exit(3)
+
+
+class Segfaults(Echo):
+    """Reads memory that it does not have."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Is ended by the kernel."""
+        ctypes.string_at(0)
+        raise AssertionError
+
+
+class Raises(Echo):
+    """Has a bug."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Raises."""
+        raise KeyError("board")
+
+
+class Chatty(Echo):
+    """Prints much more than any pipe holds."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Prints 20 MB, then answers."""
+        for _ in range(20):
+            sys.stdout.write("x" * 2**20)
+        return StepResult(observation=say("done"))
+
+
+class NotANumber(Echo):
+    """Measures nothing, and says so in the wrong way."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """A reward that no trainer can use."""
+        return StepResult(observation=None, reward=float("nan"))
+
+
+class Forgetful(Echo):
+    """Returns nothing at all."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """None, whatever its type says."""
+        return None  # type: ignore[return-value]
+
+
+class LongWinded(Echo):
+    """Its observation has 10 MB of text."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Far more than any context takes."""
+        return StepResult(observation=say("word " * 2_000_000))
+
+
+class HugePicture(Echo):
+    """Its observation has an image of 200 MB."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Of zeros."""
+        return StepResult(observation=say("look", bytes(200 * 2**20)))
+
+
+class StartsProcesses(Echo):
+    """Starts a program that would go on for weeks."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Says its process id."""
+        return StepResult(observation=say(str(subprocess.Popen(["sleep", SLEEPER]).pid)))
+
+
+class Remembers(Echo):
+    """Writes down that it was closed."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def close(self) -> None:
+        """Leave a file."""
+        Path(self.path).write_text("closed")
+
+
+class AsyncEcho:
+    """The same as coroutine functions."""
+
+    async def reset(self, task: Task) -> Observation:
+        """A greeting."""
+        self.task = task
+        return say(f"hello pid={os.getpid()}")
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """The verdict on what it heard."""
+        verdict = await self.task.grade(turn.text)
+        return StepResult(observation=say(f"{verdict.status} {verdict.score}"))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class HalfAsync(AsyncEcho):
+    """Cannot decide."""
+
+    def close(self) -> None:  # type: ignore[override]
+        """Plain, unlike the others."""
