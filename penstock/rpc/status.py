@@ -9,6 +9,7 @@ _CODE_OF_ERROR: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.UserError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.PromptTooLongError, grpc.StatusCode.OUT_OF_RANGE),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.EnvironmentFailedError, grpc.StatusCode.UNKNOWN),
     (errors.PoisonError, grpc.StatusCode.ABORTED),
     (errors.MissingImageError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.FAILED_PRECONDITION),

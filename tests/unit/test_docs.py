@@ -57,6 +57,7 @@ def _rows(document: Path) -> Iterator[list[str]]:
 def test_the_settings_of_a_switch_exist(document: Path) -> None:
     """In the tables, and in the commands that a page shows."""
     known = {f"{section.key}.{setting.name}" for section in sections(Recipe) for setting in section.settings}
+    known |= {section.key.removesuffix(".<name>") for section in sections(Recipe) if section.key.endswith(".<name>")}
     rows = list(_rows(document))
     assert all(len(cells) == 3 for cells in rows), [cells for cells in rows if len(cells) != 3]
     named = {name for cells in rows for name in _CODE.findall(cells[1])} | {*_GIVEN.findall(document.read_text())}

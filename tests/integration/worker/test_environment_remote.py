@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.config import SecurityConfig
+from penstock.config import SecurityConfig, loading
 from penstock.errors import (
     AccessError,
     ConfigError,
@@ -22,6 +22,7 @@ from penstock.errors import (
 from penstock.http.server import HttpServer
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from services.recipe import Recipe
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting import messages
 from services.rollout.worker.environments.hosting.server import serve_environments, serving_environments
@@ -280,9 +281,6 @@ async def _answering(answers: list[bytes | None]) -> AsyncIterator[str]:
 )
 def test_a_wrong_table_is_a_mistake_in_the_recipe(table: Any, reason: str) -> None:
     """The message names the environment, and never shows a secret."""
-    from penstock.config import loading
-    from services.recipe import Recipe
-
     override = f"--worker.environments.mine={_toml(table)}"
     with pytest.raises(ConfigError, match=reason) as raised:
         loading.load(Recipe, [], [override])
