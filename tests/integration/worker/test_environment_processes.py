@@ -123,7 +123,20 @@ async def test_what_an_environment_started_ends_with_it() -> None:
         await environment.reset(task)
         stray = int(text_of(await environment.step(turn("go"))))
         assert not has_ended(stray)
+        with pytest.raises(EnvironmentFailedError, match="ended with exit code 0 during step"):
+            await environment.step(turn("exit"))
     await until(lambda: has_ended(stray))
+
+
+async def test_an_environments_process_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the worker's other variables."""
+    monkeypatch.setenv("PENSTOCK_ENVIRONMENT_TOKEN", "b2f5ff47436671b6")
+    monkeypatch.setenv("MAZE_SIZE", "fourty")
+    async with environment_of("Curious") as (environment, task):
+        await environment.reset(task)
+        seen = text_of(await environment.step(turn("go")))
+    assert "b2f5ff47436671b6" not in seen
+    assert seen.count("fourty") == 2
 
 
 async def test_a_dead_server_is_started_again_for_the_next_episode() -> None:

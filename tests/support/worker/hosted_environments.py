@@ -161,8 +161,19 @@ class StartsProcesses(Echo):
     """Starts a program that would go on for weeks."""
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """Says its process id."""
+        """Says its process id; "exit" leaves it alone."""
+        if turn.text == "exit":
+            os._exit(0)
         return StepResult(observation=say(str(subprocess.Popen(["sleep", SLEEPER]).pid)))
+
+
+class Curious(Echo):
+    """Looks for secrets."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Says its environment variables, and its parent's as the kernel shows them."""
+        parents = Path(f"/proc/{os.getppid()}/environ").read_text()
+        return StepResult(observation=say(f"{dict(os.environ)} {parents}"))
 
 
 class Remembers(Echo):

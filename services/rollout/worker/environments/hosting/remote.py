@@ -99,7 +99,8 @@ class _HttpChannel:
     async def end(self, number: int, *, is_idle: bool) -> None:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self._client.delete(self._url)
+                async with self._client.stream("DELETE", self._url):
+                    pass  # whatever it answers is not read
         except (TimeoutError, httpx.HTTPError, OSError) as error:
             log.debug("environment.end_unconfirmed", server=self._server, error=repr(error))  # it expires there
 
