@@ -26,7 +26,7 @@ def renderer(tiny_model_path: Path) -> Renderer:
         ("Segfaults", "error", "environment 'Segfaults': its process was ended by SIGSEGV during step"),
         ("NotANumber", "error", "environment 'NotANumber': step raised ValueError: reward = nan"),
         ("LongWinded", "error", "environment 'LongWinded': step: the text of an observation has 10000000 characters"),
-        ("StuckInStep", "deadline", ""),
+        ("Sleeps", "deadline", ""),
     ],
 )
 async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
@@ -39,7 +39,8 @@ async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
         async def play_with(name: str) -> Episode:
             player = make_player(renderer, ScriptedPolicy(renderer, [("stop" + END, 4)]))
             player._environments = registry
-            return await play(player, make_prompt(name, limits=Limits(episode_timeout_s=8.0)))
+            limits = Limits(episode_timeout_s=8.0) if name == "Sleeps" else Limits()
+            return await play(player, make_prompt(name, limits=limits))
 
         bad, good = await asyncio.gather(play_with(kind), play_with("Echo"))
     assert bad.finish_reason == finish_reason

@@ -1,6 +1,7 @@
 """Environments of plain functions run in processes of their own, and whatever they do costs their episode only."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -12,11 +13,11 @@ from structlog.testing import capture_logs
 
 from penstock.environments import AssistantTurn
 from penstock.errors import ConfigError, EnvironmentFailedError
-from penstock.records import TextPart, ToolCall
+from penstock.records import TextPart, ToolCall, Verdict
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting.hosted import HostedEnvironment
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from tests.support.waiting import until
+from tests.support.waiting import promptly, settled, until
 from tests.support.worker.hosted_episodes import HERE, environment_of, has_ended, pid_of, text_of, turn
 
 
@@ -78,18 +79,27 @@ async def test_a_failing_environment_ends_its_episode_with_a_reason(kind: str, r
 @pytest.mark.parametrize("kind", ["StuckInStep", "StuckInReset"])
 async def test_a_stuck_environment_is_killed_and_holds_up_nobody(kind: str) -> None:
     """It holds its interpreter's lock; the worker's loop goes on, and the process is gone after close."""
+    is_stuck = asyncio.Event()
+
+    async def grade(text: str) -> Verdict:
+        is_stuck.set()
+        return Verdict(score=0.0, status="OK", extracted=text, method="EXACT")
+
     with capture_logs() as logs:
         async with environment_of(kind) as (environment, task):
+            task = dataclasses.replace(task, grade=grade)
+            call = asyncio.create_task(environment.reset(task))
             if kind == "StuckInStep":
-                await environment.reset(task)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await (environment.step(turn("go")) if kind == "StuckInStep" else environment.reset(task))
-            pids = _episode_pids()
-            assert len(pids) == 1
-    await until(lambda: has_ended(pids[0]))
+                await call
+                call = asyncio.create_task(environment.step(turn("go")))
+            await promptly(is_stuck.wait())
+            await settled()
+            [pid] = _episode_pids()
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+    await until(lambda: has_ended(pid))
     [killed] = [event for event in logs if event["event"] == "environment.killed"]
-    assert killed["reason"] == f"its {kind.removeprefix('StuckIn').lower()} was not finished when the episode ended"
+    assert killed["reason"].endswith("was not finished when the episode ended")
 
 
 async def test_an_environment_that_is_stuck_in_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,9 +120,9 @@ async def test_an_episode_that_its_worker_gives_up_ends_at_the_server() -> None:
 async def test_the_server_keeps_the_deadline_that_it_is_told() -> None:
     """Also for a client that does not: it answers 504, and the episode has ended."""
     task = make_task()
-    async with serving("StuckInStep") as server, httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+    async with serving("Sleeps") as server, httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         reset = messages.ResetRequest(
-            number=0, remaining_s=60.0, environment="StuckInStep", task=messages.TaskMessage.of(task)
+            number=0, remaining_s=60.0, environment="Sleeps", task=messages.TaskMessage.of(task)
         )
         first = await http.post("/v1/episodes/mine", content=messages.encode(reset))
         assert first.json()["kind"] == "observation"

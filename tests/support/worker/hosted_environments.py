@@ -59,8 +59,18 @@ class StuckInStep(Echo):
     """Holds the interpreter's lock for ever."""
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """Never returns."""
+        """Asks what "stuck" is worth, then never returns."""
+        self.task.grade("stuck")
         ctypes.PyDLL(None).pause()
+        raise AssertionError
+
+
+class Sleeps(Echo):
+    """Takes much longer than any episode."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """An hour."""
+        time.sleep(3600)
         raise AssertionError
 
 
@@ -68,7 +78,8 @@ class StuckInReset(Echo):
     """Its episode never begins."""
 
     def reset(self, task: BlockingTask) -> Observation:
-        """Never returns."""
+        """Asks what "stuck" is worth, then never returns."""
+        task.grade("stuck")
         time.sleep(3600)
         raise AssertionError
 

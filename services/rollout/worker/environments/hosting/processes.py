@@ -40,7 +40,7 @@ from services.rollout.worker.environments.hosting.messages import AnyReply, AnyR
 log = structlog.get_logger()
 
 _START_TIMEOUT_S = 120.0
-_EXIT_TIMEOUT_S = 2.0
+_EXIT_TIMEOUT_S = 5.0
 """How long after its pipe closed a process may take to be reported as ended."""
 _CLOSE_TIMEOUT_S = 3.0
 
