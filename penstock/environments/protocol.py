@@ -92,6 +92,8 @@ class StepResult:
     is not asked; otherwise it judges the text of the last turn."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What was measured in this step, by name; kept with the step."""
+    kind: str = ""
+    """What the environment took the turn for, in a word of its own; shown to people who play it by hand."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):

@@ -17,6 +17,7 @@ from penstock.environments import EnvironmentFactory
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.runtime.security import Security
 from services.rollout.worker.environments.config import EnvironmentConfig
+from services.rollout.worker.environments.geo3k_tools import Geo3kTools
 from services.rollout.worker.environments.hosting.processes import EnvironmentProcesses
 from services.rollout.worker.environments.hosting.remote import RemoteEnvironments
 from services.rollout.worker.environments.loading import is_blocking, load_class
@@ -25,6 +26,7 @@ from services.rollout.worker.environments.single_turn import SingleTurn
 ENTRY_POINT_GROUP = "penstock.environments"
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
+    "geo3k_tools": Geo3kTools,
     "single_turn": SingleTurn,
 }
 """Classes that come with Penstock, by name."""

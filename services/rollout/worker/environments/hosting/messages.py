@@ -119,6 +119,8 @@ class ResultReply(Reply, frozen=True, kw_only=True, tag="result"):
     truncated: bool = False
     reward: float | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    step_kind: str = ""
+    """`StepResult.kind`."""
 
 
 class GradeReply(Reply, frozen=True, kw_only=True, tag="grade"):
@@ -249,6 +251,7 @@ def from_result(result: StepResult, *, number: int) -> ResultReply:
         truncated=bool(result.truncated),
         reward=None if result.reward is None else float(result.reward),
         metrics={name: float(value) for name, value in result.metrics.items()},
+        step_kind=str(result.kind),
     )
 
 
@@ -266,6 +269,7 @@ def to_result(reply: ResultReply) -> StepResult:
             truncated=reply.truncated,
             reward=reply.reward,
             metrics=reply.metrics,
+            kind=reply.step_kind,
         )
     except ValueError as error:
         raise EnvironmentFailedError(str(error)) from None
