@@ -17,6 +17,7 @@ from services.cli import bus
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
 from services.cli.data.command import data
 from services.cli.doctor_command import doctor
+from services.cli.environment.command import env
 from services.cli.evaluation.command import eval_
 from services.cli.init_command import init
 from services.cli.replay.command import replay
@@ -40,6 +41,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "score": score,
     "replay": replay,
     "data": data,
+    "env": env,
     "config": show_config,
     "doctor": doctor,
 }

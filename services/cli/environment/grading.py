@@ -1,0 +1,95 @@
+"""Verdicts for environments that are played by hand: a running reward service, or a private one from the first on."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+from penstock.clients import RewardClient
+from penstock.environments import Grade
+from penstock.errors import ConfigError
+from penstock.records import GroupId, Prompt, Sampling, Verdict
+from penstock.runtime.security import Security
+from penstock.v1 import reward_pb2
+from services.cli.extras import import_with_extra
+from services.cli.score.reward_caller import RewardCaller, Service
+from services.reward.config import RewardConfig
+from services.rollout.worker.judge import Judge
+
+_DEADLINE_S = 10.0
+
+
+class Grading:
+    """Makes the graders of tasks; use it as a context manager."""
+
+    def __init__(self, service: Service) -> None:
+        """Ask `service`, which is opened by the first answer that is graded."""
+        self._service = service
+        self._stack = contextlib.ExitStack()
+        self._caller: RewardCaller | None = None
+        self._profiles: set[str] = set()
+
+    def __enter__(self) -> Self:
+        """Nothing is opened yet."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the service, if there was a need for it."""
+        self._stack.close()
+
+    def grade(self, golds: Sequence[str], profile: str) -> Grade:
+        """What grades the answers to one task.
+
+        It raises ConfigError for a profile that the service lacks, SetupError if none answers, InvalidRequestError for
+        gold answers that cannot be read.
+        """
+        prompt = Prompt(
+            id=GroupId(run_id="by-hand", index=0, attempt=0, trainer_epoch="0"),
+            admitted_version=0,
+            num_samples=1,
+            sampling=Sampling(temperature=1.0, max_new_tokens=1),
+            messages=(),
+            images=(),
+            golds=tuple(golds),
+            profile=profile,
+            environment="",
+        )
+
+        async def grade(text: str) -> Verdict:
+            if self._caller is None:
+                await asyncio.to_thread(self._open)
+            if profile not in self._profiles:
+                known = ", ".join(sorted(self._profiles))
+                raise ConfigError(f"profile {profile!r} is unknown to the reward service; known: {known}")
+            [verdict] = await Judge(self).judge(prompt, [("by-hand", text)])
+            return verdict
+
+        return grade
+
+    async def verify_batch(
+        self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
+    ) -> list[reward_pb2.Verdict]:
+        """Judge `items`, for the worker's `Judge`; the caller has deadlines of its own."""
+        assert self._caller is not None, "`grade` opens it first"
+        return await asyncio.wrap_future(self._caller.verify(items))
+
+    def _open(self) -> None:
+        caller = self._stack.enter_context(RewardCaller(self._service))
+        self._profiles = caller.known_profiles()
+        self._caller = caller
+
+
+@contextlib.asynccontextmanager
+async def open_service(address: str, config: RewardConfig, security: Security) -> AsyncIterator[RewardClient]:
+    """The service at `address`; without one, a private service: one worker suffices for a turn at a time, and a person
+    rather waits than gets no verdict."""
+    from services.cli.score.run import private_service, running_at
+
+    if address:
+        async with running_at(address, security) as client:
+            yield client
+        return
+    import_with_extra("services.reward.server", "penstock env", extra="reward")
+    patient = config.model_copy(update={"workers": 1, "deadline_s": max(config.deadline_s, _DEADLINE_S)})
+    async with private_service(patient, security) as client:
+        yield client

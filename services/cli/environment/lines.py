@@ -1,0 +1,170 @@
+"""Plays lines of scripted turns: {"id", "gold", "max_turns", "responses"} in, {"id", "steps"} out, one at a time."""
+
+import asyncio
+import dataclasses
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.environments import AssistantTurn, EnvironmentFactory, StepResult
+from penstock.errors import DataError, InvalidRequestError, PenstockError
+from penstock.records import Message, TextPart
+from services.cli.environment.grading import Grading
+from services.cli.environment.tasks import Subject
+from services.cli.json_lines import MAX_LINE_BYTES, encode, read_golds, read_id, read_object, read_text, shown
+
+_EXAMPLE = '{"id": ..., "gold": ..., "max_turns": ..., "responses": [...]}'
+_EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A line: a task, and what the policy says in its turns."""
+
+    id: str | int
+    subject: Subject
+    max_turns: int | None
+    """None: the environment's own limit."""
+    responses: tuple[str, ...]
+
+
+def play(
+    source: Path | None,
+    factory: EnvironmentFactory,
+    graders: Grading,
+    runner: asyncio.Runner,
+    *,
+    profile: str,
+    max_turns: int | None,
+    timeout_s: float,
+) -> int:
+    """Play the lines of `source`, standard input if None, and write one line for each; return the exit code.
+
+    Args:
+        source: The file.
+        factory: Makes the environment of each line.
+        graders: Grade answers.
+        runner: Runs the environments.
+        profile: The reward profile of lines without one.
+        max_turns: Of lines without one.
+        timeout_s: The most that the environment may take over one line.
+
+    Raises:
+        DataError: the file cannot be read, or a line is wrong; those before it are played and written.
+        PenstockError: an answer was not judged.
+    """
+    name = str(source or "<stdin>")
+    with _reading(source) as reading:
+        for number, text in enumerate(_texts(reading), start=1):
+            if text is not None and not text.strip():
+                continue
+            try:
+                script = parse(text, is_first=number == 1, profile=profile, max_turns=max_turns)
+            except ValueError as error:
+                raise DataError(f"{name}:{number}: {error}") from None
+            try:
+                steps = runner.run(_play(script, factory, graders, timeout_s))
+            except InvalidRequestError as error:
+                raise DataError(f"{name}:{number}: {error}") from None
+            except TimeoutError:
+                raise DataError(
+                    f"{name}:{number}: the environment took longer than {timeout_s:g} s; raise "
+                    "--worker.episode_timeout_s, or repair it"
+                ) from None
+            except PenstockError as error:
+                raise type(error)(f"{name}:{number}: {error}") from None
+            try:
+                _write(encode({"id": script.id, "steps": steps}))
+            except BrokenPipeError:  # `| head`: nobody wants the rest
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                return _EXIT_BROKEN_PIPE
+    return 0
+
+
+def parse(text: bytes | None, *, is_first: bool, profile: str, max_turns: int | None) -> Script:
+    """Read a line; None is one that is too long.
+
+    Raises:
+        ValueError: it is wrong: which field, its value, the remedy.
+    """
+    fields = read_object(text, is_first=is_first, example=_EXAMPLE)
+    if "gold" not in fields:
+        raise ValueError('field "gold" is missing; give the gold answer, a string or a list of strings')
+    question = read_text(fields, "question", default="")
+    return Script(
+        id=read_id(fields),
+        subject=Subject(
+            id=str(fields["id"]),
+            messages=(Message(role="user", parts=(TextPart(text=question),)),),
+            golds=tuple(read_golds(fields, "gold")),
+            profile=read_text(fields, "profile", default=profile),
+        ),
+        max_turns=_max_turns(fields, max_turns),
+        responses=_responses(fields),
+    )
+
+
+async def _play(
+    script: Script, factory: EnvironmentFactory, graders: Grading, timeout_s: float
+) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    environment = factory()
+    async with asyncio.timeout(timeout_s):
+        try:
+            await environment.reset(script.subject.to_task(graders, profile=None, max_turns=script.max_turns))
+            for response in script.responses:
+                result = await environment.step(AssistantTurn.parse(response))
+                steps.append(_shown_step(result))
+                if result.observation is None:
+                    break
+        finally:
+            await environment.close()
+    return steps
+
+
+def _shown_step(result: StepResult) -> dict[str, Any]:
+    return {
+        "kind": result.kind or None,
+        "done": result.observation is None,
+        "score": result.metrics.get("score", result.reward),
+    }
+
+
+def _max_turns(fields: dict[str, Any], default: int | None) -> int | None:
+    value = fields.get("max_turns", default)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f'field "max_turns" = {shown(value)} is not a number of turns; give an integer >= 1')
+    return value
+
+
+def _responses(fields: dict[str, Any]) -> tuple[str, ...]:
+    if "responses" not in fields:
+        raise ValueError('field "responses" is missing; give the texts of the policy\'s turns, a list of strings')
+    values = fields["responses"]
+    if not isinstance(values, list):
+        raise ValueError(f'field "responses" = {shown(values)} is not a list; write the turns as a list of strings')
+    return tuple(read_text({"responses": value}, "responses") for value in values)
+
+
+def _texts(reading: io.BufferedReader) -> Iterator[bytes | None]:
+    """Lines as they come; None for one that is too long, whose rest is skipped."""
+    while line := reading.readline(MAX_LINE_BYTES + 1):
+        is_too_long = len(line) > MAX_LINE_BYTES
+        while is_too_long and line and not line.endswith(b"\n"):
+            line = reading.readline(MAX_LINE_BYTES)
+        yield None if is_too_long else line
+
+
+def _reading(path: Path | None) -> io.BufferedReader:
+    try:
+        return io.BufferedReader(io.FileIO(0 if path is None else path, "rb", closefd=path is not None))
+    except OSError as error:
+        raise DataError(f"{path or 'standard input'} cannot be read: {error.strerror}; give a file of lines") from None
+
+
+def _write(line: bytes) -> None:
+    while line:
+        line = line[os.write(1, line) :]

@@ -1,0 +1,97 @@
+"""Lines of JSON that commands read and write: one object each, checked field by field.
+
+A fault is a `ValueError` that names the field, the value and the remedy; the caller adds the file and the line.
+"""
+
+import json
+import re
+from typing import Any
+
+MAX_LINE_BYTES = 16 * 2**20
+"""A longer line is not read."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_object(text: bytes | None, *, is_first: bool, example: str) -> dict[str, Any]:
+    """The fields of a line; None is a line that is longer than `MAX_LINE_BYTES`, `example` what a line looks like.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    if text is None:
+        raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; shorten the response")
+    if is_first:
+        text = text.removeprefix(b"\xef\xbb\xbf")
+    try:
+        fields = json.loads(text.decode(errors="surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start} is {text[error.start]:#04x}; convert the file") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}; write one JSON object per line") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON that can be read: {error}; write one JSON object per line") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{shown(fields)} is not a JSON object; write {example}")
+    return fields
+
+
+def read_id(fields: dict[str, Any]) -> str | int:
+    """The line's own id.
+
+    Raises:
+        ValueError: it has none, or of another type.
+    """
+    if "id" not in fields:
+        raise ValueError('field "id" is missing; give each line one, a string or an integer')
+    value = fields["id"]
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError(f'field "id" = {shown(value)} is neither a string nor an integer; write it as a string')
+    return value
+
+
+def read_text(fields: dict[str, Any], key: str, *, default: str | None = None) -> str:
+    """A string; without a default it must be there.
+
+    Raises:
+        ValueError: it is missing, or no string.
+    """
+    value = fields.get(key, default)
+    if value is None and key not in fields:
+        raise ValueError(f'field "{key}" is missing; give the text')
+    if not isinstance(value, str):
+        raise ValueError(f'field "{key}" = {shown(value)} is not a string; write it as one')
+    return _without_surrogates(value)
+
+
+def read_golds(fields: dict[str, Any], key: str) -> list[str]:
+    """Gold answers: a string or a list of strings, none if the field is not there.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    value = fields.get(key, [])
+    golds = [value] if isinstance(value, str) else value
+    if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
+        raise ValueError(f'field "{key}" = {shown(value)} is neither a string nor a list of strings; quote the answer')
+    return [_without_surrogates(gold) for gold in golds]
+
+
+def _without_surrogates(text: str) -> str:
+    return _SURROGATE.sub("\ufffd", text)  # which UTF-8 cannot carry
+
+
+def shown(value: object) -> str:
+    """A value as errors show it."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # it was read a few calls further up
+        return "what is nested too deeply"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def encode(fields: dict[str, Any]) -> bytes:
+    """A line."""
+    try:
+        return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
+    except UnicodeEncodeError:  # an id with a lone surrogate, which only an escape can say
+        return f"{json.dumps(fields)}\n".encode()
