@@ -14,6 +14,8 @@ from penstock.environments.protocol import (
     StepResult,
     Task,
 )
+from penstock.environments.tool_environment import ToolEnvironment
+from penstock.environments.tools import Tool, ToolError, ToolResult
 from penstock.model.assistant_turn import AssistantTurn
 
 __all__ = [
@@ -27,4 +29,8 @@ __all__ = [
     "Observation",
     "StepResult",
     "Task",
+    "Tool",
+    "ToolEnvironment",
+    "ToolError",
+    "ToolResult",
 ]

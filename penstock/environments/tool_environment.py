@@ -1,0 +1,163 @@
+"""The environment in which a policy calls tools and then answers; a person's own is a list of functions away.
+
+Invariant: of each turn, every call up to the limit is answered by one `tool` message, in the calls' order, whatever
+became of it; calls that cannot be read come after the others, and one more message speaks for the surplus. A call that
+fails does not end its neighbours.
+"""
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.environments.protocol import Observation, StepResult, Task
+from penstock.environments.tools import Tool, ToolError, ToolResult, shorten
+from penstock.errors import InvalidRequestError, PenstockError
+from penstock.model.assistant_turn import AssistantTurn
+from penstock.records import ImagePart, Message, TextPart
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_QUOTED = 80
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reply:
+    result: ToolResult
+    is_failed: bool = False
+
+
+class ToolEnvironment:
+    """Shows the task and the tools, answers calls, and ends at the first turn without a call.
+
+    It gives no reward: the reward service judges the last turn. A subclass that wants another overrides `step`.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool | Callable[..., object]],
+        *,
+        max_calls_per_turn: int = 4,
+        max_turns: int | None = None,
+    ) -> None:
+        """Play one episode with `tools`.
+
+        Args:
+            tools: Typed functions are taken as `Tool.from_function` does.
+            max_calls_per_turn: Further calls of a turn are not made.
+            max_turns: Turns that the policy has, the answer's included; the task's own limit holds as well. Calls in
+                the last turn are not made, and the episode ends as truncated.
+
+        Raises:
+            ValueError: a limit is below 1, or two tools have the same name.
+        """
+        if max_calls_per_turn < 1 or (max_turns is not None and max_turns < 1):
+            raise ValueError(
+                f"max_calls_per_turn = {max_calls_per_turn} and max_turns = {max_turns} must be at least 1"
+            )
+        made = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in tools]
+        self._tools = {tool.name: tool for tool in made}
+        if len(self._tools) < len(made):
+            raise ValueError(f"tools {sorted(tool.name for tool in made)}: each needs a name of its own")
+        self._to_close = made
+        self._max_calls = max_calls_per_turn
+        self._max_turns = max_turns
+        self._num_turns = 0
+
+    async def reset(self, task: Task) -> Observation:
+        """The task's messages and images, and the tools; if the task names some of them, only these.
+
+        Raises:
+            InvalidRequestError: the task names a tool that is not here.
+        """
+        if task.tools:
+            self._tools = {name: self._find(name) for name in map(_name_of, task.tools)}
+        limits = [limit for limit in (self._max_turns, task.max_turns) if limit is not None]
+        self._max_turns = min(limits, default=None)
+        tools = tuple(tool.schema for tool in self._tools.values())
+        return Observation(messages=task.messages, images=task.images, tools=tools)
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """The tools' answers, or the end."""
+        self._num_turns += 1
+        num_calls = len(turn.calls) + len(turn.malformed_calls)
+        num_left = None if self._max_turns is None else self._max_turns - self._num_turns
+        if num_calls == 0 or num_left == 0:
+            return StepResult(observation=None, truncated=num_calls > 0, metrics=_metrics(num_calls, 0, is_used=False))
+        replies = await self._answer_all(turn)
+        num_failed = sum(reply.is_failed for reply in replies) + max(0, num_calls - self._max_calls)
+        if num_calls > self._max_calls:
+            words = f"Calls {self._max_calls + 1} to {num_calls} were not made: a turn may have {self._max_calls}."
+            replies.append(_failed(words))
+        if num_left == 1:
+            last = replies[-1]
+            words = f"{last.result.text}\nOne turn is left: give the final answer without a call.".lstrip()
+            replies[-1] = dataclasses.replace(last, result=dataclasses.replace(last.result, text=words))
+        is_used = not all(reply.is_failed for reply in replies)
+        return StepResult(observation=_observe(replies), metrics=_metrics(num_calls, num_failed, is_used=is_used))
+
+    async def close(self) -> None:
+        """Close the tools, each even if another fails."""
+        closing = [tool.close() for tool in self._to_close if tool.close is not None]
+        failures = [found for found in await asyncio.gather(*closing, return_exceptions=True) if found is not None]
+        if failures:
+            raise failures[0]
+
+    async def _answer_all(self, turn: AssistantTurn) -> list[_Reply]:
+        calls = turn.calls[: self._max_calls]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(call.name, call.arguments)) for call in calls]
+        except* PenstockError as failed:
+            raise failed.exceptions[0] from None
+        malformed = turn.malformed_calls[: self._max_calls - len(calls)]
+        return [task.result() for task in tasks] + [
+            _failed(f"This call cannot be read; write it as the tools' instructions show: {shorten(block.strip())}")
+            for block in malformed
+        ]
+
+    async def _answer(self, name: str, arguments: Mapping[str, object]) -> _Reply:
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return _failed(f"There is no tool {shorten(name, _MAX_QUOTED)!r}; the tools are: {known}.")
+        try:
+            return _Reply(await tool.call(arguments))
+        except ToolError as error:
+            return _failed(f"Error in {name}: {error}")
+
+    def _find(self, name: str) -> Tool:
+        if name not in self._tools:
+            raise InvalidRequestError(
+                f"the row's tools name {name!r}, which its environment has not; it has: {', '.join(self._tools)}; "
+                "remove it from the row, or give the row an environment that has it"
+            )
+        return self._tools[name]
+
+
+def _failed(words: str) -> _Reply:
+    return _Reply(ToolResult(text=words), is_failed=True)
+
+
+def _metrics(num_calls: int, num_failed: int, *, is_used: bool) -> dict[str, float]:
+    """Of one turn; `tool_use` is 1 if at least one call was answered by its tool."""
+    return {"num_calls": num_calls, "num_failed_calls": num_failed, "tool_use": float(is_used)}
+
+
+def _observe(replies: Sequence[_Reply]) -> Observation:
+    """One `tool` message for each reply: its text, then its images."""
+    images: list[bytes] = []
+    messages = []
+    for reply in replies:
+        parts: list[TextPart | ImagePart] = []
+        if reply.result.text or not reply.result.images:
+            parts.append(TextPart(text=_SURROGATE.sub("\ufffd", reply.result.text)))
+        for image in reply.result.images:
+            parts.append(ImagePart(index=len(images)))
+            images.append(image)
+        messages.append(Message(role="tool", parts=tuple(parts)))
+    return Observation(messages=tuple(messages), images=tuple(images))
+
+
+def _name_of(schema: Mapping[str, object]) -> str:
+    function = schema.get("function", schema)
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""

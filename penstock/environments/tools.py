@@ -1,0 +1,218 @@
+"""Tools that a policy may call: a name, a JSON schema of the arguments, and the function that answers.
+
+Invariant: whatever a policy writes as arguments, `Tool.call` gives a result or raises `ToolError` with words for the
+policy. Only a failure of Penstock's own servers passes through, because it says nothing about the call.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import math
+import re
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self
+
+import jsonschema
+import structlog
+
+from penstock.errors import InvalidRequestError, PenstockError
+
+log = structlog.get_logger()
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_MAX_MISTAKES = 3
+_MAX_WORDS = 400
+"""Characters of an error that are told; some quote all of a call."""
+
+
+class ToolError(Exception):
+    """What a tool has against a call; its text is told to the policy."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """A tool's answer: text, then images."""
+
+    text: str = ""
+    images: tuple[bytes, ...] = ()
+    """Encoded files: PNG, JPEG, WebP or GIF."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One tool."""
+
+    name: str
+    description: str
+    """For the policy: what it does, and when to call it."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments, of type object."""
+    function: Callable[..., object]
+    """Gets the arguments by name. Async, or blocking, which then runs in a thread of its own. It returns a
+    `ToolResult`, a text, or anything that JSON can hold, and raises `ToolError` to refuse a call in words."""
+    timeout_s: float | None = 30.0
+    """An async function is cancelled then. A blocking one has `SystemExit` raised in it, which ends Python code at its
+    next instruction but not a call that blocks in C. None for a function that keeps a limit of its own."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Releases what the tool holds; called once, when its episode ends."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"tool name {self.name!r} must be 1 to 64 letters, digits, '_', '-' or '.'")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"tool {self.name}: timeout_s = {self.timeout_s} must be above 0, or None for no limit")
+        try:
+            jsonschema.Draft202012Validator.check_schema(self.parameters)
+        except jsonschema.SchemaError as error:
+            raise ValueError(f"tool {self.name}: parameters are not a JSON schema: {error.message}") from None
+        if self.parameters.get("type") != "object":
+            raise ValueError(f'tool {self.name}: parameters must be a JSON schema with "type": "object"')
+
+    @classmethod
+    def from_function(cls, function: Callable[..., object], *, timeout_s: float | None = 30.0) -> Self:
+        """A tool from a typed function; its docstring describes it, and each argument under `Args:`.
+
+        The schema is what transformers' `get_json_schema` derives, as in TRL: the same functions serve both.
+
+        Raises:
+            ValueError: a type or a description is missing.
+        """
+        from transformers.utils import get_json_schema
+
+        try:
+            schema = get_json_schema(function)["function"]
+        except Exception as error:  # TypeHintParsingException, DocstringParsingException and others, by version
+            raise ValueError(f"no schema can be derived from {function!r}: {error}") from error
+        parameters = schema["parameters"]
+        properties = {name: _with_null(part) for name, part in parameters.get("properties", {}).items()}
+        return cls(
+            name=schema["name"],
+            description=schema.get("description", ""),
+            parameters={**parameters, "properties": properties, "additionalProperties": False},
+            function=function,
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates take it, in OpenAI's form."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Answer a call.
+
+        Raises:
+            ToolError: in words for the policy: the arguments do not fit, or the function failed or took too long.
+            PenstockError: a server of Penstock's failed.
+        """
+        if mistakes := self._find_mistakes(arguments):
+            raise ToolError(f"the arguments do not fit: {mistakes}")
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(self.function):
+                    result = await self.function(**arguments)
+                else:
+                    result = await _run_in_thread(functools.partial(self.function, **arguments))
+            return _to_result(result)
+        except (ToolError, InvalidRequestError) as error:
+            raise ToolError(shorten(str(error))) from error
+        except PenstockError:
+            raise
+        except Exception as error:  # a boundary: tools are other people's code
+            if limit.expired():
+                raise ToolError(f"it took longer than {self.timeout_s:g} s and was ended") from None
+            log.warning("tool.failed", tool=self.name, error=repr(error))
+            raise ToolError(shorten(f"it failed: {type(error).__name__}: {error}")) from error
+
+    def _find_mistakes(self, arguments: Mapping[str, Any]) -> str:
+        if not _is_finite(arguments):
+            return "NaN and infinity are no numbers of JSON"
+        errors = itertools.islice(
+            jsonschema.Draft202012Validator(self.parameters).iter_errors(arguments), _MAX_MISTAKES
+        )
+        found = [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]
+        return shorten("; ".join(found).replace("$: ", ""))
+
+
+def shorten(text: str, limit: int = _MAX_WORDS) -> str:
+    """`text`, or its first `limit` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _with_null(part: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON schema has no "nullable", which OpenAPI has and transformers writes."""
+    plain = {key: value for key, value in part.items() if key not in ("nullable", "description")}
+    described = {key: part[key] for key in ("description",) if key in part}
+    return {**({"anyOf": [plain, {"type": "null"}]} if part.get("nullable") else plain), **described}
+
+
+def _is_finite(value: object) -> bool:
+    """Whether all numbers inside a JSON value are finite; Python's reader takes NaN and Infinity."""
+    todo = [value]
+    while todo:
+        match todo.pop():
+            case float(number) if not math.isfinite(number):
+                return False
+            case list(items):
+                todo += items
+            case Mapping() as fields:
+                todo += fields.values()
+    return True
+
+
+def _to_result(value: object) -> ToolResult:
+    match value:
+        case ToolResult():
+            return value
+        case str():
+            return ToolResult(text=value)
+        case None:
+            return ToolResult()
+    return ToolResult(text=json.dumps(value, ensure_ascii=False))
+
+
+async def _run_in_thread(call: Callable[[], object]) -> object:
+    """The result of a blocking call in a thread of its own, which is ended when this is cancelled.
+
+    Not in the event loop's pool: calls that do not end would fill it, and it is waited for when a process ends.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[object, Exception | None]] = loop.create_future()
+
+    def work() -> None:
+        value: object = None
+        failure: Exception | None = None
+        try:
+            value = call()
+        except Exception as error:  # noqa: BLE001 - raised again below, where it is awaited
+            failure = error
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the whole process there
+            failure = RuntimeError(repr(error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    def settle(value: object, failure: Exception | None) -> None:
+        if not done.done():
+            done.set_result((value, failure))
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(work,), name="tool", daemon=True)
+    thread.start()
+    try:
+        value, failure = await done
+    except asyncio.CancelledError:
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        raise
+    if failure is not None:
+        raise failure
+    return value
