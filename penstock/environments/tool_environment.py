@@ -54,14 +54,25 @@ class ToolEnvironment:
             raise ValueError(
                 f"max_calls_per_turn = {max_calls_per_turn} and max_turns = {max_turns} must be at least 1"
             )
-        made = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in tools]
-        self._tools = {tool.name: tool for tool in made}
-        if len(self._tools) < len(made):
-            raise ValueError(f"tools {sorted(tool.name for tool in made)}: each needs a name of its own")
-        self._to_close = made
+        self._tools: dict[str, Tool] = {}
+        self._to_close: list[Tool] = []
+        for tool in tools:
+            self.add_tool(tool)
         self._max_calls = max_calls_per_turn
         self._max_turns = max_turns
         self._num_turns = 0
+
+    def add_tool(self, tool: Tool | Callable[..., object]) -> None:
+        """One more, for a subclass whose tools depend on the task: to be called before this class' `reset`.
+
+        Raises:
+            ValueError: there is one of that name, or the function makes no tool.
+        """
+        made = tool if isinstance(tool, Tool) else Tool.from_function(tool)
+        if made.name in self._tools:
+            raise ValueError(f"there are two tools called {made.name!r}; each needs a name of its own")
+        self._tools[made.name] = made
+        self._to_close.append(made)
 
     async def reset(self, task: Task) -> Observation:
         """The task's messages and images, and the tools; if the task names some of them, only these.
