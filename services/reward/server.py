@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.isolation.forkserver_process import WorkerDiedError
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.admission_queue import MAX_ITEMS
@@ -16,7 +17,6 @@ from services.reward.config import RewardConfig, RewardSettings
 from services.reward.frontends.http.app import make_http_app
 from services.reward.frontends.rpc import RewardServicer
 from services.reward.isolation.pool import WorkerPool
-from services.reward.isolation.worker_process import WorkerDiedError
 from services.reward.malloc_trim import trim_when_idle
 from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier

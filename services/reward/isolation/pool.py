@@ -7,17 +7,20 @@ hold up the others for moments only.
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Mapping
 
 import structlog
 
+from penstock.runtime import security
 from penstock.runtime.backoff import Backoff
+from penstock.runtime.isolation.forkserver_process import Forkserver, WorkerDiedError
+from penstock.runtime.isolation.forkserver_protocol import Sandbox
 from penstock.verdict_status import Status
-from services.reward.isolation.forkserver_protocol import Sandbox
 from services.reward.isolation.permits import Permit, Permits
-from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply
-from services.reward.isolation.worker_process import Forkserver, WorkerDiedError, WorkerProcess
+from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply, WorkerSettings
+from services.reward.isolation.worker_process import WorkerProcess
 
 log = structlog.get_logger()
 
@@ -54,14 +57,20 @@ class WorkerPool:
             max_overtime: Items that may be in overtime at once; then workers that hang keep their permit.
             overtime_memory_bytes: What workers may allocate together; beyond it, who has most is killed.
             sandbox: Whether workers are confined, see `ForkserverSettings`.
-            verifiers: Custom verifiers by name, see `ForkserverSettings`.
+            verifiers: Custom verifiers by name, see `WorkerSettings`.
         """
         self.num_killed = 0
         """Workers killed over their item, by deadline, cancellation or memory, since the start."""
         self._num_ready = 2 * num_workers if max_overtime else num_workers
         self._recycle_after = recycle_after
         self._overtime_memory_bytes = overtime_memory_bytes
-        self._forkserver = Forkserver(memory_limit_bytes=memory_limit_bytes, sandbox=sandbox, verifiers=verifiers or {})
+        self._forkserver = Forkserver(
+            "services.reward.isolation.forkserver",
+            WorkerSettings(memory_limit_bytes=memory_limit_bytes, verifiers=dict(verifiers or {})),
+            sandbox=sandbox,
+            environment={name: value for name, value in os.environ.items() if name not in security.VARIABLES},
+            hint="; is math-verify installed? pip install 'penstock[reward]'",
+        )
         self._permits = Permits(num_workers, max_overtime, _OVERTIME_AFTER_S)
         self._workers: set[WorkerProcess] = set()
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
@@ -81,7 +90,7 @@ class WorkerPool:
         """
         await self._forkserver.start()
         while len(self._workers) < self._num_ready:
-            self._add(await self._forkserver.spawn())
+            self._add(WorkerProcess(await self._forkserver.spawn(), self._forkserver))
         self._fresh_bytes = max(worker.resident_bytes for worker in self._workers)
         self._background = [asyncio.create_task(self._refill()), asyncio.create_task(self._watch())]
 
@@ -202,7 +211,7 @@ class WorkerPool:
 
     async def _spawn(self) -> None:
         try:
-            self._add(await self._forkserver.spawn())
+            self._add(WorkerProcess(await self._forkserver.spawn(), self._forkserver))
         except WorkerDiedError as error:
             log.warning("forkserver.died", reason=str(error))
             await self._forkserver.stop()

@@ -1,15 +1,12 @@
-"""What the server and its workers say to each other: msgpack over a socket pair, each record length-prefixed."""
+"""What the server and its workers say to each other: frames over a socket pair."""
 
 import re
-import struct
 
 import msgspec
 
 from penstock.verdict_status import Status
 from services.reward.verdict import Method
 
-HEADER = struct.Struct("<I")
-"""Length of the record that follows, in bytes."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -72,6 +69,15 @@ Task = SymbolicTask | Prm800kTask | MathVerifyTask | FormatTask | VerifierTask
 """Everything that a worker can be asked; a union of tagged structs."""
 
 
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the forkserver is told of its workers."""
+
+    memory_limit_bytes: int
+    """Address space of a worker."""
+    verifiers: dict[str, str] = {}
+    """Custom verifiers by name, to be loaded before any worker is forked: "file.py:function" or "module:function"."""
+
+
 class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """To a worker: one item and the processor time that it may take."""
 
@@ -95,12 +101,6 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     """The request's."""
     is_spoilt: bool = False
     """The worker ends with this reply: it ran out of memory, has grown, or has threads that outlive the item."""
-
-
-def frame(record: msgspec.Struct) -> bytes:
-    """The record as it goes over the socket."""
-    data = msgspec.msgpack.encode(record)
-    return HEADER.pack(len(data)) + data
 
 
 def sendable(text: str) -> str:

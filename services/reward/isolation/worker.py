@@ -3,7 +3,6 @@
 It keeps no deadline of its own: the server holds it and kills. The limits here are for when the server cannot.
 """
 
-import os
 import resource
 import time
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.runtime.isolation import sandbox
+from penstock.runtime.isolation.frames import HEADER, frame, write_all
+from penstock.runtime.isolation.limits import limit_process
 from penstock.verdict_status import Status
-from services.reward.isolation import sandbox
-from services.reward.isolation.tasks import HEADER, Task, VerifierTask, WorkerReply, WorkerRequest, frame
+from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply, WorkerRequest
 from services.reward.worker_tasks.perform import perform
 
 _NEARLY = 0.9
@@ -21,16 +22,12 @@ _NEARLY = 0.9
 math-verify swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is replaced then."""
 _MAX_GROWTH_BYTES = 48 * 2**20
 """A worker that has grown by more since it was forked is replaced."""
-_MAX_OPEN_FILES = 64
 _THREAD_END_S = 0.02
 
 
 def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
     """Answer requests from the socket `fd` until it is closed, or until the process is spoilt."""
-    _limit(resource.RLIMIT_AS, memory_limit_bytes)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+    limit_process(memory_bytes=memory_limit_bytes)
     if is_confined:
         sandbox.enter()
     size_at_start = _resident_bytes()
@@ -47,7 +44,7 @@ def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
                 reply = WorkerReply(status=Status.OUT_OF_MEMORY)
             is_spoilt = has_grown or has_peaked or reply.status is Status.OUT_OF_MEMORY or _has_threads_left()
             reply = msgspec.structs.replace(reply, token=request.token, is_spoilt=is_spoilt)
-            _write(fd, frame(reply))
+            write_all(fd, frame(reply))
             if reply.is_spoilt:
                 return
 
@@ -59,19 +56,6 @@ def _perform(task: Task) -> WorkerReply:
         return WorkerReply(status=Status.OUT_OF_MEMORY)
     except Exception:  # noqa: BLE001 - the process's boundary: sympy raises anything at all on text that it cannot handle
         return WorkerReply(status=Status.UNPARSEABLE)
-
-
-def _limit(which: int, value: int) -> None:
-    """Set a limit for good; one that is lower already stays."""
-    _, hard = resource.getrlimit(which)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
-
-
-def _write(fd: int, data: bytes) -> None:
-    """All of `data`, by `write`: the sandbox knows no `send`."""
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _resident_bytes() -> int:

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from penstock.runtime.isolation.forkserver_process import WorkerDiedError
 from penstock.verdict_status import Status
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, VerifierTask, WorkerReply
-from services.reward.isolation.worker_process import WorkerDiedError
 from tests.support.processes import is_alive
 from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import parent_of

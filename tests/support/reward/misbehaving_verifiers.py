@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.runtime.isolation.frames import HEADER, frame
 from penstock.verdict_status import Status
-from services.reward.isolation.tasks import HEADER, WorkerReply, frame
+from services.reward.isolation.tasks import WorkerReply
 
 
 def verify(golds: list[str], response: str, prompt: str) -> float:

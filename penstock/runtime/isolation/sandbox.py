@@ -14,7 +14,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-from services.reward.isolation.syscalls import ARCHITECTURES, FIRST_RECENT, Architecture
+from penstock.runtime.isolation.syscalls import ARCHITECTURES, FIRST_RECENT, Architecture
 
 _PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP = 22

@@ -1,4 +1,4 @@
-"""What the server and the forkserver say to each other."""
+"""What a server and its forkserver say to each other."""
 
 import struct
 from typing import Literal
@@ -17,17 +17,13 @@ Sandbox = Literal["auto", "require", "off"]
 
 
 class ForkserverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the forkserver is started with: JSON, its one argument."""
+    """What every forkserver is started with: JSON, its first argument."""
 
     parent_pid: int
     control_fd: int
     """The control socket, inherited."""
-    memory_limit_bytes: int
-    """Address space of a worker."""
     sandbox: Sandbox = "auto"
     """Confine workers where the kernel lets them; refuse to start where it does not; or do not."""
-    verifiers: dict[str, str] = {}
-    """Custom verifiers by name, to be loaded before any worker is forked: "file.py:function" or "module:function"."""
 
 
 class ForkserverReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,105 @@
+"""The life of a process that worker processes are forked from: what they need is imported, nothing else runs in it.
+
+    python -m MODULE SETTINGS WORKERS
+
+`MODULE` calls `serve`. `SETTINGS` is `ForkserverSettings` as JSON; `WORKERS` is the module's own. Over the control
+socket come `SPAWN` with a worker's socket, answered with the new worker's process id, and `REAP` for a worker that was
+killed. A dead worker keeps its process id until then, so the server never kills another's process. When the control
+socket closes, or the server ends in whatever way, this process ends and its workers with it.
+"""
+
+import gc
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.runtime.isolation import sandbox
+from penstock.runtime.isolation.forkserver_protocol import (
+    COMMAND,
+    MAX_REPLY_BYTES,
+    SPAWN,
+    ForkserverReply,
+    ForkserverSettings,
+    encode_reply,
+)
+from penstock.runtime.parent_death import die_with
+
+Work: TypeAlias = Callable[[int, bool], None]
+"""A worker's life: it is given its socket, and whether it must confine itself."""
+
+_REAP_INTERVAL_MS = 50
+
+
+def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> None:
+    """Serve the control socket until it closes.
+
+    Args:
+        encoded_settings: `ForkserverSettings` as JSON.
+        prepare: Loads what workers inherit.
+        work: Called in each worker, which ends when it returns.
+    """
+    settings = msgspec.json.decode(encoded_settings, type=ForkserverSettings)
+    die_with(settings.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=settings.control_fd)
+    try:
+        prepare()
+        warning = _check_sandbox(settings)
+    except Exception as error:  # noqa: BLE001 - the process's boundary, and verifiers are the user's code: tell the server
+        control.send(encode_reply(ForkserverReply(error=str(error)[: MAX_REPLY_BYTES // 8] or repr(error))))
+        return
+    gc.freeze()
+    control.send(encode_reply(ForkserverReply(warning=warning)))
+    is_confined = settings.sandbox != "off" and not warning
+    killed: set[int] = set()
+    asked = select.poll()  # unlike select it takes any number of a socket, and the server's open connections raise it
+    asked.register(control, select.POLLIN)
+    while True:
+        is_asked = bool(asked.poll(_REAP_INTERVAL_MS if killed else None))
+        killed = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        if not is_asked:
+            continue
+        try:
+            message, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        except ConnectionError:
+            return
+        if not message:
+            return
+        command, pid = COMMAND.unpack(message)
+        if command == SPAWN:
+            control.send(encode_reply(ForkserverReply(pid=_spawn(control, fds[0], work, is_confined=is_confined))))
+        else:
+            killed.add(pid)
+
+
+def _check_sandbox(settings: ForkserverSettings) -> str:
+    """A warning if workers cannot be confined.
+
+    Raises:
+        SandboxError: they must be.
+    """
+    reason = sandbox.probe() if settings.sandbox != "off" else ""
+    if reason and settings.sandbox == "require":
+        raise sandbox.SandboxError(f"worker processes cannot be confined ({reason}), and sandbox is 'require'")
+    return f"worker processes are not confined: {reason}" if reason else ""
+
+
+def _spawn(control: socket.socket, worker_fd: int, work: Work, *, is_confined: bool) -> int:
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            die_with(parent_pid)
+            control.close()
+            work(worker_fd, is_confined)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(worker_fd)
+    return pid

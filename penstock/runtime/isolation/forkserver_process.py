@@ -1,0 +1,171 @@
+"""The handle of a forkserver, in the server: start, fork, kill. Nothing here blocks the event loop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+
+import msgspec
+import structlog
+
+from penstock.runtime.isolation.forkserver_protocol import (
+    COMMAND,
+    MAX_REPLY_BYTES,
+    REAP,
+    SPAWN,
+    ForkserverReply,
+    ForkserverSettings,
+    Sandbox,
+)
+
+log = structlog.get_logger()
+
+_START_TIMEOUT_S = 60.0
+_SPAWN_TIMEOUT_S = 10.0
+_REPLIES = msgspec.msgpack.Decoder(ForkserverReply)
+
+
+class WorkerDiedError(Exception):
+    """The process at the other end is gone, or does not come up."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForkedWorker:
+    """A worker process that was just forked, and its socket."""
+
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class Forkserver:
+    """The process that workers are forked from; it can be started again after `stop`."""
+
+    def __init__(
+        self,
+        module: str,
+        workers: msgspec.Struct,
+        *,
+        sandbox: Sandbox,
+        environment: Mapping[str, str],
+        hint: str = "",
+    ) -> None:
+        """Make a forkserver that is yet to start.
+
+        Args:
+            module: What it runs; see `penstock.runtime.isolation.forkserver`.
+            workers: The module's own settings.
+            sandbox: Whether workers are confined, see `ForkserverSettings`.
+            environment: Its environment variables, which workers see.
+            hint: What to tell people if it ends before it is ready.
+        """
+        self._module = module
+        self._workers = workers
+        self._sandbox = sandbox
+        self._environment = dict(environment)
+        self._hint = hint
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._pids: set[int] = set()
+        self._to_reap: list[int] = []
+
+    async def start(self) -> None:
+        """Start it and wait until it is ready to fork.
+
+        Raises:
+            WorkerDiedError: it does not come up; the message says why.
+            OSError: no socket or no process can be had.
+        """
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        with theirs:
+            settings = ForkserverSettings(parent_pid=os.getpid(), control_fd=theirs.fileno(), sandbox=self._sandbox)
+            arguments = [msgspec.json.encode(part).decode() for part in (settings, self._workers)]
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", self._module, *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                env=self._environment,
+                pass_fds=(theirs.fileno(),),
+                # An interrupt at the terminal is for the server, which drains. Not a session of its own: the kernel
+                # shares the processor out by sessions first, and a demoted worker would get the share of its session.
+                process_group=0,
+            )
+        reply = await self._reply(_START_TIMEOUT_S)
+        if reply.error:
+            raise WorkerDiedError(reply.error)
+        if reply.warning:
+            log.warning("sandbox.missing", reason=reply.warning)
+
+    async def spawn(self) -> ForkedWorker:
+        """Fork a worker. One call at a time.
+
+        Raises:
+            WorkerDiedError: the forkserver is gone.
+            OSError: no socket can be opened, or it has too much to do; it may succeed later.
+        """
+        if self._control is None:
+            raise WorkerDiedError("the forkserver is not running")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [COMMAND.pack(SPAWN, 0)], [theirs.fileno()])
+            pid = (await self._reply(_SPAWN_TIMEOUT_S)).pid
+            self._pids.add(pid)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except ConnectionError as error:
+            ours.close()
+            raise WorkerDiedError(f"the forkserver is gone: {error}") from None
+        except BaseException:
+            ours.close()
+            raise
+        self._reap()
+        return ForkedWorker(pid, reader, writer)
+
+    def kill_worker(self, pid: int) -> None:
+        """Kill and reap worker `pid`; nothing happens if it is not, or no longer, this forkserver's."""
+        if pid not in self._pids:
+            return
+        self._pids.discard(pid)
+        with contextlib.suppress(ProcessLookupError):  # the forkserver is gone, and its workers went with it
+            os.kill(pid, signal.SIGKILL)
+        self._to_reap.append(pid)
+        self._reap()
+
+    async def stop(self) -> None:
+        """Kill it, and so its workers, and wait until it is gone."""
+        self._pids.clear()
+        self._to_reap.clear()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+    def _reap(self) -> None:
+        while self._control is not None and self._to_reap:
+            try:
+                self._control.send(COMMAND.pack(REAP, self._to_reap[-1]))
+            except OSError:
+                return  # its queue is full, and the next call tries again; or it is gone
+            self._to_reap.pop()
+
+    async def _reply(self, timeout_s: float) -> ForkserverReply:
+        assert self._control is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPLY_BYTES)
+        except (TimeoutError, OSError) as error:
+            raise WorkerDiedError(f"the forkserver does not answer: {error!r}") from None
+        try:
+            return _REPLIES.decode(message)
+        except msgspec.MsgspecError:
+            raise WorkerDiedError(f"the forkserver ended; its message is on standard error{self._hint}") from None
