@@ -123,9 +123,9 @@ class Tool:
                 else:
                     result = await _run_in_thread(functools.partial(self.function, **arguments))
             return _to_result(result)
-        except (ToolError, InvalidRequestError) as error:
+        except InvalidRequestError as error:
             raise ToolError(shorten(str(error))) from error
-        except PenstockError:
+        except (ToolError, PenstockError):
             raise
         except Exception as error:  # a boundary: tools are other people's code
             if limit.expired():

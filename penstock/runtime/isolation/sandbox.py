@@ -3,7 +3,8 @@
 Inside, there is no network, no new process or program, no signal to any process, no file opened for writing, and
 none created, moved or removed. Reading files, memory, threads and what is open already are left: sympy and a verifier
 of the user's own need them. It stops hostile answers, and code that does what its author did not mean; it hides no file
-that the service may read.
+that the service may read. A strict filter, for code that a policy writes, does: no file is opened or looked at, and no
+limit of the process is changed.
 """
 
 import ctypes
@@ -46,13 +47,16 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def enter() -> None:
+def enter(*, is_strict: bool = False) -> None:
     """Confine this process and its threads, for good.
+
+    Args:
+        is_strict: Also open and look at no file, so that nothing more can be imported, and change no limit.
 
     Raises:
         SandboxError: that is not possible here.
     """
-    instructions = _filter(platform.machine())
+    instructions = _filter(platform.machine(), is_strict=is_strict)
     program = _Program(len(instructions) // _INSTRUCTION.size, instructions)
     _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -84,14 +88,14 @@ def _prctl(option: int, *arguments: int) -> None:
 
 
 @functools.cache
-def _filter(machine: str) -> bytes:
+def _filter(machine: str, *, is_strict: bool) -> bytes:
     """The filter as the kernel takes it: a program over the call's number, architecture and arguments."""
     if machine not in ARCHITECTURES:
         raise SandboxError(f"there is no filter for {machine}; known: {', '.join(sorted(ARCHITECTURES))}")
-    return b"".join(_INSTRUCTION.pack(*instruction) for instruction in _instructions(ARCHITECTURES[machine]))
+    return b"".join(_INSTRUCTION.pack(*instruction) for instruction in _instructions(ARCHITECTURES[machine], is_strict))
 
 
-def _instructions(architecture: Architecture) -> list[tuple[int, int, int, int]]:
+def _instructions(architecture: Architecture, is_strict: bool) -> list[tuple[int, int, int, int]]:
     """Each is (code, instructions to skip if true, if false, operand)."""
     deny = (_RETURN, 0, 0, _FAIL_WITH | errno.EPERM)
     allow = (_RETURN, 0, 0, _ALLOW)
@@ -103,7 +107,7 @@ def _instructions(architecture: Architecture) -> list[tuple[int, int, int, int]]
         (_JUMP_NOT_BELOW, 0, 1, FIRST_RECENT),  # the x32 calls of x86_64 are above it too
         (_RETURN, 0, 0, _FAIL_WITH | errno.ENOSYS),
     ]
-    for number in architecture.denied:
+    for number in (*architecture.denied, *(architecture.denied_strictly if is_strict else ())):
         program += [(_JUMP_EQUAL, 0, 1, number), deny]
     for number, flags in architecture.opens:
         program += _if_argument(number, flags, _JUMP_ANY_BIT, (_WRITING,), deny, allow)

@@ -14,6 +14,8 @@ class Architecture(NamedTuple):
     """AUDIT_ARCH_*, by which a filter knows under which table a call was made."""
     denied: tuple[int, ...]
     """Calls that are refused whatever their arguments."""
+    denied_strictly: tuple[int, ...]
+    """Calls that a process without files, and with limits of its own, has no use for either."""
     opens: tuple[tuple[int, int], ...]
     """Calls that open a file, each with the index of its flags argument."""
     clone: int
@@ -155,10 +157,35 @@ _DENIED = {
     "capset": (126, 91),
 }
 
+_DENIED_STRICTLY = {
+    # files
+    "open": (2, None),
+    "openat": (257, 56),
+    "stat": (4, None),
+    "lstat": (6, None),
+    "newfstatat": (262, 79),
+    "statx": (332, 291),
+    "statfs": (137, 43),
+    "access": (21, None),
+    "faccessat": (269, 48),
+    "readlink": (89, None),
+    "readlinkat": (267, 78),
+    "chdir": (80, 49),
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+    # limits, and dying with the parent
+    "setrlimit": (160, 164),
+    "prlimit64": (302, 261),
+    "prctl": (157, 167),
+}
+
 ARCHITECTURES = {
     "x86_64": Architecture(
         audit_id=0xC000003E,
         denied=tuple(numbers[0] for numbers in _DENIED.values()),
+        denied_strictly=tuple(numbers[0] for numbers in _DENIED_STRICTLY.values()),
         opens=((2, 1), (257, 2)),
         clone=56,
         fcntl=72,
@@ -168,6 +195,7 @@ ARCHITECTURES = {
     "aarch64": Architecture(
         audit_id=0xC00000B7,
         denied=tuple(number for _, number in _DENIED.values() if number is not None),
+        denied_strictly=tuple(number for _, number in _DENIED_STRICTLY.values() if number is not None),
         opens=((56, 2),),
         clone=220,
         fcntl=25,

@@ -208,7 +208,7 @@ async def test_the_answer_is_left_to_the_reward_service() -> None:
     [
         ({"unit": "pixel"}, "unit = 'pixel' must be one of fraction, thousandth"),
         ({"max_pixels": 10}, "max_pixels = 10 must be at least 1024"),
-        ({"tools": ["hammer"]}, "'hammer'.* unknown; known: calculator"),
+        ({"tools": ["hammer"]}, "'hammer'.* unknown; known: calculator, python"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

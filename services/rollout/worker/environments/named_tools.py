@@ -5,8 +5,9 @@ from typing import Final
 
 from penstock.environments import Tool
 from services.rollout.worker.environments.calculator import calculator_tool
+from services.rollout.worker.environments.python import python_tool
 
-_TOOLS: Final[Mapping[str, Callable[[], Tool]]] = {"calculator": calculator_tool}
+_TOOLS: Final[Mapping[str, Callable[[], Tool]]] = {"calculator": calculator_tool, "python": python_tool}
 
 
 def make_tools(names: Sequence[str]) -> list[Tool]:

@@ -23,6 +23,7 @@ from services.rollout.worker.environments.hosting.remote import RemoteEnvironmen
 from services.rollout.worker.environments.loading import is_blocking, load_class
 from services.rollout.worker.environments.calculator import Calculator
 from services.rollout.worker.environments.geo3k_zoom import Geo3kZoom
+from services.rollout.worker.environments.python import Python
 from services.rollout.worker.environments.single_turn import SingleTurn
 
 ENTRY_POINT_GROUP = "penstock.environments"
@@ -31,6 +32,7 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "geo3k_tools": Geo3kTools,
     "calculator": Calculator,
     "geo3k_zoom": Geo3kZoom,
+    "python": Python,
     "single_turn": SingleTurn,
 }
 """Classes that come with Penstock, by name."""

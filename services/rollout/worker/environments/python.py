@@ -1,0 +1,135 @@
+"""A Python tool: code that a policy writes, in a process without network, files or other processes."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.environments import Tool, ToolEnvironment, ToolError
+from services.rollout.worker.environments.confined_python.interpreter import Interpreter, Run
+from services.rollout.worker.environments.confined_python.messages import InterpreterSettings
+
+MODULES: Final = (
+    *("bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),
+    *("heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "time"),
+    *("typing", "_strptime"),
+    *("numpy", "numpy.fft", "numpy.linalg", "numpy.polynomial", "numpy.random"),
+)
+"""What code may import unless told otherwise."""
+
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "code": {
+            "type": "string",
+            "description": "A whole program: nothing is kept from one call to the next. What it prints comes back, and "
+            "the value of its last line if that is an expression.",
+        }
+    },
+    "required": ["code"],
+    "additionalProperties": False,
+}
+
+
+class Python(ToolEnvironment):
+    """Shows the row and the tool `python`."""
+
+    def __init__(
+        self,
+        *,
+        time_limit_s: float = 10.0,
+        memory_limit_mb: int = 256,
+        max_characters: int = 4000,
+        modules: Sequence[str] = MODULES,
+        max_calls_per_turn: int = 4,
+        max_turns: int | None = None,
+    ) -> None:
+        """Play one episode.
+
+        Args:
+            time_limit_s: Of one call, from when a processor is free for it.
+            memory_limit_mb: What a call may allocate.
+            max_characters: Of what it prints, and of its value and its error.
+            modules: What code may import; submodules that it needs must be named, too.
+            max_calls_per_turn: As in `ToolEnvironment`.
+            max_turns: As in `ToolEnvironment`.
+
+        Raises:
+            ValueError: an argument is out of its range.
+        """
+        tool = python_tool(
+            time_limit_s=time_limit_s, memory_limit_mb=memory_limit_mb, max_characters=max_characters, modules=modules
+        )
+        super().__init__([tool], max_calls_per_turn=max_calls_per_turn, max_turns=max_turns)
+
+
+def python_tool(
+    *,
+    time_limit_s: float = 10.0,
+    memory_limit_mb: int = 256,
+    max_characters: int = 4000,
+    modules: Sequence[str] = MODULES,
+) -> Tool:
+    """The tool `python`; arguments are as in `Python`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    given = {"time_limit_s": time_limit_s, "memory_limit_mb": memory_limit_mb, "max_characters": max_characters}
+    for name, value in given.items():
+        if not value > 0:
+            raise ValueError(f"{name} = {value} must be above 0")
+    settings = InterpreterSettings(
+        time_limit_s=time_limit_s,
+        memory_limit_mb=memory_limit_mb,
+        max_characters=max_characters,
+        modules=tuple(modules),
+    )
+    calls = _Calls(settings)
+    return Tool(
+        name="python",
+        description=f"Runs Python code, for at most {time_limit_s:g} s and without network or files.",
+        parameters=_PARAMETERS,
+        function=calls.run,
+        timeout_s=None,  # it has its own, which does not count the wait for a processor
+        close=calls.close,
+    )
+
+
+class _Calls:
+    """Those of one episode."""
+
+    def __init__(self, settings: InterpreterSettings) -> None:
+        self._settings = settings
+        self._interpreter: Interpreter | None = None
+
+    async def run(self, code: str) -> str:
+        """What the code printed and its value."""
+        if "\0" in code or any("\ud800" <= character <= "\udfff" for character in code):
+            raise ToolError("the code holds a null character or half a character, which no Python source can")
+        if self._interpreter is None:
+            self._interpreter = Interpreter.acquire(self._settings)
+        return self._told(await self._interpreter.run(code))
+
+    async def close(self) -> None:
+        """Let go of the interpreter."""
+        if self._interpreter is not None:
+            interpreter, self._interpreter = self._interpreter, None
+            await interpreter.release()
+
+    def _told(self, run: Run) -> str:
+        """As text.
+
+        Raises:
+            ToolError: the code failed; with what it printed before.
+        """
+        dropped = f"\n... ({run.num_dropped} characters more were printed)" if run.num_dropped else ""
+        printed = f"{run.printed}{dropped}".rstrip("\n")
+        match run.ending:
+            case "out_of_time":
+                end = f"It was ended after {self._settings.time_limit_s:g} s."
+            case "killed":
+                end = f"Its process crashed; it may have {self._settings.memory_limit_mb} MB of memory."
+            case "finished" if run.error:
+                end = run.error
+            case _:
+                return "\n".join(filter(None, (printed, run.value))) or "It ended and printed nothing."
+        raise ToolError("\n".join(filter(None, (printed, end))))
