@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import SetupError
 from services.rollout.worker.environments.confined_python.interpreter import Interpreter
 from services.rollout.worker.environments.python import Python
-from tests.support.waiting import HANG_S, until
+from tests.support.waiting import HANG_S, settled, until
 from tests.support.worker.tool_calls import texts, turn
 
 REFUSED = "(Code has no network, no files and no other processes here.)"
@@ -188,6 +188,17 @@ async def test_output_past_the_runners_own_limit_ends_the_process(python: Python
     assert await run(python, flood) == ["Error in python: Its process crashed; it may have 256 MB of memory."]
 
 
+async def test_reports_past_the_limit_end_the_process(python: Python) -> None:
+    """The limit on what is printed does not depend on the process keeping to it."""
+    forged = (
+        "from penstock.runtime.isolation.frames import frame, write_all\n"
+        "from services.rollout.worker.environments.confined_python.messages import Printed\n"
+        "for fd in range(3, 64):\n try:\n  while True: write_all(fd, frame(Printed(text='x' * 4000)))\n except OSError: pass"
+    )
+    [text] = await run(python, forged)
+    assert text == f"Error in python: {'x' * 4000}\nIts process crashed; it may have 256 MB of memory."
+
+
 async def test_state_does_not_leak_between_calls(python: Python) -> None:
     """Neither names nor changed modules."""
     await run(python, "import math, builtins\nleaked = 1\nmath.pi = 3\nbuiltins.leaked = 2")
@@ -234,19 +245,36 @@ async def test_a_killed_forkserver_is_started_again() -> None:
     await environment.close()
 
 
-async def test_a_cancelled_call_leaves_no_process_and_the_next_gets_its_own_answer() -> None:
-    """The episode's deadline may come at any moment: before the process is there, or while it runs."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    environment = Python(time_limit_s=9)
-    for num_waits in (1, 2, 5, 50):
-        call = asyncio.ensure_future(run(environment, "import time\ntime.sleep(8)"))
-        for _ in range(num_waits):
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        assert await run(environment, f"{num_waits}") == [str(num_waits)]
+async def test_a_call_that_is_cancelled_before_it_has_a_process_takes_nobody_elses() -> None:
+    """The forkserver's late answer is for the call that is gone: taken for the next one's, the wrong process is killed
+    and an endless loop lives on."""
+    before = {child.pid for child in psutil.Process().children()}
+    environment = Python(time_limit_s=0.5)
+    assert await run(environment, "1") == ["1"]
+    [forkserver] = [child for child in psutil.Process().children() if child.pid not in before]
+    forkserver.suspend()
+    call = asyncio.ensure_future(run(environment, "while True: pass"))
+    await settled()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    forkserver.resume()
+    assert await run(environment, "while True: pass") == ["Error in python: It was ended after 0.5 s."]
+    await until(lambda: not forkserver.children())
     await environment.close()
-    await until(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= before)
+
+
+async def test_a_call_that_is_cancelled_ends_its_process() -> None:
+    """The episode's deadline came."""
+    before = {child.pid for child in psutil.Process().children()}
+    environment = Python(time_limit_s=HANG_S)
+    assert await run(environment, "1") == ["1"]
+    [forkserver] = [child for child in psutil.Process().children() if child.pid not in before]
+    call = asyncio.ensure_future(run(environment, "while True: pass"))
+    await until(forkserver.children)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await until(lambda: not forkserver.children())
+    await environment.close()
 
 
 async def test_where_processes_cannot_be_confined_no_code_runs() -> None:

@@ -135,7 +135,7 @@ def _checked(given: Sequence[float], unit: Unit) -> tuple[float, float, float, f
         raise ToolError(
             f"{shown} is reversed or empty: write left, top, right, bottom, with left < right, top < bottom"
         )
-    if min(right - left, bottom - top) < _MIN_EDGE - 1e-9:  # 0.52 - 0.5 is a little less than 0.02
+    if min(right - left, bottom - top) < _MIN_EDGE - 1e-9:  # 0.12 - 0.1 is a little less than 0.02
         raise ToolError(f"{shown} is too small: each edge must be at least {_MIN_EDGE * full:g}")
     return left, top, right, bottom
 

@@ -41,7 +41,7 @@ class Trigonometry:
         if name in ("asin", "acos") and not -1 <= value <= 1:
             raise ValueError(f"{name} of a number that is not between -1 and 1")
         if name.startswith("a"):
-            angle = self._angle(_INVERSES[name](value))
+            angle = self._angle(_INVERSES[name](float(value)))
             is_exact = isinstance(value, Fraction) and self._of_angle(name[1:], Fraction(round(angle))) == value
             return Fraction(round(angle)) if is_exact and self._unit == "degrees" else angle
         return self._of_angle(name, value)

@@ -57,7 +57,7 @@ def run(source: str, *, max_characters: int, modules: Sequence[str], report: Cal
     """Run `source` as a program of its own and report; the last report is `Finished`."""
     printer = _Printer(report, max_characters)
     sys.stdout = sys.stderr = printer
-    sys.meta_path[:] = [_NoFurtherImports(modules)]  # type: ignore[list-item]
+    sys.meta_path[:] = [_NoFurtherImports(modules)]
     linecache.cache[_FILE] = (len(source), None, source.splitlines(keepends=True), _FILE)
     value, error = "", ""
     try:

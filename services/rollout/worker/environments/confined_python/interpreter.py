@@ -6,7 +6,7 @@ Invariant: no process outlives its call, and no call sees anything of another's.
 import asyncio
 import dataclasses
 import os
-from typing import ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -43,7 +43,7 @@ class Run:
 class Interpreter:
     """The processes that run code. Those who run code with the same settings, in the same event loop, share one."""
 
-    _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, InterpreterSettings], Self]] = {}
+    _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, InterpreterSettings], "Interpreter"]] = {}
 
     def __init__(self, settings: InterpreterSettings) -> None:
         """Make an interpreter that starts with its first call."""
