@@ -18,7 +18,7 @@ REFUSED = "(Code has no network, no files and no other processes here.)"
 @pytest.fixture(scope="module")
 async def python() -> AsyncIterator[Python]:
     """One environment for the tests of this file that need no settings of their own."""
-    environment = Python()
+    environment = Python(time_limit_s=HANG_S)
     await run(environment, "")
     yield environment
     await environment.close()
@@ -164,11 +164,16 @@ async def test_memory_is_limited(python: Python) -> None:
     ],
 )
 async def test_code_that_does_not_end_is_ended(code: str) -> None:
-    """Whether it computes or sleeps; what it printed until then comes back, and its process is gone."""
+    """Whether it computes or sleeps; and its process is gone."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    text = await run_alone(f"print('so far')\n{code}", time_limit_s=0.5)
-    assert text == "Error in python: so far\nIt was ended after 0.5 s."
+    assert await run_alone(code, time_limit_s=0.5) == "Error in python: It was ended after 0.5 s."
     await until(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= before)
+
+
+async def test_what_was_printed_before_time_ran_out_is_told() -> None:
+    """Each print is sent at once."""
+    text = await run_alone("print('so far')\nwhile True: pass", time_limit_s=5)
+    assert text == "Error in python: so far\nIt was ended after 5 s."
 
 
 async def test_a_hundred_megabytes_of_output_are_cut(python: Python) -> None:
@@ -193,7 +198,8 @@ async def test_reports_past_the_limit_end_the_process(python: Python) -> None:
     forged = (
         "from penstock.runtime.isolation.frames import frame, write_all\n"
         "from services.rollout.worker.environments.confined_python.messages import Printed\n"
-        "for fd in range(3, 64):\n try:\n  while True: write_all(fd, frame(Printed(text='x' * 4000)))\n except OSError: pass"
+        "data = frame(Printed(text='x' * 4000))\n"
+        "for fd in range(3, 64):\n try:\n  while True: write_all(fd, data)\n except OSError: pass"
     )
     [text] = await run(python, forged)
     assert text == f"Error in python: {'x' * 4000}\nIts process crashed; it may have 256 MB of memory."
