@@ -38,6 +38,7 @@ class ToolEnvironment:
         *,
         max_calls_per_turn: int = 4,
         max_turns: int | None = None,
+        show_tools: bool = True,
     ) -> None:
         """Play one episode with `tools`.
 
@@ -46,6 +47,7 @@ class ToolEnvironment:
             max_calls_per_turn: Further calls of a turn are not made.
             max_turns: Turns that the policy has, the answer's included; the task's own limit holds as well. Calls in
                 the last turn are not made, and the episode ends as truncated.
+            show_tools: Have the chat template show the tools. False where the rows explain them, or the policy knows.
 
         Raises:
             ValueError: a limit is below 1, or two tools have the same name.
@@ -60,6 +62,7 @@ class ToolEnvironment:
             self.add_tool(tool)
         self._max_calls = max_calls_per_turn
         self._max_turns = max_turns
+        self._shows_tools = show_tools
         self._num_turns = 0
 
     def add_tool(self, tool: Tool | Callable[..., object]) -> None:
@@ -84,7 +87,7 @@ class ToolEnvironment:
             self._tools = {name: self._find(name) for name in map(_name_of, task.tools)}
         limits = [limit for limit in (self._max_turns, task.max_turns) if limit is not None]
         self._max_turns = min(limits, default=None)
-        tools = tuple(tool.schema for tool in self._tools.values())
+        tools = tuple(tool.schema for tool in self._tools.values()) if self._shows_tools else ()
         return Observation(messages=task.messages, images=task.images, tools=tools)
 
     async def step(self, turn: AssistantTurn) -> StepResult:

@@ -14,10 +14,8 @@ _END_OF_TURN = "."
 _SUFFIXES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif"}
 
 
-def play(
-    task: Task, factory: EnvironmentFactory, runner: asyncio.Runner, *, pictures: Path | None, max_turns: int | None
-) -> int:
-    """Play one episode of `task` on the terminal, for at most `max_turns` turns; return the exit code.
+def play(task: Task, factory: EnvironmentFactory, runner: asyncio.Runner, *, pictures: Path | None) -> int:
+    """Play one episode of `task` on the terminal, for at most its `max_turns`; return the exit code.
 
     Raises:
         SetupError: `pictures` cannot be written.
@@ -28,7 +26,7 @@ def play(
     try:
         table.show(runner.run(environment.reset(task)))
         total, num_turns = 0.0, 0
-        while max_turns is None or num_turns < max_turns:
+        while task.max_turns is None or num_turns < task.max_turns:
             text = _read_turn(num_turns + 1)
             if text is None:
                 table.say(f"left after {num_turns} turns")
@@ -44,7 +42,7 @@ def play(
                 table.say(f"the episode ended{' (cut short)' if result.truncated else ''}; reward in all {total:g}")
                 return 0
             table.show(result.observation)
-        table.say(f"the episode has no further turn (max_turns = {max_turns}); reward in all {total:g}")
+        table.say(f"the episode has no further turn (max_turns = {task.max_turns}); reward in all {total:g}")
         return 0
     finally:
         runner.run(environment.close())

@@ -111,8 +111,7 @@ def env(
                 "give a task: --row N with a recipe, or --question TEXT --gold ANSWER; or - for lines on standard input"
             )
         task = subject.to_task(graders, profile=profile, max_turns=max_turns)
-        limit = max_turns or (recipe.worker.max_turns if row is not None else None)
-        return by_hand.play(task, factory, runner, pictures=pictures, max_turns=limit)
+        return by_hand.play(task, factory, runner, pictures=pictures)
 
 
 def _refuse_task(**given: object) -> None:

@@ -32,9 +32,10 @@ class Subject:
     profile: str
     tools: tuple[Mapping[str, Any], ...] = ()
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    max_turns: int | None = None
 
     def to_task(self, graders: Grading, *, profile: str | None, max_turns: int | None) -> Task:
-        """The task; `profile` replaces the subject's own."""
+        """The task; `profile` and `max_turns` replace the subject's own."""
         profile = profile or self.profile
         return Task(
             id=self.id,
@@ -45,7 +46,7 @@ class Subject:
             profile=profile,
             tools=self.tools,
             extra=self.extra,
-            max_turns=max_turns,
+            max_turns=max_turns or self.max_turns,
             grade=graders.grade(self.golds, profile),
         )
 
@@ -146,6 +147,7 @@ def row_of(recipe: Recipe, number: int, *, source: str | None) -> Subject:
         profile=example.profile,
         tools=example.tools,
         extra=example.extra,
+        max_turns=example.limits.max_turns,
     )
 
 

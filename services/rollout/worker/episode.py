@@ -249,9 +249,7 @@ class EpisodePlayer:
             longest_token_bytes=self._renderer.longest_token_bytes,
         )
 
-    def _task(
-        self, prompt: Prompt, item_id: str, images: GroupImages, grading: Grading, clock: EpisodeClock
-    ) -> Task:
+    def _task(self, prompt: Prompt, item_id: str, images: GroupImages, grading: Grading, clock: EpisodeClock) -> Task:
         return Task(
             id=item_id,
             seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),

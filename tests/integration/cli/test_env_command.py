@@ -162,7 +162,7 @@ def test_a_person_plays_a_row_of_a_recipe(address: str, tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert "--- left after 0 turns" in result.stdout
     assert (tmp_path / "0.png").exists()
-    result = env(*arguments, "--worker.max_turns=1", text=f"{WRONG}\n")
+    result = env(*arguments, "--data.limits.max_turns=1", text=f"{WRONG}\n")
     assert "--- the episode has no further turn (max_turns = 1)" in result.stdout
 
 

@@ -289,6 +289,13 @@ async def test_calls_in_the_last_turn_are_not_made(own: int | None, rows: int | 
     assert (result.observation, result.truncated, len(made)) == (None, True, 2)
 
 
+async def test_tools_that_are_not_shown_are_there_all_the_same() -> None:
+    """Rows may explain them in their own words."""
+    environment = ToolEnvironment([tool("count", lambda: "one")], show_tools=False)
+    assert (await environment.reset(task())).tools == ()
+    assert await answers(environment, turn(("count", {}))) == ["one"]
+
+
 async def test_an_answer_in_the_last_turn_ends_the_episode_whole() -> None:
     """Truncated is only what goes on calling."""
     assert not (await ToolEnvironment([convert], max_turns=1).step(turn(text="5"))).truncated

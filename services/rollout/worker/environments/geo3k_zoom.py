@@ -41,6 +41,7 @@ class Geo3kZoom(ToolEnvironment):
         tools: Sequence[str] = (),
         max_calls_per_turn: int = 4,
         max_turns: int | None = None,
+        show_tools: bool = True,
     ) -> None:
         """Play one episode.
 
@@ -50,6 +51,7 @@ class Geo3kZoom(ToolEnvironment):
             tools: Further tools by name, see `named_tools`.
             max_calls_per_turn: As in `ToolEnvironment`.
             max_turns: As in `ToolEnvironment`.
+            show_tools: As in `ToolEnvironment`.
 
         Raises:
             ValueError: an argument is out of its range.
@@ -58,7 +60,9 @@ class Geo3kZoom(ToolEnvironment):
             raise ValueError(f"unit = {unit!r} must be one of {', '.join(get_args(Unit))}")
         if max_pixels < _MIN_PIXELS:
             raise ValueError(f"max_pixels = {max_pixels} must be at least {_MIN_PIXELS}")
-        super().__init__(make_tools(tools), max_calls_per_turn=max_calls_per_turn, max_turns=max_turns)
+        super().__init__(
+            make_tools(tools), max_calls_per_turn=max_calls_per_turn, max_turns=max_turns, show_tools=show_tools
+        )
         self._unit: Unit = unit
         self._max_pixels = max_pixels
         self._images: tuple[bytes, ...] = ()

@@ -16,13 +16,13 @@ from typing import Any, Self
 from penstock.environments import EnvironmentFactory
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.runtime.security import Security
+from services.rollout.worker.environments.calculator import Calculator
 from services.rollout.worker.environments.config import EnvironmentConfig
 from services.rollout.worker.environments.geo3k_tools import Geo3kTools
+from services.rollout.worker.environments.geo3k_zoom import Geo3kZoom
 from services.rollout.worker.environments.hosting.processes import EnvironmentProcesses
 from services.rollout.worker.environments.hosting.remote import RemoteEnvironments
 from services.rollout.worker.environments.loading import is_blocking, load_class
-from services.rollout.worker.environments.calculator import Calculator
-from services.rollout.worker.environments.geo3k_zoom import Geo3kZoom
 from services.rollout.worker.environments.python import Python
 from services.rollout.worker.environments.single_turn import SingleTurn
 
