@@ -29,6 +29,11 @@ class SourceConfig(Config):
         default=("x", "y", "length"), min_length=1
     )
     """Kinds of problem in the built-in data set of 10,000 rows, which is used when path is empty."""
+    sheet_cells: int = pydantic.Field(default=1, ge=1, le=20)
+    """Show each built-in picture in one of this many by this many cells of a sheet, too small to be read without
+    zooming in. 1: the picture alone."""
+    unzoomed: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """For `penstock sft` on sheets: the share of demonstrations that answer at once instead of zooming in."""
     images_column: str | tuple[str, ...] = ""
     """Column with each row's images, or a list of columns. Empty: `images` or `image`, if there is one. An empty list:
     none, the prompts are text."""

@@ -31,7 +31,7 @@ PICTURE_SIZE_PX: Final = 96
 _CELL_PX: Final = 16
 _MARGIN_PX: Final = 8
 _RADIUS_PX: Final = 7
-_PAPER: Final = (128, 128, 128)
+PAPER: Final = (128, 128, 128)
 """Mid-grey: image processors that normalise around it turn empty paper into zeros. A small model then learns to see
 points from several times fewer pictures than on white."""
 _GRID: Final = (160, 160, 160)
@@ -102,7 +102,7 @@ def is_held_out(points: Mapping[str, Point]) -> bool:
 
 def draw_problem(problem: GeometryProblem) -> Image.Image:
     """Draw the grid, its axes and the problem's points as an RGB picture of 96 by 96 pixels."""
-    picture = Image.new("RGB", (PICTURE_SIZE_PX, PICTURE_SIZE_PX), _PAPER)
+    picture = Image.new("RGB", (PICTURE_SIZE_PX, PICTURE_SIZE_PX), PAPER)
     canvas = ImageDraw.Draw(picture)
     low, high = _MARGIN_PX, _MARGIN_PX + NUM_CELLS * _CELL_PX
     for cell in range(NUM_CELLS + 1):
@@ -118,7 +118,7 @@ def draw_problem(problem: GeometryProblem) -> Image.Image:
     for name, (x_px, y_px) in centers.items():
         disc = (x_px - _RADIUS_PX, y_px - _RADIUS_PX, x_px + _RADIUS_PX, y_px + _RADIUS_PX)
         canvas.ellipse(disc, fill=_POINT_COLORS[name])
-        canvas.text((x_px - 2, y_px - 5), name, fill=_PAPER, font=font)
+        canvas.text((x_px - 2, y_px - 5), name, fill=PAPER, font=font)
     return picture
 
 

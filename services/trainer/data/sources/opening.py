@@ -6,11 +6,12 @@ from typing import Final
 
 from services.trainer.data.config import DataConfig, SourceConfig
 from services.trainer.data.geometry import GeometryDataset, Pictures
+from services.trainer.data.geometry_sheets import GeometrySheets
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.sources.files import Files, find_files
 from services.trainer.data.sources.readers.blocks import BlockCache
 from services.trainer.data.sources.readers.formats import open_table
-from services.trainer.data.sources.source import PROMPTS, NamedTable, RowForm, Source
+from services.trainer.data.sources.source import DEMONSTRATIONS, PROMPTS, NamedTable, RowForm, Source
 from services.trainer.data.sources.table import Slice, Table
 
 NUM_BUILT_IN_ROWS: Final = 10_000
@@ -54,7 +55,15 @@ def built_in(
         form: What rows are read as.
     """
     name = "the built-in data set"
-    table = GeometryDataset(num_rows, seed=seed, kinds=config.kinds, pictures=pictures)
+    drawn = GeometryDataset(num_rows, seed=seed, kinds=config.kinds, pictures=pictures)
+    table: Table = drawn
+    if config.sheet_cells > 1:
+        table = GeometrySheets(
+            drawn,
+            num_cells=config.sheet_cells,
+            demonstrations=form is DEMONSTRATIONS,
+            unzoomed=config.unzoomed,
+        )
     rows = NamedTable(table=table, name=name, images=ImageReader(folder=Path()), form=form)
     return Source(name, [rows], config)
 
