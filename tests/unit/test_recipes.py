@@ -32,6 +32,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "evaluation": {"every": 20, "at_start": True},
         "data": {"profile": "slime_math", "prompt_suffix": "", "system_prompt": ""},
     },
+    # slime 2a60f00, examples/geo3k_vlm_multi_turn/run_geo3k_vlm_multi_turn.py and its config
+    "slime-geo3k-multi-turn": {
+        "sampling": {"temperature": 1.0, "max_new_tokens": 4096, "top_p": 1.0, "top_k": -1},
+        "trainer": {"num_steps": 3000, "groups_per_step": 64, "samples_per_group": 8, "max_staleness": 0},
+        "trainer.optimizer": {"learning_rate": 1e-6, "betas": (0.9, 0.98), "warmup_steps": 0, **ADAMW},
+        "trainer.optimizer.schedule": {"kind": "constant"},
+        "algorithm.trust_region": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28},
+        "algorithm.correction": {"kind": "none"},
+        "algorithm.kl": {"kind": "none"},
+        "data": {"profile": "slime_math", "environment": "geo3k_tools", "prompt_suffix": "", "system_prompt": ""},
+        "data.limits": {"max_turns": 3, "max_tokens": 4096},
+    },
     # RLinf a3816b5, examples/reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k.yaml
     "rlinf-geo3k-grpo": {
         "sampling": {"temperature": 1.0, "max_new_tokens": 4096, "top_p": 1.0, "top_k": -1},
