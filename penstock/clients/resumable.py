@@ -45,16 +45,34 @@ class ResumableTurn:
             attempt.request_id = f"{attempt.request_id}#{self._num_attempts}"
         attempt.input_ids.extend(self._response.output_ids)
         attempt.sampling.max_new_tokens -= self.num_tokens
+        attempt.prompt_logprobs = attempt.prompt_logprobs and self.num_tokens == 0  # they came with the first token
         self._num_attempts += 1
         self._is_first_attempt = self.num_tokens == 0
         return attempt
 
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> generate_pb2.GenerateRequest:
-        """`remaining()` with the bootstrap of a PD pair."""
+        """`remaining()` with the bootstrap of a PD pair.
+
+        Raises:
+            PenstockError: as in `require_continuable`.
+        """
+        self.require_continuable()
         attempt = self.remaining()
         if bootstrap is not None:
             attempt.bootstrap.CopyFrom(bootstrap)
         return attempt
+
+    def require_continuable(self) -> None:
+        """Check that another replica can go on from the tokens delivered so far.
+
+        Raises:
+            PenstockError: it cannot: its grammar would begin anew.
+        """
+        if self.num_tokens and self._request.sampling.HasField("constraint"):
+            raise PenstockError(
+                f"request {self._request.request_id!r} lost its replica after {self.num_tokens} tokens; an answer with "
+                "sampling.constraint cannot be continued by another, so ask again"
+            )
 
     def is_last(self, chunk: generate_pb2.GenerateChunk) -> bool:
         """Whether nothing follows this chunk."""
@@ -70,6 +88,9 @@ class ResumableTurn:
         response = self._response
         response.output_ids.extend(chunk.output_ids)
         response.logprobs.extend(chunk.logprobs)
+        response.top_logprobs.extend(chunk.top_logprobs)
+        if chunk.HasField("prompt_logprobs"):
+            response.prompt_logprobs.CopyFrom(chunk.prompt_logprobs)
         for span in chunk.version_spans:
             self._add_span(span)
         response.finish_reason = chunk.finish_reason
@@ -135,6 +156,8 @@ class ResumableTurn:
             fault = "it follows the last one"
         elif not num_ids or not num_ids == num_logprobs == num_spanned:
             fault = f"it has {num_ids} ids, {num_logprobs} logprobs and spans of {num_spanned} tokens"
+        elif len(chunk.top_logprobs) not in (0, num_ids):
+            fault = f"it has the likeliest ids at {len(chunk.top_logprobs)} of {num_ids} tokens"
         elif num_ids > left:
             fault = f"it has {num_ids} tokens where {left} were left"
         elif num_ids == left and not self.is_last(chunk):

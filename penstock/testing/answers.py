@@ -39,7 +39,8 @@ def logprob_of(token: int) -> float:
 class Saying:
     """Answer every prompt with `ids`, the last of which ends the answer.
 
-    A prompt that ends with the first of them is continued. The n-th id has the log-probability -n/64.
+    A prompt that ends with the first of them is continued. The n-th id has the log-probability -n/64. Where no token
+    may end the answer, the last one is repeated.
     """
 
     ids: Sequence[int]
@@ -50,8 +51,11 @@ class Saying:
         """Answer."""
         prompt, ids = list(request.input_ids), list(self.ids)
         done = next((count for count in range(len(ids) - 1, 0, -1) if prompt[-count:] == ids[:count]), 0)
+        ends = not request.sampling.ignore_end
+        if not ends:
+            ids += ids[-1:] * request.sampling.max_new_tokens
         left = ids[done:][: request.sampling.max_new_tokens]
-        is_complete = done + len(left) == len(ids)
+        is_complete = ends and done + len(left) == len(ids)
         return generate_pb2.GenerateResponse(
             output_ids=left,
             logprobs=[-(done + index + 1) / 64 for index in range(len(left))],
@@ -86,6 +90,32 @@ class SpanningAPush:
         )
 
 
+def scored(
+    response: generate_pb2.GenerateResponse, request: generate_pb2.GenerateRequest
+) -> generate_pb2.GenerateResponse:
+    """The answer with what the request wants to know of likeliest ids and of its prompt.
+
+    The n-th prompt id has the log-probability -n/32. Each id is its place's likeliest; the next are the ids that follow
+    it, each 1 less.
+    """
+    num_top = request.num_top_logprobs
+    if num_top:
+        response.top_logprobs.extend(
+            _top(token, logprob, num_top) for token, logprob in zip(response.output_ids, response.logprobs, strict=True)
+        )
+    if request.prompt_logprobs:
+        logprobs = [-place / 32 for place in range(1, len(request.input_ids))]
+        top = [_top(*each, num_top) for each in zip(request.input_ids[1:], logprobs, strict=True)] if num_top else []
+        response.prompt_logprobs.CopyFrom(generate_pb2.PromptLogprobs(logprobs=logprobs, top_logprobs=top))
+    return response
+
+
+def _top(token: int, logprob: float, count: int) -> generate_pb2.TopLogprobs:
+    return generate_pb2.TopLogprobs(
+        ids=range(token, token + count), logprobs=[logprob - place for place in range(count)]
+    )
+
+
 def first_token(response: generate_pb2.GenerateResponse) -> generate_pb2.GenerateResponse:
     """What a prefill engine returns of an answer."""
     version = response.version_spans[0].policy_version
@@ -105,6 +135,9 @@ def chunk_of(response: generate_pb2.GenerateResponse, first: int, end: int) -> g
         logprobs=response.logprobs[first:end],
         replica_id=response.replica_id,
     )
+    chunk.top_logprobs.extend(response.top_logprobs[first:end])
+    if first == 0 and response.HasField("prompt_logprobs"):
+        chunk.prompt_logprobs.CopyFrom(response.prompt_logprobs)
     start = 0
     for span in response.version_spans:
         num_tokens = min(end, start + span.num_tokens) - max(first, start)

@@ -15,7 +15,7 @@ from penstock.bus.connection import Bus
 from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
-from penstock.testing.answers import Answer, chunk_of, counting
+from penstock.testing.answers import Answer, chunk_of, counting, scored
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 _CHUNK_INTERVAL_S = 1.0
@@ -110,7 +110,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         with self._counted(request, context):
             await self._delay(request)
             self.num_answered += 1
-            return self.answer(request, self.replica)
+            return scored(self.answer(request, self.replica), request)
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -119,7 +119,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self.num_streams += 1
         with self._counted(request, context):
             await self._delay(request)
-            answer = self.answer(request, self.replica)
+            answer = scored(self.answer(request, self.replica), request)
             async for first, end in self._chunks(len(answer.output_ids), max(1, request.chunk_tokens)):
                 yield chunk_of(answer, first, end)
             self.num_answered += 1

@@ -59,6 +59,8 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IGNORE_END_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Softmax temperature, at least 0; 0 is greedy. Logprobs are those of the tempered distribution."""
     top_p: _builtins.float
@@ -67,9 +69,18 @@ class SamplingParams(_message.Message):
     """Only the k likeliest tokens are sampled; 0 turns it off."""
     max_new_tokens: _builtins.int
     """The most tokens to generate; at least 1."""
+    ignore_end: _builtins.bool
+    """No token ends generation: it goes on to max_new_tokens. Cannot be set together with stop_token_ids."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end generation, besides the model's own; the stop token is part of the output."""
+
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the output must be; unset: anything. The engine then samples only from the ids that a grammar allows, and
+        logprobs are those of what it leaves, which a trainer cannot compute: do not train on them. Such a turn cannot be
+        continued by another replica.
+        """
 
     def __init__(
         self,
@@ -79,14 +90,48 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         max_new_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ignore_end: _builtins.bool = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_new_tokens", b"max_new_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "ignore_end", b"ignore_end", "max_new_tokens", b"max_new_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """The form that an output must have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON: the output is a JSON value that it allows."""
+    regex: _builtins.str
+    """A regular expression that matches the whole output."""
+    ebnf: _builtins.str
+    """A grammar in the EBNF of XGrammar (that of GBNF), whose rule `root` is the whole output."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "form", b"form", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "form", b"form", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class Bootstrap(_message.Message):
@@ -142,6 +187,8 @@ class GenerateRequest(_message.Message):
     BOOTSTRAP_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EXACT_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique name of the call, for logs and aborts."""
     session_id: _builtins.str
@@ -160,6 +207,12 @@ class GenerateRequest(_message.Message):
     exact_policy_version: _builtins.int
     """The only policy version that may answer, for evaluations; 0 for any from min_policy_version on. While replicas are
     held out of pushes, a router gives such a call to them only, and no other call.
+    """
+    num_top_logprobs: _builtins.int
+    """Report this many of the likeliest ids at each output token, and of the prompt with prompt_logprobs; at most 20."""
+    prompt_logprobs: _builtins.bool
+    """Report the logprob of each prompt token. The prefix cache is not used for the call. Not with images, and not on a PD
+    pair.
     """
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -192,14 +245,76 @@ class GenerateRequest(_message.Message):
         bootstrap: Global___Bootstrap | None = ...,
         group_id: _builtins.str = ...,
         exact_policy_version: _builtins.int = ...,
+        num_top_logprobs: _builtins.int = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "exact_policy_version", b"exact_policy_version", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "exact_policy_version", b"exact_policy_version", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "num_top_logprobs", b"num_top_logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """The likeliest ids at one place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids, likeliest first."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """ln of the probability of each."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """What the model makes of the prompt's own tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """ln of the probability of each input id but the first, which follows nothing. Not tempered, unlike those of outputs."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """The likeliest ids at each of these places; empty unless num_top_logprobs is set."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -243,6 +358,8 @@ class GenerateResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended."""
     replica_id: _builtins.str
@@ -263,6 +380,14 @@ class GenerateResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """Token counts."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """The likeliest ids at each output token, before top-k and top-p; empty unless num_top_logprobs was set."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Set if the request asked for prompt_logprobs."""
+
     def __init__(
         self,
         *,
@@ -272,10 +397,12 @@ class GenerateResponse(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         replica_id: _builtins.str = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "replica_id", b"replica_id", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "replica_id", b"replica_id", "top_logprobs", b"top_logprobs", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +420,8 @@ class GenerateChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended; set only in the last chunk, which has the last token."""
     replica_id: _builtins.str
@@ -313,6 +442,14 @@ class GenerateChunk(_message.Message):
     def usage(self) -> Global___Usage:
         """Token counts so far; set in the first and in the last chunk."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """The likeliest ids at each of these tokens; empty unless num_top_logprobs was set."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Set in the first chunk only, if the request asked for prompt_logprobs."""
+
     def __init__(
         self,
         *,
@@ -322,10 +459,12 @@ class GenerateChunk(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         replica_id: _builtins.str = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "replica_id", b"replica_id", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "replica_id", b"replica_id", "top_logprobs", b"top_logprobs", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,7 +68,13 @@ class ResumableStream:
         return read_query(self._raw(), with_blocks=with_blocks)
 
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> bytes:
-        """The serialized request of the next attempt."""
+        """The serialized request of the next attempt.
+
+        Raises:
+            PenstockError: another replica cannot continue what was delivered.
+        """
+        if self._turn is not None:
+            self._turn.require_continuable()
         added = generate_pb2.GenerateRequest(chunk_tokens=self._chunk_tokens, bootstrap=bootstrap)
         raw = self._raw() if self._turn is None else self._turn.remaining().SerializeToString()
         return raw + added.SerializeToString()  # no copy if nothing is added

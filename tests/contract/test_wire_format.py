@@ -211,6 +211,25 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         ),
         "0a01021204000000bf1a040801100320022a06080510041801320165",
     ),
+    (
+        generate_pb2.GenerateRequest(
+            sampling=generate_pb2.SamplingParams(ignore_end=True, constraint=generate_pb2.Constraint(json_schema="{}")),
+            num_top_logprobs=2,
+            prompt_logprobs=True,
+        ),
+        "2a0830013a040a027b7d58026001",
+    ),
+    (generate_pb2.Constraint(regex="a"), "120161"),
+    (generate_pb2.Constraint(ebnf="a"), "1a0161"),
+    (
+        generate_pb2.GenerateChunk(
+            top_logprobs=[generate_pb2.TopLogprobs(ids=[2], logprobs=[-0.5])],
+            prompt_logprobs=generate_pb2.PromptLogprobs(
+                logprobs=[-0.5], top_logprobs=[generate_pb2.TopLogprobs(ids=[2])]
+            ),
+        ),
+        "3a090a01021204000000bf420b0a04000000bf12030a0102",
+    ),
     (rollout_pb2.DrainReplicaRequest(grace_s=0.5), "0d0000003f"),
     (rollout_pb2.DrainReplicaResponse(num_finished=3, num_handed_over=2), "08031002"),
     (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import NotReadyError, PenstockError
-from penstock.testing.answers import chunk_of
+from penstock.testing.answers import chunk_of, scored
 from penstock.v1 import common_pb2, generate_pb2
 
 PROMPT = [5, 6, 7]
@@ -169,3 +169,45 @@ def test_a_chunk_that_breaks_the_contract_is_refused_whole(chunk: generate_pb2.G
     with pytest.raises(PenstockError, match="it follows the last one"):
         continuation.add(chunk_of(WHOLE, 0, 1))
     assert continuation.response() == WHOLE
+
+
+def scored_request() -> generate_pb2.GenerateRequest:
+    """A turn that wants to know everything."""
+    wanted = request(4)
+    wanted.num_top_logprobs, wanted.prompt_logprobs = 2, True
+    return wanted
+
+
+def test_a_prompt_is_scored_once() -> None:
+    """The attempt after the first token does not ask again, and the response has what the first attempt said."""
+    wanted = scored_request()
+    turn, whole = ResumableTurn(wanted), scored(answer([3] * 4), wanted)
+    assert turn.remaining().prompt_logprobs
+    turn.add(chunk_of(whole, 0, 1))
+    again = turn.remaining()
+    assert not again.prompt_logprobs
+    assert again.num_top_logprobs == 2
+    turn.add(chunk_of(whole, 1, 4))
+    assert turn.response().prompt_logprobs == whole.prompt_logprobs
+    assert turn.response().top_logprobs == whole.top_logprobs
+
+
+def test_likeliest_ids_for_some_tokens_only_are_a_breach() -> None:
+    """They are for all of a chunk's tokens, or for none."""
+    wanted = scored_request()
+    turn, chunk = ResumableTurn(wanted), chunk_of(scored(answer([3] * 4), wanted), 0, 4)
+    del chunk.top_logprobs[0]
+    with pytest.raises(PenstockError, match="likeliest ids at 3 of 4 tokens"):
+        turn.add(chunk)
+
+
+def test_a_constrained_turn_is_continued_only_before_its_first_token() -> None:
+    """The grammar of another replica would begin anew."""
+    wanted = request(4)
+    wanted.sampling.constraint.json_schema = "{}"
+    turn = ResumableTurn(wanted)
+    turn.make_request(None)
+    turn.make_request(None)
+    turn.add(chunk_of(answer([3] * 4), 0, 1))
+    with pytest.raises(PenstockError, match="after 1 tokens; an answer with sampling"):
+        turn.make_request(None)

@@ -1,7 +1,7 @@
 """The engine's gRPC service that plays turns."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError
 from penstock.rpc.server import deadline_s
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.generation import Generation
+from services.rollout.engine.generation import Generation, TopIds
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.prompt import CheckedRequest
 from services.rollout.engine.replica_view import ReplicaView
@@ -128,6 +128,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             finish_reason=_FINISH_REASONS[generation.stopped],
             usage=_usage(generation),
             replica_id=self._view.replica_id,
+            top_logprobs=_top(generation.top),
+            prompt_logprobs=_prompt(generation),
         )
 
     def _chunk(self, part: Generation) -> generate_pb2.GenerateChunk:
@@ -139,6 +141,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             finish_reason=_FINISH_REASONS[part.stopped],
             usage=_usage(part) if is_first or is_last else None,
             replica_id=self._view.replica_id,
+            top_logprobs=_top(part.top),
+            prompt_logprobs=_prompt(part),
         )
 
 
@@ -147,6 +151,15 @@ def _spans(generation: Generation) -> list[common_pb2.VersionSpan]:
         common_pb2.VersionSpan(num_tokens=length, policy_version=version)
         for length, version in generation.version_spans
     ]
+
+
+def _top(places: Sequence[TopIds]) -> list[generate_pb2.TopLogprobs]:
+    return [generate_pb2.TopLogprobs(ids=place.ids, logprobs=place.logprobs) for place in places]
+
+
+def _prompt(generation: Generation) -> generate_pb2.PromptLogprobs | None:
+    scores = generation.prompt
+    return scores and generate_pb2.PromptLogprobs(logprobs=scores.logprobs, top_logprobs=_top(scores.top))
 
 
 def _usage(generation: Generation) -> generate_pb2.Usage:

@@ -1,6 +1,7 @@
 """Reads SGLang's responses into `Generation`, after checking that they are consistent."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import InvalidRequestError, UnavailableError
@@ -8,6 +9,23 @@ from penstock.errors import InvalidRequestError, UnavailableError
 _BAD_REQUEST = 400
 _FINISHED_BY = {"stop": True, "length": False}
 """Finish reasons of a complete turn, and whether a stop token caused them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopIds:
+    """The likeliest ids at one place, likeliest first."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """What the model makes of each prompt token but the first."""
+
+    logprobs: list[float]
+    top: list[TopIds]
+    """Empty unless the request asked for the likeliest ids."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +43,10 @@ class Generation:
     num_cached_tokens: int
     num_tokens_so_far: int
     """Output tokens of the turn so far, earlier parts included."""
+    top: list[TopIds] = dataclasses.field(default_factory=list)
+    """The likeliest ids at each token; empty unless the request asked for them."""
+    prompt: PromptScores | None = None
+    """In the first part, if the request asked for it."""
 
 
 def require_sound(response: dict[str, Any]) -> None:
@@ -57,15 +79,18 @@ def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
     meta, end = response["meta_info"], num_tokens_of(response)
     output_ids = list(response["output_ids"][first:end])
     scored = meta["output_token_logprobs"][first:end]
+    top = [_top_ids(entries) for entries in meta.get("output_top_logprobs", ())[first:end]]
     spans = [
         (num_tokens, int(span["version"]))
         for span in meta["weight_versions"]
         if (num_tokens := min(end, span["end"]) - max(first, span["start"])) > 0
     ]
     scored_ids = [entry[1] for entry in scored]
-    if scored_ids != output_ids or sum(length for length, _ in spans) != len(output_ids):
+    num_spanned = sum(length for length, _ in spans)
+    if scored_ids != output_ids or num_spanned != len(output_ids) or len(top) not in (0, len(output_ids)):
         raise RuntimeError(
-            f"SGLang's response is inconsistent: {len(output_ids)} ids, {len(scored)} logprobs, spans {spans}"
+            f"SGLang's response is inconsistent: {len(output_ids)} ids, {len(scored)} logprobs, "
+            f"likeliest ids at {len(top)} of them, spans {spans}"
         )
     return Generation(
         output_ids=output_ids,
@@ -75,4 +100,21 @@ def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
         num_prompt_tokens=meta["prompt_tokens"],
         num_cached_tokens=meta["cached_tokens"],
         num_tokens_so_far=end,
+        top=top,
+        prompt=_prompt_scores(meta) if first == 0 else None,
     )
+
+
+def _prompt_scores(meta: dict[str, Any]) -> PromptScores | None:
+    """The scores of the prompt's tokens after the first; None if SGLang did not score all of them."""
+    scored = meta.get("input_token_logprobs") or ()
+    if len(scored) != meta["prompt_tokens"]:
+        return None
+    return PromptScores(
+        logprobs=[float(entry[0]) for entry in scored[1:]],
+        top=[_top_ids(entries) for entries in (meta.get("input_top_logprobs") or ())[1:]],
+    )
+
+
+def _top_ids(entries: Sequence[tuple[float, int, Any]] | None) -> TopIds:
+    return TopIds(ids=[entry[1] for entry in entries or ()], logprobs=[float(entry[0]) for entry in entries or ()])

@@ -4,6 +4,7 @@ An id outside the vocabulary kills SGLang's processes; image placeholders that a
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from penstock.model.folder import read_json
 from penstock.model.images import decode_image, read_sizes
 from penstock.v1 import generate_pb2
 from services.rollout.engine.disaggregation import check_bootstrap
+
+MAX_TOP_LOGPROBS = 20
+"""Of each token; OpenAI's bound. Each costs the scheduler time and the stream bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,12 @@ class CheckedRequest:
     """Cut to what the context leaves."""
     stop_token_ids: list[int]
     """The model's own and the request's."""
+    ignore_end: bool = False
+    """No token ends it."""
+    constraint: dict[str, str] = dataclasses.field(default_factory=dict)
+    """SGLang's sampling parameter for the form that the output must have, if there is one."""
+    num_top_logprobs: int = 0
+    prompt_logprobs: bool = False
     bootstrap: generate_pb2.Bootstrap | None = None
     """How the peers of its PD pair find each other; None: the engine is unified."""
 
@@ -67,6 +77,7 @@ class PromptChecker:
         sampling = request.sampling
         bootstrap = check_bootstrap(request, disaggregated=self._disaggregated)
         self._check_sampling(sampling)
+        self._check_report(request, num_images=len(files))
         input_ids = list(request.input_ids)
         self._check_ids(input_ids, num_images=len(files))
         num_tokens = len(input_ids)
@@ -85,7 +96,11 @@ class PromptChecker:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - num_tokens),
-            stop_token_ids=sorted({*self._end_ids, *sampling.stop_token_ids}),
+            stop_token_ids=[] if sampling.ignore_end else sorted({*self._end_ids, *sampling.stop_token_ids}),
+            ignore_end=sampling.ignore_end,
+            constraint=_sglang_constraint(sampling.constraint),
+            num_top_logprobs=request.num_top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             bootstrap=bootstrap,
         )
 
@@ -99,6 +114,18 @@ class PromptChecker:
         if sampling.max_new_tokens < 1:
             raise InvalidRequestError(f"sampling.max_new_tokens = {sampling.max_new_tokens} must be at least 1")
         self._check_range(list(sampling.stop_token_ids), "sampling.stop_token_ids")
+        if sampling.ignore_end and sampling.stop_token_ids:
+            raise InvalidRequestError("sampling.stop_token_ids and sampling.ignore_end are both set; leave one out")
+
+    def _check_report(self, request: generate_pb2.GenerateRequest, *, num_images: int) -> None:
+        """What the request wants to know beside its output."""
+        if not 0 <= request.num_top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequestError(
+                f"num_top_logprobs = {request.num_top_logprobs} must be from 0 to {MAX_TOP_LOGPROBS}"
+            )
+        if request.prompt_logprobs and (num_images or self._disaggregated):
+            reason = f"there are {num_images} images" if num_images else "this engine is a peer of a PD pair"
+            raise InvalidRequestError(f"prompt_logprobs is set, but {reason}; leave it out")
 
     def _check_range(self, ids: Sequence[int], field: str) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
@@ -130,3 +157,24 @@ class PromptChecker:
             raise InvalidRequestError(
                 f"input_ids holds the video placeholder (id {self._video_id}); videos are not supported"
             )
+
+
+def _sglang_constraint(constraint: generate_pb2.Constraint) -> dict[str, str]:
+    """The constraint under SGLang's name for it, which is ours.
+
+    Raises:
+        InvalidRequestError: its schema is no JSON object.
+    """
+    form = constraint.WhichOneof("form")
+    if form is None:
+        return {}
+    if form == "json_schema":
+        try:
+            is_schema = isinstance(json.loads(constraint.json_schema), dict)
+        except (ValueError, RecursionError):
+            is_schema = False
+        if not is_schema:
+            raise InvalidRequestError(
+                f"sampling.constraint.json_schema = {constraint.json_schema[:80]!r} is not a JSON object"
+            )
+    return {form: getattr(constraint, form)}

@@ -3,6 +3,7 @@
 import io
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -49,6 +50,58 @@ def test_response_is_cut_to_what_the_context_leaves(tiny_model_path: Path) -> No
     )
     assert turn.max_new_tokens == 89
     assert turn.stop_token_ids == [7, 354, 356]
+
+
+def plain_request(**fields: Any) -> generate_pb2.GenerateRequest:
+    """A turn of three tokens without images."""
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 5, **fields.pop("sampling", {})}
+    return generate_pb2.GenerateRequest(input_ids=[1, 2, 3], sampling=generate_pb2.SamplingParams(**sampling), **fields)
+
+
+def test_where_no_token_ends_the_output_not_even_the_models_own_does(tiny_model_path: Path) -> None:
+    """SGLang is told of none, and to ignore those it knows."""
+    turn = PromptChecker(tiny_model_path, max_tokens=100).check(plain_request(sampling={"ignore_end": True}), ())
+    assert (turn.stop_token_ids, turn.ignore_end) == ([], True)
+
+
+@pytest.mark.parametrize("form", ["json_schema", "regex", "ebnf"])
+def test_a_constraint_has_sglangs_name(tiny_model_path: Path, form: str) -> None:
+    """Each of the three is one of its sampling parameters."""
+    constraint = generate_pb2.Constraint(**{form: "{}"})
+    checker = PromptChecker(tiny_model_path, max_tokens=100)
+    assert checker.check(plain_request(sampling={"constraint": constraint}), ()).constraint == {form: "{}"}
+    assert checker.check(plain_request(), ()).constraint == {}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "many": ({"num_top_logprobs": 21}, "num_top_logprobs = 21 must be from 0 to 20"),
+    "negative": ({"num_top_logprobs": -1}, "num_top_logprobs = -1 must be"),
+    "ends": ({"sampling": {"ignore_end": True, "stop_token_ids": [5]}}, "both set; leave one out"),
+    "no schema": (
+        {"sampling": {"constraint": generate_pb2.Constraint(json_schema="[")}},
+        r"= '\[' is not a JSON object",
+    ),
+    "list": ({"sampling": {"constraint": generate_pb2.Constraint(json_schema="[]")}}, "is not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_reported_or_held_to_is_refused(tiny_model_path: Path, name: str) -> None:
+    """With the field, its value and what to do."""
+    fields, message = REFUSED[name]
+    with pytest.raises(InvalidRequestError, match=message):
+        PromptChecker(tiny_model_path, max_tokens=100).check(plain_request(**fields), ())
+
+
+def test_prompts_with_images_are_not_scored(tiny_model_path: Path) -> None:
+    """Their tokens in the engine are not those of the request."""
+    made = generate_pb2.GenerateRequest(
+        input_ids=[363, 366, 1],
+        sampling=generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=5),
+        prompt_logprobs=True,
+    )
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs is set, but there are 1 images"):
+        PromptChecker(tiny_model_path, max_tokens=100).check(made, [_file(Image.new("RGB", (96, 96)))])
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16", "CMYK"])

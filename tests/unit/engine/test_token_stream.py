@@ -165,3 +165,43 @@ async def test_a_response_that_contradicts_itself_is_not_passed_on() -> None:
         stream.put(response)
         with pytest.raises(RuntimeError, match="is inconsistent"):
             await stream.take()
+
+
+async def test_the_prompts_scores_come_with_the_first_part_only() -> None:
+    """The first prompt token follows nothing and has none; each part has the likeliest ids of its own tokens."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=1)
+    parts = []
+    for count, end in ((1, None), (2, {"type": "length"})):
+        response = sglang.make(count, end=end)
+        response["meta_info"] |= {
+            "prompt_tokens": 3,
+            "input_token_logprobs": [(None, 7, None), (-1.0, 8, None), (-2.0, 9, None)],
+            "input_top_logprobs": [None, [(-0.5, 1, None), (-1.0, 8, None)], [(-2.0, 9, None), (-3.0, 2, None)]],
+            "output_top_logprobs": [[(-token / 8, token, None), (-9.0, 50, None)] for token in sglang.ids],
+        }
+        stream.put(response)
+        if end is None:
+            parts.append(await stream.take())
+    stream.close()
+    parts += await drained(stream)
+    first, second = parts
+    assert first is not None
+    assert second is not None
+    assert first.prompt is not None
+    assert second.prompt is None
+    assert first.prompt.logprobs == [-1.0, -2.0]
+    assert [(each.ids, each.logprobs) for each in first.prompt.top] == [([1, 8], [-0.5, -1.0]), ([9, 2], [-2.0, -3.0])]
+    assert [each.ids for each in first.top] == [[0, 50]]
+    assert [each.logprobs for each in second.top] == [[-1 / 8, -9.0], [-2 / 8, -9.0]]
+
+
+async def test_a_prompt_that_was_not_scored_as_a_whole_has_no_scores() -> None:
+    """Where only outputs are asked for, SGLang may list a logprob of the prompt's last token."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=1)
+    response = sglang.make(1, end={"type": "length"})
+    response["meta_info"]["input_token_logprobs"] = [(None, 7, None)]
+    stream.put(response)
+    part = await stream.take()
+    assert part is not None
+    assert part.prompt is None
+    assert part.top == []

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine.sglang_plugin import cpu_attention, pd_hooks, tensor_pickling, version_keys
+from services.rollout.engine.sglang_plugin import cpu_attention, grammar, pd_hooks, tensor_pickling, version_keys
 from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     GROUP_TIMEOUT_VARIABLE,
@@ -23,6 +23,7 @@ from services.rollout.engine.sglang_plugin.variables import (
 )
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _ACCUMULATOR = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
@@ -42,6 +43,7 @@ def register() -> None:
         HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)
+        HookRegistry.register(_GRAMMARS + ".process_req_with_grammar", grammar.prepare_backend, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".pause_generation", version_keys.pause, HookType.AROUND)
         HookRegistry.register(
             _SCHEDULER + "._record_scheduler_state_for_paused_engine", _sleep_while_paused, HookType.AFTER

@@ -1,0 +1,104 @@
+"""What calls may ask of real SGLang beside tokens: likeliest ids, the prompt's logprobs, a form of the output."""
+
+import json
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from penstock.clients import GenerateClient
+from penstock.errors import InvalidRequestError
+from penstock.model.chat_template import Renderer
+from penstock.testing.engine_process import EngineProcess
+from penstock.v1 import generate_pb2
+from tests.support.engine.reference import TOLERANCE, Reference, prompt, request
+from tests.support.router.openai_stage import MODEL_PATH
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
+
+
+@pytest.fixture
+async def client(engine: EngineProcess) -> AsyncIterator[GenerateClient]:
+    """A caller of the engine."""
+    async with GenerateClient((await engine.replica()).address) as client:
+        yield client
+
+
+def text_request(current: Reference, **options: int) -> generate_pb2.GenerateRequest:
+    """A turn without images."""
+    return request(prompt(random.Random(0), num_images=0, image_id=current.image_id), **options)
+
+
+async def test_likeliest_ids_stand_beside_the_sampled_one(client: GenerateClient, current: Reference) -> None:
+    """In order; the sampled id, where it is among them, has the same logprob there."""
+    made = text_request(current, max_new_tokens=8)
+    made.num_top_logprobs = 5
+    response = await client.generate(made, timeout_s=60)
+    assert len(response.top_logprobs) == len(response.output_ids)
+    for token, logprob, place in zip(response.output_ids, response.logprobs, response.top_logprobs, strict=True):
+        assert list(place.logprobs) == sorted(place.logprobs, reverse=True)
+        assert len(place.ids) == len(place.logprobs) == 5
+        if token in place.ids:
+            assert place.logprobs[list(place.ids).index(token)] == pytest.approx(logprob, abs=TOLERANCE)
+
+
+async def test_the_prompt_is_scored_by_the_same_model(client: GenerateClient, current: Reference) -> None:
+    """Untempered, each token but the first, also when its prefix is cached."""
+    made = text_request(current, max_new_tokens=1)
+    made.sampling.temperature = 0.5
+    await client.generate(made, timeout_s=60)
+    made.prompt_logprobs = True
+    response = await client.generate(made, timeout_s=60)
+    ids = list(made.input_ids)
+    expected, _ = current.logprobs(ids[:1], [], ids[1:], temperature=1.0)
+    assert (torch.tensor(list(response.prompt_logprobs.logprobs)) - expected).abs().max() < TOLERANCE
+
+
+async def test_a_turn_that_is_not_asked_to_score_does_not(client: GenerateClient, current: Reference) -> None:
+    """Neither field is set."""
+    response = await client.generate(text_request(current, max_new_tokens=3), timeout_s=60)
+    assert not response.HasField("prompt_logprobs")
+    assert not response.top_logprobs
+
+
+async def test_nothing_ends_a_turn_that_ignores_ends(client: GenerateClient, current: Reference) -> None:
+    """It has all the tokens it may have."""
+    made = text_request(current, max_new_tokens=200)
+    made.sampling.ignore_end = True
+    response = await client.generate(made, timeout_s=120)
+    assert len(response.output_ids) == 200
+    assert response.finish_reason == generate_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_schema_is_kept(client: GenerateClient, current: Reference) -> None:
+    """Even by a policy that knows no JSON; the end token is part of the output."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "side": {"enum": ["left", "right"]}},
+        "required": ["ok", "side"],
+        "additionalProperties": False,
+    }
+    made = text_request(current, max_new_tokens=100)
+    made.sampling.constraint.json_schema = json.dumps(schema)
+    response = await client.generate(made, timeout_s=120)
+    value = json.loads(Renderer.load(MODEL_PATH).decode(response.output_ids))
+    assert type(value["ok"]) is bool
+    assert value["side"] in ("left", "right")
+
+
+async def test_a_pattern_is_kept(client: GenerateClient, current: Reference) -> None:
+    """The whole output matches it."""
+    made = text_request(current, max_new_tokens=20)
+    made.sampling.constraint.regex = "(yes|no)"
+    response = await client.generate(made, timeout_s=120)
+    assert Renderer.load(MODEL_PATH).decode(response.output_ids) in ("yes", "no")
+
+
+async def test_a_grammar_that_is_none_is_refused(client: GenerateClient, current: Reference) -> None:
+    """By SGLang's compiler; the engine goes on."""
+    made = text_request(current, max_new_tokens=4)
+    made.sampling.constraint.ebnf = "root ::= ("
+    with pytest.raises(InvalidRequestError, match="SGLang refuses the request"):
+        await client.generate(made, timeout_s=120)
+    assert (await client.generate(text_request(current, max_new_tokens=2), timeout_s=60)).output_ids
