@@ -22,6 +22,12 @@ class OpenAIConfig(Config):
 
     model: str = pydantic.Field(default="", max_length=256)
     """Name under which the policy is served; empty: the run's name."""
+    default_max_tokens: int | None = pydantic.Field(default=None, ge=0)
+    """Most tokens of an answer whose request sets no max_tokens; 0: as many as the context leaves, as vLLM and SGLang
+    do for chats; unset: sampling.max_new_tokens."""
+    separate_reasoning: bool = False
+    """Whether chats return what stands between <think> and </think> as reasoning_content, apart from content, where a
+    request does not say with separate_reasoning."""
     recordings_max_mb: int = pydantic.Field(default=1024, ge=1)
     """Room for recorded calls, in MiB, kept for a week; when it is used up, calls that ask to be recorded fail."""
 

@@ -22,7 +22,7 @@ from services.router.config import OpenAIConfig, RouterConfig, RouterSettings
 from services.router.frontends.openai import event_stream
 from services.router.frontends.openai.errors import ParameterError, error_body
 from services.router.frontends.openai.request_parser import RequestParser
-from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest
+from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
 from services.router.frontends.openai.server import ChatBackend
 from services.router.server import routing, serve
 from services.router.tuning import OpenAITuning, Tuning

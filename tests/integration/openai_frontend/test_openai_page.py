@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from services.router.config import OpenAIConfig
-from services.router.frontends.openai.schemas import REFUSED, ChatRequest, CompletionRequest
+from services.router.frontends.openai.schema.base import REFUSED
+from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
 from tests.support.router.openai_stage import PNG, Stage
 from tests.support.waiting import promptly
 

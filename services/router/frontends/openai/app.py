@@ -14,7 +14,10 @@ from penstock.errors import PenstockError
 from penstock.http.app import describe, make_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import body_of, error_body, error_response, status_for
-from services.router.frontends.openai.schemas import PART_TYPES, ChatRequest, CompletionRequest
+from services.router.frontends.openai.schema.constraint import FORMAT_TYPES
+from services.router.frontends.openai.schema.messages import PART_TYPES, TOOL_CHOICE_TAGS
+from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
+from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
 
 _DESCRIPTION = """
 Talk to the policy that is being trained, as to any OpenAI-compatible server. Each answer says which policy version
@@ -57,6 +60,18 @@ def make_openai_app(api: ChatApi) -> FastAPI:
         api.find_model(model)
         return _model(api)
 
+    @app.post("/tokenize", tags=["policy"])
+    @app.post("/v1/tokenize", tags=["policy"], name="tokenize_v1")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The ids that a text or a conversation comes to."""
+        return await api.tokenize(body)
+
+    @app.post("/detokenize", tags=["policy"])
+    @app.post("/v1/detokenize", tags=["policy"], name="detokenize_v1")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of ids."""
+        return api.detokenize(body)
+
     @app.get("/v1/penstock/recordings/{session:path}", tags=["recordings"], response_class=Response)
     async def recorded(
         session: str,
@@ -74,6 +89,7 @@ def make_openai_app(api: ChatApi) -> FastAPI:
 
     @app.get("/healthz", tags=["operation"])
     @app.get("/health", tags=["operation"], name="health")
+    @app.get("/ping", tags=["operation"], name="ping")
     async def healthz() -> dict[str, str]:
         """200 while the router takes calls; 503 while it stops."""
         return {"status": "serving"}
@@ -122,13 +138,16 @@ async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse
 
 def _location(parts: Sequence[str | int]) -> tuple[str | int, ...]:
     """Where in the request the error is: pydantic's location without the tags that it adds for unions, which are the
-    kind of content after `content`, the kind of part after a part's index, and types after `prompt`."""
+    kind of content after `content`, the kind of part after a part's index, types after `prompt`, and which form a
+    `tool_choice` or a `response_format` has."""
     kept = []
     for before, after, part in zip([None, None, *parts], [None, *parts], parts, strict=False):
         is_tag = (
             (after == "content" and part in ("text", "parts"))
             or (before == "parts" and part in PART_TYPES)
             or (after == "prompt" and isinstance(part, str))
+            or (after == "tool_choice" and part in TOOL_CHOICE_TAGS)
+            or (after == "response_format" and part in FORMAT_TYPES)
         )
         if part != "body" and not is_tag:
             kept.append(part)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
@@ -11,7 +12,10 @@ from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
+from penstock.model.detokenize import TextStream
+from penstock.model.reasoning import ReasoningReader
 from penstock.model.tool_calls import ToolCallReader
+from services.router.config import OpenAIConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, UnknownModelError
@@ -27,7 +31,8 @@ from services.router.frontends.openai.request_parser import (
     size_of_completion,
 )
 from services.router.frontends.openai.responses import ChatFormat, CompletionFormat, ResponseFormat
-from services.router.frontends.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
+from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
 from services.router.tuning import OpenAITuning
 
 _CHUNK_TOKENS = 64
@@ -41,6 +46,7 @@ class ChatApi:
         self,
         tuning: OpenAITuning,
         sampling: SamplingConfig,
+        config: OpenAIConfig,
         *,
         model: str,
         renderers: Sequence[Renderer],
@@ -52,6 +58,7 @@ class ChatApi:
         Args:
             tuning: Bounds and times.
             sampling: Defaults of requests.
+            config: Settings.
             model: The name.
             renderers: `NUM_THREADS` copies of the model's template and tokenizer.
             forwarder: Reaches the engines.
@@ -74,6 +81,8 @@ class ChatApi:
                     renderer,
                     longest_token_bytes=self._texts.longest_bytes,
                     context_length=lambda: forwarder.context_length,
+                    default_max_tokens=config.default_max_tokens,
+                    separates_reasoning=config.separate_reasoning,
                 )
                 for renderer in renderers
             ]
@@ -107,6 +116,40 @@ class ChatApi:
             size_bytes=size_of_completion(body),
         )
         return await self._answer(request, CompletionFormat, is_streamed=body.stream)
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Answer /tokenize: the ids that a call with this prompt would have."""
+        self.find_model(body.model or self.model)
+        if body.prompt is not None:
+            call = CompletionRequest(model=self.model, prompt=body.prompt)
+            size_bytes = size_of_completion(call)
+            request = await self._parsing.run(
+                lambda parser: parser.parse_completion(call, session_id="", is_recorded=False), size_bytes=size_bytes
+            )
+        else:
+            chat = ChatRequest(
+                model=self.model,
+                messages=body.messages,
+                tools=body.tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            request = await self._parsing.run(
+                lambda parser: parser.parse_chat(chat, session_id="", is_recorded=False), size_bytes=size_of_chat(chat)
+            )
+        ids = list(request.prompts[0].input_ids)
+        names = [self._texts.name_of(number) for number in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": names}
+
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Answer /detokenize: the ids' text, special tokens included, under vLLM's name and SGLang's."""
+        self.find_model(body.model or self.model)
+        stream = TextStream(self._texts)
+        text = "".join(
+            stream.add(number) if self._texts.bytes_of(number) else self._texts.name_of(number)
+            for number in body.tokens
+        )
+        text += stream.finish()
+        return {"prompt": text, "text": text}
 
     async def recorded(self, session: str, *, after: int, limit: int) -> bytes:
         """A page of the session's recorded calls as JSON, oldest first."""
@@ -152,8 +195,12 @@ class ChatApi:
         return Choice(
             self._texts,
             stops=request.stops,
+            includes_stop=request.includes_stop,
             calls=ToolCallReader(request.call_format, request.tools) if request.reads_tools else None,
             has_one_call=request.has_one_call,
+            begun_call=request.begun_call,
+            thoughts=None if request.thinks is None else ReasoningReader(is_open=request.thinks),
+            has_tokens=request.has_tokens,
         )
 
     async def _stream(

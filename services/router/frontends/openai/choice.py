@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from penstock.model.detokenize import TextStream, TokenTexts
+from penstock.model.reasoning import ReasoningReader, Spoken
 from penstock.model.tool_calls import Found, MalformedCall, ToolCallReader
 from penstock.records import ToolCall, VersionSpan
 from penstock.v1 import generate_pb2
@@ -31,6 +32,16 @@ class Token:
     policy_version: int
     offset: int
     """Characters that were complete before it."""
+    top: Sequence[tuple[int, float]] = ()
+    """The likeliest ids at its place with their logprobs, likeliest first, if they were asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScore:
+    """What the model makes of one token of the prompt."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +50,7 @@ class ChoiceDelta:
 
     tokens: Sequence[Token]
     content: str
+    reasoning: str
     calls: Sequence[ToolCall]
     is_last: bool
 
@@ -47,7 +59,16 @@ class Choice:
     """What was generated so far."""
 
     def __init__(
-        self, texts: TokenTexts, *, stops: Sequence[str], calls: ToolCallReader | None, has_one_call: bool = False
+        self,
+        texts: TokenTexts,
+        *,
+        stops: Sequence[str],
+        calls: ToolCallReader | None,
+        has_one_call: bool = False,
+        includes_stop: bool = False,
+        begun_call: str = "",
+        thoughts: ReasoningReader | None = None,
+        has_tokens: bool = True,
     ) -> None:
         """Nothing was generated yet.
 
@@ -56,9 +77,14 @@ class Choice:
             stops: Texts that end the choice.
             calls: Tells tool calls apart from text; None to leave them in it.
             has_one_call: Whether the first tool call ends the choice.
+            includes_stop: Whether the text ends with the stop that was found.
+            begun_call: The beginning of a tool call with which the choice goes on.
+            thoughts: Tells reasoning from what is said; None to leave it in it.
+            has_tokens: Whether any of its tokens are kept; the engine always generates one.
         """
         self.tokens: list[Token] = []
         self.content = ""
+        self.reasoning = ""
         self.calls: list[ToolCall] = []
         self.ending: Ending | None = None
         """Why it ended; None while it goes on."""
@@ -68,10 +94,18 @@ class Choice:
         """The newest policy version that made one of its tokens; 0 before the first."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.prompt_scores: Sequence[PromptScore] = ()
+        """Of each token of the prompt but the first, if they were asked for."""
+        self.stop: str | int | None = None
+        """The stop string, or the id, that ended it."""
         self._stream = TextStream(texts)
-        self._stops = StopFinder(stops)
+        self._stops = StopFinder(stops, includes_stop=includes_stop)
+        self._thoughts = thoughts
         self._calls = calls
         self._has_one_call = has_one_call
+        self._has_tokens = has_tokens
+        if begun_call and self._calls is not None:
+            self._calls.add(begun_call)
         self._num_chars = 0
 
     def take(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
@@ -79,24 +113,37 @@ class Choice:
         if chunk.HasField("usage") and not self.tokens:
             self.num_prompt_tokens = chunk.usage.num_prompt_tokens
             self.num_cached_tokens = chunk.usage.num_cached_tokens
+        if chunk.HasField("prompt_logprobs"):
+            self.prompt_scores = _prompt_scores(chunk.prompt_logprobs)
+        if not self._has_tokens:
+            return self._end_without_tokens(chunk)
         num_tokens, num_calls, content = len(self.tokens), len(self.calls), ""
+        num_thought = len(self.reasoning)
         versions = itertools.chain.from_iterable(
             itertools.repeat(span.policy_version, span.num_tokens) for span in chunk.version_spans
         )
-        for number, logprob, version in zip(chunk.output_ids, chunk.logprobs, versions, strict=True):
-            content += self._take_token(number, logprob, version)
+        places = _places(chunk.top_logprobs, len(chunk.output_ids))
+        for number, logprob, version, top in zip(chunk.output_ids, chunk.logprobs, versions, places, strict=True):
+            content += self._take_token(number, logprob, version, top)
             if self.ending is not None:
                 break
         else:
             self.ending = _ENDINGS.get(chunk.finish_reason)
             if self.ending is not None:
                 content += self._sort(self._stops.add(self._stream.finish()) + self._stops.finish())
+                if self._thoughts is not None:
+                    content += self._sort_spoken(self._thoughts.finish())
+            if self.ending == "stop":
+                self.stop = self._stops.stop or chunk.output_ids[-1]
+        if self.was_cut and self._thoughts is not None and not self._is_full:
+            content += self._sort_spoken(self._thoughts.finish())
         if self.ending is not None and self._calls is not None and not self._is_full:
             content += self._collect(self._calls.finish())
         self.content += content
         return ChoiceDelta(
             tokens=self.tokens[num_tokens:],
             content=content,
+            reasoning=self.reasoning[num_thought:],
             calls=self.calls[num_calls:],
             is_last=self.ending is not None,
         )
@@ -116,22 +163,36 @@ class Choice:
         """Whether it has the one call that it may have."""
         return self._has_one_call and bool(self.calls)
 
-    def _take_token(self, number: int, logprob: float, version: int) -> str:
+    def _end_without_tokens(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
+        self.newest_version = max(span.policy_version for span in chunk.version_spans)
+        self.ending, self.was_cut = "length", True
+        return ChoiceDelta(tokens=(), content="", reasoning="", calls=(), is_last=True)
+
+    def _take_token(self, number: int, logprob: float, version: int, top: Sequence[tuple[int, float]]) -> str:
         """Add one token; return the content that is certain with it."""
-        self.tokens.append(Token(number=number, logprob=logprob, policy_version=version, offset=self._num_chars))
+        self.tokens.append(
+            Token(number=number, logprob=logprob, policy_version=version, offset=self._num_chars, top=top)
+        )
         self.newest_version = max(self.newest_version, version)
         text = self._stream.add(number)
         self._num_chars += len(text)
         content = self._sort(self._stops.add(text))
         if self._stops.found or self._is_full:
             self.ending, self.was_cut = "stop", True
+            self.stop = self._stops.stop
         return content
 
     def _sort(self, text: str) -> str:
-        """Tell text and tool calls apart: keep the calls, return the text."""
-        if self._calls is None or not text:
-            return text
-        return self._collect(self._calls.add(text))
+        """Tell reasoning, text and tool calls apart: keep the reasoning and the calls, return the text."""
+        if not text:
+            return ""
+        return self._sort_spoken(Spoken(content=text) if self._thoughts is None else self._thoughts.add(text))
+
+    def _sort_spoken(self, spoken: Spoken) -> str:
+        self.reasoning += spoken.reasoning
+        if self._calls is None or not spoken.content:
+            return spoken.content
+        return self._collect(self._calls.add(spoken.content))
 
     def _collect(self, found: Iterable[Found]) -> str:
         content = ""
@@ -146,6 +207,16 @@ class Choice:
                 case str():
                     content += each
         return content
+
+
+def _places(top: Sequence[generate_pb2.TopLogprobs], count: int) -> list[Sequence[tuple[int, float]]]:
+    """The likeliest ids at each of `count` places; none if they were not asked for."""
+    return [tuple(zip(place.ids, place.logprobs, strict=True)) for place in top] or [()] * count
+
+
+def _prompt_scores(scores: generate_pb2.PromptLogprobs) -> Sequence[PromptScore]:
+    places = _places(scores.top_logprobs, len(scores.logprobs))
+    return [PromptScore(logprob=logprob, top=top) for logprob, top in zip(scores.logprobs, places, strict=True)]
 
 
 def spans_of(tokens: Iterable[Token]) -> tuple[VersionSpan, ...]:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from penstock.errors import PenstockError
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice, ChoiceDelta
@@ -40,8 +41,11 @@ async def generating(
         parts = name.SerializeToString(), prompts[index // request.num_choices]
         stream = ResumableStream(*parts, chunk_tokens=chunk_tokens)
         async with contextlib.aclosing(forwarder.forward(stream, timeout_s=timeout_s)) as chunks:
-            async for chunk in chunks:
-                await deltas.put((index, choice.take(generate_pb2.GenerateChunk.FromString(chunk))))
+            async for raw in chunks:
+                chunk = generate_pb2.GenerateChunk.FromString(raw)
+                if request.scores_prompt and not choice.tokens and not chunk.HasField("prompt_logprobs"):
+                    raise PenstockError("the engine did not score the prompt; leave out echo and prompt_logprobs")
+                await deltas.put((index, choice.take(chunk)))
                 if choice.was_cut:
                     return
 
@@ -69,4 +73,6 @@ def _serialize(request: ParsedRequest, index: int) -> bytes:
         input_ids=prompt.input_ids,
         images=[common_pb2.Image(data=image) for image in prompt.images],
         sampling=request.sampling,
+        num_top_logprobs=max(request.num_top_logprobs, request.num_prompt_logprobs or 0),
+        prompt_logprobs=request.scores_prompt,
     ).SerializeToString()

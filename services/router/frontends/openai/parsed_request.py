@@ -28,6 +28,14 @@ class ParsedRequest:
     """Choices of each prompt; those of one prompt follow each other."""
     sampling: generate_pb2.SamplingParams
     stops: Sequence[str]
+    includes_stop: bool
+    """Whether the text ends with the stop string that was found."""
+    has_tokens: bool
+    """Whether anything but the prompt is returned."""
+    begun_call: str
+    """The beginning of a tool call that is part of the prompt and belongs to the answer; empty: none."""
+    thinks: bool | None
+    """Whether the prompt has opened reasoning, which is told from what is said; None: it is not."""
     reads_tools: bool
     """Whether tool calls are told apart from text."""
     call_format: CallFormat
@@ -37,9 +45,19 @@ class ParsedRequest:
     has_one_call: bool
     """Whether the first tool call ends a choice."""
     shows_logprobs: bool
+    num_top_logprobs: int
+    """How many of the likeliest tokens to show at each place."""
+    num_prompt_logprobs: int | None
+    """How many of the likeliest tokens to show at each place of the prompt; None: nothing of it, 0: its own only."""
+    names_ids: bool
+    """Whether logprobs name tokens by their ids."""
+    echoes_prompt: bool
+    """Whether the text begins with the prompt's."""
     shows_token_ids: bool
     shows_usage: bool
     """In a stream; other answers have it in any case."""
+    shows_usage_always: bool
+    """In each chunk of a stream."""
     is_recorded: bool
     ignored: Sequence[str]
     """Parameters that were accepted though they have no effect."""
@@ -57,3 +75,8 @@ class ParsedRequest:
     def is_cut_by_text(self) -> bool:
         """Whether what the answer says may end it, so that the engine should deliver token by token."""
         return bool(self.stops) or self.has_one_call
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the engine is asked for the prompt's logprobs."""
+        return self.num_prompt_logprobs is not None or (self.echoes_prompt and self.shows_logprobs)

@@ -8,24 +8,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config import SamplingConfig
-from penstock.model.argument_values import read_json
 from penstock.model.chat_template import Renderer
-from penstock.records import ImagePart, Message, TextPart, ToolCall
+from penstock.model.reasoning import CLOSE
+from penstock.records import Message, TextPart
 from penstock.v1 import generate_pb2
 from services.router.frontends.openai.errors import ParameterError, TextTooLongError
-from services.router.frontends.openai.images import read_image
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
-from services.router.frontends.openai.schemas import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    RefusalPart,
-)
-from services.router.frontends.openai.schemas import TextPart as TextPartIn
+from services.router.frontends.openai.parsing.constraint import read_constraint
+from services.router.frontends.openai.parsing.forced_call import begin_call
+from services.router.frontends.openai.parsing.message_parser import read_messages
+from services.router.frontends.openai.schema.messages import NamedTool, RefusalPart
+from services.router.frontends.openai.schema.messages import TextPart as TextPartIn
+from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.tuning import OpenAITuning
 
 _MAX_NAME_CHARS = 256
+_UNBOUNDED = 2**20
+"""Tokens of an answer that may take what the context leaves, where its length is not known; engines cut it."""
 
 
 class RequestParser:
@@ -39,6 +38,8 @@ class RequestParser:
         *,
         longest_token_bytes: int,
         context_length: Callable[[], int | None],
+        default_max_tokens: int | None = None,
+        separates_reasoning: bool = False,
     ) -> None:
         """Prepare to parse.
 
@@ -48,7 +49,12 @@ class RequestParser:
             renderer: Makes ids of messages.
             longest_token_bytes: Size of the longest token of the vocabulary.
             context_length: Most tokens that an engine takes at the moment; None: unknown.
+            default_max_tokens: Most tokens of an answer whose request does not say; 0: what the context leaves; None:
+                as in `sampling`.
+            separates_reasoning: Whether reasoning is told from what is said, in requests that do not say.
         """
+        self._default_max_tokens = default_max_tokens
+        self._separates_reasoning = separates_reasoning
         self._tuning = tuning
         self._sampling = sampling
         self._renderer = renderer
@@ -66,24 +72,37 @@ class RequestParser:
             raise ParameterError("max_completion_tokens", "max_tokens and max_completion_tokens differ; send one")
         if body.tools and not self._renderer.takes_tools:
             raise ParameterError("tools", "tools: the model's chat template does not support tools; leave them out")
-        images: list[bytes] = []
-        messages = [
-            self._message(message, images, param=f"messages.{index}") for index, message in enumerate(body.messages)
-        ]
+        begun_call = begin_call(body, self._renderer.call_format)
+        messages, images = read_messages(body.messages, self._tuning)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tool_choice != "none" else []
         self._require_short("messages", size_of_chat(body))
-        ids = self._renderer.render_prompt(messages, num_images=len(images), tools=tools)
+        begun = _take_begun(messages) if body.continue_final_message else begun_call
+        if begun_call and body.continue_final_message:
+            raise ParameterError("continue_final_message", "continue_final_message and tool_choice exclude each other")
+        ids = self._renderer.render_prompt(
+            messages, num_images=len(images), tools=tools, template_kwargs=body.chat_template_kwargs
+        )
+        thinks = self._renderer.opens_thinking(body.chat_template_kwargs)
+        if thinks and begun:
+            begun, thinks = f"\n{CLOSE}\n\n{begun}", False
+        if begun:
+            ids = [*ids, *self._renderer.render_text(begun)]
+        separates = self._separates_reasoning if body.separate_reasoning is None else body.separate_reasoning
         return self._parsed(
             body,
-            [PromptIds(input_ids=ids, images=images)],
+            [PromptIds(input_ids=self._truncated(body, ids, num_images=len(images)), images=images)],
             name="chatcmpl",
-            max_tokens=body.max_completion_tokens,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             session_id=session_id,
             is_recorded=is_recorded,
             reads_tools=bool(tools),
             tools=tools,
-            has_one_call=bool(tools) and not body.parallel_tool_calls,
+            has_one_call=bool(tools) and (not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)),
+            begun_call=begun_call,
+            thinks=thinks if separates else None,
             shows_logprobs=body.logprobs,
+            num_top_logprobs=body.top_logprobs,
+            echoes_prompt=False,
         )
 
     def parse_completion(self, body: CompletionRequest, *, session_id: str, is_recorded: bool) -> ParsedRequest:
@@ -103,46 +122,74 @@ class RequestParser:
             raise ParameterError("prompt", "prompt is empty; give text or token ids")
         return self._parsed(
             body,
-            [PromptIds(input_ids=each) for each in ids],
+            [PromptIds(input_ids=self._truncated(body, each, num_images=0)) for each in ids],
             name="cmpl",
-            max_tokens=None,
+            max_tokens=body.max_tokens,
             session_id=session_id,
             is_recorded=is_recorded,
             reads_tools=False,
             tools=(),
             has_one_call=False,
+            begun_call="",
+            thinks=None,
             shows_logprobs=body.logprobs is not None,
+            num_top_logprobs=body.logprobs or 0,
+            echoes_prompt=body.echo,
         )
 
     def _parsed(
         self, body: GenerationRequest, prompts: list[PromptIds], *, name: str, max_tokens: int | None, **rest: Any
     ) -> ParsedRequest:
-        default = self._sampling
+        default, constraint = self._sampling, read_constraint(body)
+        if max_tokens is None:
+            max_tokens = default.max_new_tokens if self._default_max_tokens is None else self._default_max_tokens
+            has_tokens = True
+        else:
+            has_tokens = max_tokens > 0
+        if body.min_tokens and body.min_tokens != max_tokens:
+            raise ParameterError(
+                "min_tokens",
+                f"min_tokens = {body.min_tokens} is not supported where it is not max_tokens, which is {max_tokens}; "
+                "leave it out, or make them equal",
+            )
         sampling = generate_pb2.SamplingParams(
             temperature=default.temperature if body.temperature is None else body.temperature,
             top_p=default.top_p if body.top_p is None else body.top_p,
             top_k=max(0, default.top_k if body.top_k is None else body.top_k),
-            max_new_tokens=max_tokens or body.max_tokens or default.max_new_tokens,
+            max_new_tokens=(max_tokens or self._context_length() or _UNBOUNDED) if has_tokens else 1,
             stop_token_ids=body.stop_token_ids,
+            ignore_end=body.ignore_eos or body.min_tokens > 0,
+            constraint=constraint,
         )
-        if rest["is_recorded"] and sampling.temperature == 0:
-            raise ParameterError(
-                "temperature",
-                "temperature = 0 is greedy: its logprobs are not those of a distribution that was sampled; do not "
-                "record it",
-            )
+        if rest["is_recorded"]:
+            _require_trainable(sampling, has_tokens=has_tokens)
         return ParsedRequest(
             request_id=f"{name}-{uuid.uuid4().hex}",
             prompts=prompts,
             num_choices=body.n,
             sampling=sampling,
             stops=body.stops,
+            includes_stop=body.include_stop_str_in_output,
+            has_tokens=has_tokens,
+            num_prompt_logprobs=body.prompt_logprobs,
+            names_ids=body.return_tokens_as_token_ids,
+            shows_usage_always=body.stream_options.continuous_usage_stats,
             shows_token_ids=body.return_token_ids,
             shows_usage=body.stream_options.include_usage,
             ignored=body.unused,
             call_format=self._renderer.call_format,
             **rest,
         )
+
+    def _truncated(self, body: GenerationRequest, ids: list[int], *, num_images: int) -> list[int]:
+        """The last tokens of a prompt, if the request wants no more."""
+        if body.truncate_prompt_tokens is None:
+            return ids
+        if num_images:
+            raise ParameterError(
+                "truncate_prompt_tokens", f"truncate_prompt_tokens: the prompt has {num_images} images; leave it out"
+            )
+        return ids[-body.truncate_prompt_tokens :]
 
     def _require_few(self, body: GenerationRequest, *, num_prompts: int) -> None:
         """Checked before anything is rendered, which takes long for many prompts."""
@@ -162,36 +209,40 @@ class RequestParser:
                 "shorten it",
             )
 
-    def _message(self, message: ChatMessage, images: list[bytes], *, param: str) -> Message:
-        """The message as the renderer knows it; its images are appended to `images`."""
-        role = message.role
-        if message.content is None and role != "assistant":
-            raise ParameterError(f"{param}.content", f"{param}.content is missing")
-        if message.tool_calls and role != "assistant":
-            raise ParameterError(f"{param}.tool_calls", f"{param}.tool_calls: only an assistant calls tools")
-        parts: list[TextPart | ImagePart] = []
-        content = message.content or []
-        for index, part in enumerate([TextPartIn(type="text", text=content)] if isinstance(content, str) else content):
-            if isinstance(part, TextPartIn | RefusalPart):
-                parts.append(TextPart(text=part.text if isinstance(part, TextPartIn) else part.refusal))
-                continue
-            where = f"{param}.content.{index}.image_url.url"
-            if role not in ("user", "tool"):
-                raise ParameterError(where, f"{where}: messages of role {role} hold no images; let the user show it")
-            if len(images) == self._tuning.max_images:
-                raise ParameterError(where, f"{where}: more than {len(images)} images; leave out the oldest")
-            parts.append(ImagePart(index=len(images)))
-            images.append(
-                read_image(part.image_url.url, param=where, max_bytes=self._tuning.max_image_bytes)
-            )  # fmt: skip
-        template_role: Any = "system" if role == "developer" else role
-        calls: tuple[ToolCall, ...] = ()
-        if message.tool_calls:
-            calls = tuple(
-                ToolCall(name=call.function.name, arguments=_arguments(call.function.arguments, f"{param}.tool_calls"))
-                for call in message.tool_calls
-            )
-        return Message(role=template_role, parts=tuple(parts), tool_calls=calls)
+
+def _require_trainable(sampling: generate_pb2.SamplingParams, *, has_tokens: bool) -> None:
+    """Refuse to record what was not sampled from the policy's distribution.
+
+    Raises:
+        ParameterError: naming the parameter.
+    """
+    if sampling.temperature == 0:
+        raise ParameterError(
+            "temperature",
+            "temperature = 0 is greedy: its logprobs are not those of a distribution that was sampled; do not record "
+            "it",
+        )
+    if sampling.HasField("constraint"):
+        raise ParameterError(
+            "response_format",
+            "the logprobs of an answer that must have a form are not the policy's own; do not record it",
+        )
+    if not has_tokens:
+        raise ParameterError("max_tokens", "max_tokens = 0: there is nothing to record; do not record it")
+
+
+def _take_begun(messages: list[Message]) -> str:
+    """Remove the last message, and return its text.
+
+    Raises:
+        ParameterError: it is not an assistant's text.
+    """
+    last = messages.pop()
+    if last.role != "assistant" or last.tool_calls or not messages:
+        raise ParameterError(
+            "continue_final_message", "continue_final_message needs a last message of the assistant, of text only"
+        )
+    return "".join(part.text for part in last.parts if isinstance(part, TextPart))
 
 
 def name_session(*, header: str, metadata: str, user: str) -> str:
@@ -232,16 +283,6 @@ def size_of_completion(body: CompletionRequest) -> int:
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
-
-
-def _arguments(text: str, param: str) -> dict[str, Any]:
-    try:
-        value = read_json(text or "{}")
-        if isinstance(value, dict):
-            return value
-    except ValueError:
-        pass
-    raise ParameterError(param, f"{param}: arguments = {text[:80]!r} is not a JSON object")
 
 
 def _is_ids(prompt: list[Any]) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.model.argument_values import arguments_json
-from penstock.model.detokenize import TokenTexts
+from penstock.model.detokenize import TextStream, TokenTexts
 from penstock.records import ToolCall, VersionSpan
 from services.router.frontends.openai.choice import Choice, ChoiceDelta, Token
+from services.router.frontends.openai.logprobs import LogprobsFormat
 from services.router.frontends.openai.parsed_request import ParsedRequest
 
 VERSION_HEADER = "x-penstock-policy-version"
@@ -28,8 +29,10 @@ class ResponseFormat(abc.ABC):
         self._request = request
         self._choices = choices
         self._texts = texts
+        self._logprobs = LogprobsFormat(texts, names_ids=request.names_ids, num_top=request.num_top_logprobs)
         self._model = model
         self._created = int(time.time())
+        self._prompt_texts: dict[int, str] = {}
 
     def whole(self) -> dict[str, Any]:
         """The answer, when all choices have ended."""
@@ -42,14 +45,14 @@ class ResponseFormat(abc.ABC):
 
     def delta(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
         """The event of a delta; None if there is nothing to send yet."""
-        request, has_more = self._request, bool(delta.content or delta.calls)
+        request, has_more = self._request, bool(delta.content or delta.reasoning or delta.calls)
         if not has_more and not (delta.tokens and (request.shows_token_ids or request.shows_logprobs)):
             return None
         return self._frame(self.chunk_object, [self._delta_choice(index, delta)])
 
     def closing(self, index: int, *, is_last: bool) -> dict[str, Any]:
         """The event of a choice's end; the last one carries what Penstock adds."""
-        choice = self._entry(index, {**self._empty(), "finish_reason": self._choices[index].finish_reason})
+        choice = self._entry(index, {**self._empty(), **self._ending(index)})
         frame = self._frame(self.chunk_object, [choice])
         return {**frame, "penstock": self._extra()} if is_last else frame
 
@@ -78,8 +81,21 @@ class ResponseFormat(abc.ABC):
     def _version(self) -> int:
         return max(choice.newest_version for choice in self._choices)
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _ending(self, index: int) -> dict[str, Any]:
+        """How the choice ended: in OpenAI's words, in SGLang's, and in vLLM's, which do not count the model's own
+        stop tokens."""
+        choice = self._choices[index]
+        is_asked_for = isinstance(choice.stop, str) or choice.stop in self._request.sampling.stop_token_ids
         return {
+            "finish_reason": choice.finish_reason,
+            "matched_stop": choice.stop,
+            "stop_reason": choice.stop if is_asked_for else None,
+        }
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        is_counted = kind == self.chunk_object and choices and self._request.shows_usage_always
+        return {
+            **({"usage": self._usage()} if is_counted else {}),
             "id": self._request.request_id,
             "object": kind,
             "created": self._created,
@@ -101,9 +117,16 @@ class ResponseFormat(abc.ABC):
         }
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
-        if not self._request.shows_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self._request.prompt_of(index).input_ids)}
+        """The prompt's ids and logprobs, if requested."""
+        request = self._request
+        fields: dict[str, Any] = {}
+        if request.shows_token_ids:
+            fields["prompt_token_ids"] = list(request.prompt_of(index).input_ids)
+        if request.num_prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._logprobs.prompt(
+                request.prompt_of(index).input_ids, self._choices[index], num_top=request.num_prompt_logprobs
+            )
+        return fields
 
     def _usage(self) -> dict[str, Any]:
         firsts = self._choices[:: self._request.num_choices]  # a prompt counts once, however many its choices
@@ -149,39 +172,33 @@ class ChatFormat(ResponseFormat):
         }
         if choice.calls:
             message["tool_calls"] = [_call_json(call) for call in choice.calls]
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         return {
             "message": message,
-            "logprobs": self._logprobs(choice.tokens),
-            "finish_reason": choice.finish_reason,
+            "logprobs": self._chat_logprobs(choice.tokens),
+            **self._ending(index),
             **self._token_fields(choice.tokens),
         }
 
     def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": delta.content} if delta.content or not delta.calls else {}
+        has_content = delta.content or not (delta.calls or delta.reasoning)
+        message: dict[str, Any] = {"content": delta.content} if has_content else {}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
         if delta.calls:
             first = len(self._choices[index].calls) - len(delta.calls)
             message["tool_calls"] = [
                 {"index": first + index_in_delta, **_call_json(call)} for index_in_delta, call in enumerate(delta.calls)
             ]
-        fields = {"delta": message, "logprobs": self._logprobs(delta.tokens), **self._token_fields(delta.tokens)}
+        fields = {"delta": message, "logprobs": self._chat_logprobs(delta.tokens), **self._token_fields(delta.tokens)}
         return self._entry(index, fields)
 
     def _empty(self) -> dict[str, Any]:
         return {"delta": {}}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not self._request.shows_logprobs:
-            return None
-        content = [
-            {
-                "token": self._texts.name_of(token.number),
-                "logprob": token.logprob,
-                "bytes": list(self._texts.bytes_of(token.number)),
-                "top_logprobs": [],
-            }
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return self._logprobs.chat(tokens) if self._request.shows_logprobs else None
 
 
 class CompletionFormat(ResponseFormat):
@@ -190,36 +207,50 @@ class CompletionFormat(ResponseFormat):
     whole_object = chunk_object = "text_completion"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The prompt's ids, if requested."""
+        """The prompt: its text, ids and logprobs, as far as requested."""
         fields = self._prompt_fields(index)
+        if self._request.echoes_prompt:
+            fields |= {"text": self._prompt_text(index), "logprobs": self._completion_logprobs(index, ())}
         return self._frame(self.chunk_object, [self._entry(index, {"text": "", **fields})]) if fields else None
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
         return {
-            "text": choice.content,
-            "logprobs": self._logprobs(choice.tokens),
-            "finish_reason": choice.finish_reason,
+            "text": self._prompt_text(index) + choice.content,
+            "logprobs": self._completion_logprobs(index, choice.tokens),
+            **self._ending(index),
             **self._prompt_fields(index),
             **self._token_fields(choice.tokens),
         }
 
     def _delta_choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
-        fields = {"text": delta.content, "logprobs": self._logprobs(delta.tokens)}
+        fields = {"text": delta.content, "logprobs": self._completion_logprobs(index, delta.tokens, has_prompt=False)}
         return self._entry(index, {**fields, **self._token_fields(delta.tokens)})
 
     def _empty(self) -> dict[str, Any]:
         return {"text": ""}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def _prompt_text(self, index: int) -> str:
+        """What the answer repeats of the prompt."""
+        prompt = index // self._request.num_choices
+        if self._request.echoes_prompt and prompt not in self._prompt_texts:
+            stream = TextStream(self._texts)
+            text = "".join(map(stream.add, self._request.prompt_of(index).input_ids)) + stream.finish()
+            self._prompt_texts[prompt] = text
+        return self._prompt_texts.get(prompt, "")
+
+    def _completion_logprobs(
+        self, index: int, tokens: Sequence[Token], *, has_prompt: bool = True
+    ) -> dict[str, Any] | None:
         if not self._request.shows_logprobs:
             return None
-        return {
-            "tokens": [self._texts.name_of(token.number) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._texts.name_of(token.number): token.logprob} for token in tokens],
-            "text_offset": [token.offset for token in tokens],
-        }
+        shows_prompt = has_prompt and self._request.echoes_prompt
+        return self._logprobs.completion(
+            tokens,
+            prompt_ids=self._request.prompt_of(index).input_ids if shows_prompt else (),
+            scores=self._choices[index].prompt_scores if shows_prompt else (),
+            first_offset=len(self._prompt_text(index)),
+        )
 
 
 def spans_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:

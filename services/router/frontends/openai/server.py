@@ -68,6 +68,7 @@ async def serving(
     api = ChatApi(
         tuning,
         backend.sampling,
+        config.openai,
         model=backend.model,
         renderers=await asyncio.to_thread(backend.renderers),
         forwarder=forwarder,

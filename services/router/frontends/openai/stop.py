@@ -11,22 +11,29 @@ from penstock.model.marks import held_back
 class StopFinder:
     """Cuts one answer where the first of its stop strings begins."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Look for `stops`, none of them empty."""
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        """Look for `stops`, none of them empty; `includes_stop`: the one that is found is emitted, too."""
         self._stops = stops
+        self._includes_stop = includes_stop
         self._held = ""
-        self.found = False
-        """Whether one was found: nothing is emitted from then on."""
+        self.stop: str | None = None
+        """The one that was found, after which nothing is emitted."""
+
+    @property
+    def found(self) -> bool:
+        """Whether one was found."""
+        return self.stop is not None
 
     def add(self, text: str) -> str:
         """Take more text; return what can be emitted."""
         if self.found or not self._stops:
             return "" if self.found else text
         self._held += text
-        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        starts = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if starts:
-            self.found = True
-            emitted, self._held = self._held[: min(starts)], ""
+            start, self.stop = min(starts)
+            end = start + len(self.stop) if self._includes_stop else start
+            emitted, self._held = self._held[:end], ""
             return emitted
         num_held = max(held_back(self._held, stop) for stop in self._stops)
         emitted, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]

@@ -1,0 +1,90 @@
+"""Logprobs in the formats of OpenAI and vLLM."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.model.detokenize import TextStream, TokenTexts
+from services.router.frontends.openai.choice import Choice, PromptScore, Token
+
+Place = tuple[int, float, Sequence[tuple[int, float]]]
+"""An id, its logprob, and the likeliest ids at its place."""
+
+
+class LogprobsFormat:
+    """Formats the logprobs of one answer."""
+
+    def __init__(self, texts: TokenTexts, *, names_ids: bool, num_top: int) -> None:
+        """Show `num_top` of the likeliest tokens at each place of the answer; `names_ids`: tokens are named by ids."""
+        self._texts = texts
+        self._names_ids = names_ids
+        self._num_top = num_top
+
+    def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """As /v1/chat/completions has them."""
+        content = [
+            {
+                **self._entry(token.number, token.logprob),
+                "top_logprobs": [self._entry(*each) for each in token.top[: self._num_top]],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def completion(
+        self, tokens: Sequence[Token], *, prompt_ids: Sequence[int], scores: Sequence[PromptScore], first_offset: int
+    ) -> dict[str, Any]:
+        """As /v1/completions has them.
+
+        Args:
+            tokens: Tokens of the answer.
+            prompt_ids: The prompt, where it is shown before them.
+            scores: What the model makes of its ids but the first.
+            first_offset: Where the answer begins in the text that is returned.
+        """
+        places: list[Place] = [
+            (number, score.logprob, score.top) for number, score in zip(prompt_ids[1:], scores, strict=True)
+        ]
+        places += [(token.number, token.logprob, token.top) for token in tokens]
+        offsets = [*self._offsets(prompt_ids), *(first_offset + token.offset for token in tokens)]
+        first = [None] if prompt_ids else []  # it follows nothing
+        return {
+            "tokens": [*map(self._name, prompt_ids[:1]), *(self._name(number) for number, _, _ in places)],
+            "token_logprobs": [*first, *(logprob for _, logprob, _ in places)],
+            "top_logprobs": [*first, *(self._named(*place) for place in places)],
+            "text_offset": offsets,
+        }
+
+    def prompt(self, ids: Sequence[int], choice: Choice, *, num_top: int) -> list[dict[str, Any] | None]:
+        """The prompt's, as vLLM has them: for each id the likeliest ids and itself, by id."""
+        entries: list[dict[str, Any] | None] = [None]
+        for number, score in zip(ids[1:], choice.prompt_scores, strict=True):
+            ranked = {each: (logprob, rank) for rank, (each, logprob) in enumerate(score.top, start=1)}
+            shown = {number: ranked.get(number, (score.logprob, None)), **dict(list(ranked.items())[:num_top])}
+            entries.append(
+                {
+                    str(each): {"logprob": logprob, "rank": rank, "decoded_token": self._texts.name_of(each)}
+                    for each, (logprob, rank) in shown.items()
+                }
+            )
+        return entries
+
+    def _entry(self, number: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._name(number), "logprob": logprob, "bytes": list(self._texts.bytes_of(number))}
+
+    def _named(self, number: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens and the one that is there; where two have one name, the likelier."""
+        named: dict[str, float] = {}
+        for each, its_logprob in [*top[: self._num_top], (number, logprob)]:
+            named.setdefault(self._name(each), its_logprob)
+        return named
+
+    def _name(self, number: int) -> str:
+        return f"token_id:{number}" if self._names_ids else self._texts.name_of(number)
+
+    def _offsets(self, ids: Sequence[int]) -> list[int]:
+        """For each id, the characters that were complete before it."""
+        stream, num_chars, offsets = TextStream(self._texts), 0, []
+        for number in ids:
+            offsets.append(num_chars)
+            num_chars += len(stream.add(number))
+        return offsets

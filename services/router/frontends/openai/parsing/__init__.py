@@ -1,0 +1,1 @@
+"""Parts of requests, as engines and templates know them."""

@@ -1,0 +1,81 @@
+"""What all models of requests have in common, and the parameters that are refused.
+
+A parameter that would change the answer and is not supported is refused by name, never skipped; where its value changes
+nothing, it is accepted. The policy neither sees nor needs unknown keys inside messages, which agents collect from other
+servers' answers, so they are ignored. A null is the same as an absent key.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pydantic
+from pydantic_core import PydanticCustomError
+
+_NO_PENALTY = "the policy's distribution is not changed, so that logprobs stay its own"
+_ROUTED = "the router chooses the replica and the order"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_generation_prompt": ((True,), "the assistant speaks next"),
+    "allowed_token_ids": ((), _NO_PENALTY),
+    "audio": ((), "there is text and images only"),
+    "best_of": ((1,), "all choices are returned; use n"),
+    "bad_words": (([],), _NO_PENALTY),
+    "chat_template": ((), "the model's own is used, as in training; chat_template_kwargs set its variables"),
+    "documents": (([],), "put them into the messages"),
+    "frequency_penalty": ((0,), _NO_PENALTY),
+    "function_call": ((), "use tools"),
+    "functions": (([],), "use tools"),
+    "include_reasoning": ((True,), "the answer is not shortened"),
+    "length_penalty": ((1,), "there is no beam search"),
+    "logit_bias": (({},), _NO_PENALTY),
+    "min_p": ((0,), _NO_PENALTY),
+    "modalities": ((["text"],), "there is text only"),
+    "prediction": ((), "there is no speculation"),
+    "presence_penalty": ((0,), _NO_PENALTY),
+    "priority": ((0,), _ROUTED),
+    "reasoning_effort": ((), "put it into the prompt"),
+    "repetition_penalty": ((1,), _NO_PENALTY),
+    "return_hidden_states": ((False,), "the engine returns tokens only"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "skip_special_tokens": ((True,), "special tokens say nothing; their ids are in return_token_ids"),
+    "spaces_between_special_tokens": ((True, False), "special tokens say nothing"),
+    "store": ((False,), "use record"),
+    "suffix": (("",), "the policy only continues a prompt"),
+    "stop_regex": ((), "use stop"),
+    "use_beam_search": ((False,), "there is no beam search"),
+}
+"""Parameters that are not supported: the values that change nothing, and why there are no others."""
+
+HINTS = ("cache_salt", "prompt_cache_key", "request_id", "rid", "safety_identifier", "verbosity")
+"""Parameters that are accepted with any value, because no answer depends on them."""
+
+
+class RequestModel(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    _ignored: ClassVar[tuple[str, ...]] = ()
+    """Keys that are accepted with any value."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        given = {name: each for name, each in value.items() if each is not None and name not in cls._ignored}
+        if cls.model_config.get("extra") == "ignore":
+            return given
+        for name in [name for name in given if name in REFUSED and name not in cls.model_fields]:
+            neutral, why = REFUSED[name]
+            if not any(type(given[name]) is type(each) and given[name] == each for each in _spellings(neutral)):
+                message = "is not supported ({why}); leave it out"
+                raise PydanticCustomError("unsupported", message, {"name": name, "why": why})
+            del given[name]
+        return given
+
+
+class MessageModel(RequestModel):
+    """A part of a message: unknown keys are ignored."""
+
+    model_config = pydantic.ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+
+def _spellings(neutral: tuple[Any, ...]) -> list[Any]:
+    return [*neutral, *(float(each) for each in neutral if type(each) is int)]
