@@ -79,6 +79,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self.fail_with = fail_with
         self.hang_after = hang_after
         self.die_after = die_after
+        self.scores = True
+        """Whether it reports likeliest ids and prompts' logprobs to those who ask."""
         self.num_calls = 0
         self.num_streams = 0
         self.num_answered = 0
@@ -110,7 +112,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         with self._counted(request, context):
             await self._delay(request)
             self.num_answered += 1
-            return scored(self.answer(request, self.replica), request)
+            return self._answer(request)
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -119,7 +121,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self.num_streams += 1
         with self._counted(request, context):
             await self._delay(request)
-            answer = scored(self.answer(request, self.replica), request)
+            answer = self._answer(request)
             async for first, end in self._chunks(len(answer.output_ids), max(1, request.chunk_tokens)):
                 yield chunk_of(answer, first, end)
             self.num_answered += 1
@@ -143,6 +145,10 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         num_left, self._handing_over = self.num_running, True
         await self._idle.wait()
         return rollout_pb2.DrainReplicaResponse(num_finished=num_before - num_left, num_handed_over=num_left)
+
+    def _answer(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
+        answer = self.answer(request, self.replica)
+        return scored(answer, request) if self.scores else answer
 
     @contextmanager
     def _counted(self, request: generate_pb2.GenerateRequest, context: Any) -> Iterator[None]:

@@ -100,6 +100,7 @@ class Stage:
         """Engines as at the beginning, known to all routers as fit."""
         for engine in self.engines:
             engine.delay_s = engine.token_s = 0.0
+            engine.scores = True
             engine.error = engine.fail_after = engine.fail_with = None
             engine.requests.clear()
             engine.num_calls = engine.num_cancelled = 0

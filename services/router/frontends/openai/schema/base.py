@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 _NO_PENALTY = "the policy's distribution is not changed, so that logprobs stay its own"
 _ROUTED = "the router chooses the replica and the order"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "add_generation_prompt": ((True,), "the assistant speaks next"),
+    "add_generation_prompt": ((), "the assistant speaks next, unless continue_final_message is set"),
     "allowed_token_ids": ((), _NO_PENALTY),
     "audio": ((), "there is text and images only"),
     "best_of": ((1,), "all choices are returned; use n"),

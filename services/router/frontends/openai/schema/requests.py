@@ -95,6 +95,8 @@ class GenerationRequest(RequestModel):
         if not isinstance(value, Mapping):
             return value
         given = {name: each for name, each in value.items() if each is not None}
+        if given.get("add_generation_prompt") is not bool(given.get("continue_final_message")):
+            given.pop("add_generation_prompt", None)  # it says what continue_final_message says
         if "no_stop_trim" in given:
             given.setdefault("include_stop_str_in_output", given.pop("no_stop_trim"))
         forms = {_FORMS[name]: given.pop(name) for name in list(given) if name in _FORMS}

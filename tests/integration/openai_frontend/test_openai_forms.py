@@ -1,0 +1,163 @@
+"""Forms that an answer must have: schemas, patterns and grammars, which the engine keeps, and calls that are begun."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.router.openai_stage import END_ID, HI, Stage, collect
+from tests.support.router.openai_tools import ADD, MULTIPLY
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "object": ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
+        "json_schema",
+        json.dumps(SCHEMA),
+    ),
+    "vLLM's json": ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, "json_schema", json.dumps(SCHEMA)),
+    "vLLM's object": (
+        {"extra_body": {"structured_outputs": {"json_object": True}}},
+        "json_schema",
+        '{"type": "object"}',
+    ),
+    "vLLM's regex": ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "regex", "a+"),
+    "vLLM's choice": (
+        {"extra_body": {"structured_outputs": {"choice": ['a"b', "é"]}}},
+        "ebnf",
+        r'root ::= "a\"b" | "é"',
+    ),
+    "vLLM's older json": ({"extra_body": {"guided_json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
+    "vLLM's older choice": ({"extra_body": {"guided_choice": ["a"]}}, "ebnf", 'root ::= "a"'),
+    "SGLang's regex": ({"extra_body": {"regex": "a+"}}, "regex", "a+"),
+    "SGLang's ebnf": ({"extra_body": {"ebnf": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
+    "SGLang's schema": ({"extra_body": {"json_schema": json.dumps(SCHEMA)}}, "json_schema", json.dumps(SCHEMA)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_the_engine_is_told_of_the_form(stage: Stage, name: str) -> None:
+    """In each server's words."""
+    options, form, value = FORMS[name]
+    await stage.chat(**options)
+    [request] = stage.requests
+    assert request.sampling.constraint.WhichOneof("form") == form
+    assert getattr(request.sampling.constraint, form) == value
+
+
+async def test_any_text_is_no_form(stage: Stage) -> None:
+    """And completions may have one."""
+    await stage.chat(response_format={"type": "text"})
+    await stage.client.completions.create(model=stage.run, prompt="x", extra_body={"regex": "a"})
+    forms = {request.sampling.constraint.WhichOneof("form") for request in stage.requests}
+    assert forms == {None, "regex"}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "unknown": ({"response_format": {"type": "grammar"}}, "response_format", "'grammar'"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+    "not a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}},
+        "response_format.json_schema.schema",
+        "dict",
+    ),
+    "two": (
+        {"response_format": {"type": "json_object"}, "extra_body": {"regex": "a"}},
+        "response_format",
+        "both set; send one",
+    ),
+    "two of vLLM's": (
+        {"extra_body": {"structured_outputs": {"regex": "a", "json_object": True}}},
+        "structured_outputs",
+        "sets 2 forms",
+    ),
+    "none of vLLM's": ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "sets 0 forms"),
+    "two of SGLang's": ({"extra_body": {"regex": "a", "ebnf": "b"}}, None, "several forms"),
+    "recorded": (
+        {"response_format": {"type": "json_object"}, "user": "u", "extra_body": {"record": True}},
+        "response_format",
+        "not the policy's own",
+    ),
+    "no such tool": (
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        "tool_choice",
+        "'sub', which is not among the tools",
+    ),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "no choice": ({"tools": [ADD], "tool_choice": "perhaps"}, "tool_choice", "'perhaps'"),
+    "tool and form": (
+        {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+        "exclude each other",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_no_form_is_refused_by_name(stage: Stage, name: str) -> None:
+    """And no engine is asked."""
+    options, param, message = REFUSED[name]
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await stage.chat(**options)
+    assert caught.value.param == param
+    assert stage.requests == []
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_constrained_answer_is_not_continued_by_another_engine(stage: Stage, is_streamed: bool) -> None:
+    """Its grammar would begin anew; the error says to ask again."""
+    stage.says("abcdef")
+    for engine in stage.engines:
+        engine.fail_after = 3
+    with pytest.raises(openai.APIError, match="cannot be continued"):
+        await stage.chat_to_the_end(stream=is_streamed, response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+async def test_a_call_is_begun_for_the_policy(stage: Stage, choice: Any, is_streamed: bool) -> None:
+    """Up to what it decides; the answer has the whole call. What was begun is part of the recorded prompt."""
+    ids = [*stage.renderer.render_text(' {"a": 1}}\n</tool_call>'), END_ID]
+    for engine in stage.engines:
+        engine.answer = type(engine.answer)(ids)
+    answer = await stage.chat(tools=[ADD], tool_choice=choice, stream=is_streamed)
+    if is_streamed:
+        chunks = await collect(answer)
+        [call] = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        [call] = answer.choices[0].message.tool_calls
+        reason = answer.choices[0].finish_reason
+        assert answer.choices[0].message.content is None
+    assert (call.function.name, json.loads(call.function.arguments), reason) == ("add", {"a": 1}, "tool_calls")
+    prompt = stage.renderer.decode(stage.requests[0].input_ids)
+    assert prompt.endswith('assistant\n<tool_call>\n{"name": "add", "arguments":')
+
+
+async def test_of_several_tools_the_policy_chooses_one(stage: Stage) -> None:
+    """The beginning ends where the name begins."""
+    stage.says('multiply", "arguments": {"a": 2}}\n</tool_call>')
+    answer = await stage.chat(tools=[ADD, MULTIPLY], tool_choice="required")
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "multiply"
+    assert stage.renderer.decode(stage.requests[0].input_ids).endswith('<tool_call>\n{"name": "')
+
+
+async def test_a_named_function_is_called_once(stage: Stage) -> None:
+    """As with OpenAI; further calls are cut."""
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    stage.says(f" {{}}}}\n</tool_call>\n{call}\n{call}")
+    named = {"type": "function", "function": {"name": "add"}}
+    answer = await stage.chat(HI, tools=[ADD], tool_choice=named)
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+async def test_what_is_begun_and_not_ended_stays_text(stage: Stage) -> None:
+    """With its beginning: nothing is lost."""
+    stage.says(" I will not")
+    answer = await stage.chat(tools=[ADD], tool_choice="required")
+    assert answer.choices[0].message.content == '<tool_call>\n{"name": "add", "arguments": I will not'
+    assert answer.choices[0].message.tool_calls is None
