@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer results churn chaos recipes up down logs test-mooncake test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer results churn chaos recipes up down logs test-clients test-mooncake test-compose lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -66,6 +66,11 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
+
+test-clients: setup ## Run the ordinary examples of OpenAI's clients with the real packages; fetches them into .clients.
+	[ -x .clients/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients
+	$(UV) pip install --quiet --python .clients/bin/python --requirement tests/clients/requirements.txt
+	@$(BIN)/pytest tests/clients/run_examples.py $(ARGS)
 
 test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs libibverbs1; fetches it into .mooncake.
 	$(UV) pip install --quiet --python $(BIN)/python --target .mooncake --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
@@ -133,5 +138,5 @@ lock: .uv/bin/uv ## Resolve the dependencies anew.
 		--python-version 3.11 --output-file requirements.lock pyproject.toml
 
 clean: ## Remove what setup and the tools made; runs/ stays.
-	rm -rf .venv .uv .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .uv .clients .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

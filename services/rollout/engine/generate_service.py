@@ -159,7 +159,9 @@ def _top(places: Sequence[TopIds]) -> list[generate_pb2.TopLogprobs]:
 
 def _prompt(generation: Generation) -> generate_pb2.PromptLogprobs | None:
     scores = generation.prompt
-    return scores and generate_pb2.PromptLogprobs(logprobs=scores.logprobs, top_logprobs=_top(scores.top))
+    if scores is None:
+        return None
+    return generate_pb2.PromptLogprobs(logprobs=scores.logprobs, top_logprobs=_top(scores.top))
 
 
 def _usage(generation: Generation) -> generate_pb2.Usage:

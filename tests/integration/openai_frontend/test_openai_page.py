@@ -102,6 +102,6 @@ def test_parameters() -> None:
     for model in (ChatRequest, CompletionRequest):
         for name in model.model_fields:
             assert f"`{name}" in PAGE or name == "model", name
-    for name in ("logit_bias", "best_of", "echo", "suffix", "response_format", "top_logprobs", "min_p", "ignore_eos"):
+    for name in ("logit_bias", "best_of", "suffix", "min_p", "skip_special_tokens", "chat_template", "stop_regex"):
         assert name in REFUSED
         assert f"`{name}`" in section("What is taken and what is refused")
