@@ -1,10 +1,9 @@
 """Tasks and turns for tests of tool environments."""
 
-import json
 from typing import Any
 
 from penstock.environments import AssistantTurn, Observation, Task
-from penstock.records import ImagePart, Message, TextPart, Verdict
+from penstock.records import ImagePart, Message, TextPart, ToolCall, Verdict
 
 
 async def _no_grade(text: str) -> Verdict:
@@ -21,11 +20,9 @@ def task(**fields: Any) -> Task:
 
 
 def turn(*calls: tuple[str, dict[str, Any]], text: str = "") -> AssistantTurn:
-    """A turn that makes these calls, as a policy writes them."""
-    blocks = [
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
-    ]
-    return AssistantTurn.parse("\n".join([text, *blocks]))
+    """A turn that makes these calls."""
+    made = tuple(ToolCall(name=name, arguments=arguments) for name, arguments in calls)
+    return AssistantTurn(text=text, content=text, calls=made)
 
 
 def texts(observation: Observation | None) -> list[str]:

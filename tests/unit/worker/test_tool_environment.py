@@ -212,10 +212,10 @@ async def test_arguments_that_do_not_fit_are_answered_in_words(arguments: dict[s
 
 
 async def test_long_words_are_cut_and_can_be_encoded() -> None:
-    """A mistake quotes the argument, which may be megabytes, or hold what no text can: half a character."""
-    environment = ToolEnvironment([convert, tool("echo", lambda text: text)])
+    """A mistake quotes the argument, which may be megabytes; and what a tool returns may hold half a character."""
+    environment = ToolEnvironment([convert, tool("half", lambda: "a\ud800b")])
     wrong = {"length": "\ud800" * 10**6, "unit": "cm"}
-    [long, half] = await answers(environment, turn(("convert", wrong), ("echo", {"text": "a\ud800b"})))
+    [long, half] = await answers(environment, turn(("convert", wrong), ("half", {})))
     assert len(long) < 500
     assert half == "a\ufffdb"
     long.encode()

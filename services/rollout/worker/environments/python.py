@@ -103,8 +103,6 @@ class _Calls:
 
     async def run(self, code: str) -> str:
         """What the code printed and its value."""
-        if "\0" in code or any("\ud800" <= character <= "\udfff" for character in code):
-            raise ToolError("the code holds a null character or half a character, which no Python source can")
         if self._interpreter is None:
             self._interpreter = Interpreter.acquire(self._settings)
         return self._told(await self._interpreter.run(code))
