@@ -227,11 +227,6 @@ class EpisodePlayer:
         if not isinstance(first, Observation):
             raise TypeError(f"its reset returned {type(first).__name__}; return an Observation")
         _check_prompt_images(first, prompt, task)
-        if first.tools and not self._renderer.takes_tools:
-            raise InvalidRequestError(
-                f"environment {prompt.environment!r} shows {len(first.tools)} tools, which the model's chat template "
-                "drops; use a model whose template has tools, or describe them in the messages"
-            )
         render = functools.partial(
             self._renderer.render_prompt,
             first.messages,

@@ -58,7 +58,8 @@ async def assert_catches_up(run: SimulatedRun, version: int) -> None:
 
     await until(is_current, timeout_s=WITHIN_S)
     assert (await run.held_out()).policy_version == 0
-    assert not (run.folder / "run/evaluations/step-000000/weights").exists()
+    # The file goes last: until it has gone, a trainer that dies finds it.
+    await until(lambda: not (run.folder / "run/evaluations/step-000000/weights").exists(), timeout_s=WITHIN_S)
 
 
 async def test_steps_go_on_while_a_replica_plays_an_evaluation(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:

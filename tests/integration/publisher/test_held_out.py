@@ -12,6 +12,7 @@ from services.trainer.evaluation.holding import ReplicaHolding
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
 from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
 from services.trainer.weight_sync.held_out.record import open_held_out_record
+from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.waiting import promptly, until
 from tests.support.weights.publishing import (
@@ -25,6 +26,11 @@ from tests.support.weights.publishing import (
 )
 
 pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
+
+
+async def until_known(publisher: WeightPublisher, version: int) -> None:
+    """The publisher has heard that every replica holds the version: of equal ones it holds out the first by id."""
+    await until(lambda: all(replica.policy_version == version for replica in publisher._pool.sound()))
 
 
 async def hold_out_of(bus: Bus, folder: Path, weights: WeightSnapshot) -> HoldOut:
@@ -41,6 +47,7 @@ async def test_a_held_out_replica_keeps_its_version_and_then_catches_up(bus: Bus
         kept_current(publisher),
     ):
         await publisher.publish(snapshot(1, shared=True))
+        await until_known(publisher, 1)
         hold_out = await hold_out_of(bus, tmp_path, snapshot(1))
         assert publisher.can_hold_out(1, version=1)
         assert await promptly(publisher.hold_out(hold_out))
@@ -76,6 +83,7 @@ async def test_one_that_dies_is_replaced_by_one_with_newer_weights(
         kept_current(publisher),
     ):
         await publisher.publish(snapshot(1, shared=shared))
+        await until_known(publisher, 1)
         hold_out = await hold_out_of(bus, tmp_path, snapshot(1))
         assert await promptly(publisher.hold_out(hold_out))
         await publisher.publish(snapshot(2, shared=shared))
@@ -96,6 +104,7 @@ async def test_one_replica_is_not_spared(bus: Bus, tmp_path: Path) -> None:
     """Nothing is held out then, and it gets the next version."""
     async with replicas_of(bus, 1) as (only,), publishing(bus, transport="shared_memory") as publisher:
         await publisher.publish(snapshot(1, shared=True))
+        await until_known(publisher, 1)
         assert not publisher.can_hold_out(1, version=1)
         assert not await publisher.hold_out(await hold_out_of(bus, tmp_path, snapshot(1)))
         assert (await publisher.publish(snapshot(2, shared=True))).num_replicas == 1
@@ -107,6 +116,7 @@ async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(b
     async with replicas_of(bus, 2) as (first, second):
         async with publishing(bus, transport="shared_memory") as publisher:
             await publisher.publish(snapshot(1, shared=True))
+            await until_known(publisher, 1)
             hold_out = await hold_out_of(bus, tmp_path, snapshot(1))
             await publisher.hold_out(hold_out)
         async with publishing(bus, transport="shared_memory") as publisher, kept_current(publisher):
@@ -127,6 +137,7 @@ async def test_the_end_of_an_evaluation_ends_the_replacement_of_replicas(bus: Bu
     """One that dies while weights are pushed is not replaced after the end: routers would call its heir no more."""
     async with replicas_of(bus, 3) as (first, second, third), publishing(bus, transport="shared_memory") as publisher:
         await publisher.publish(snapshot(1, shared=True))
+        await until_known(publisher, 1)
         record = await open_held_out_record(bus, trainer_epoch="a")
         holding = ReplicaHolding(publisher, record, run_folder=tmp_path, num=1)
         hold_out = await promptly(holding.begin(4, 1))

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from penstock.environments import AssistantTurn, Task
-from penstock.records import TextPart
+from penstock.records import ImagePart, Message, TextPart
 from services.rollout.worker.environments.geo3k_zoom import Geo3kZoom
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.geometry import PAPER, PICTURE_SIZE_PX, GeometryDataset, draw_problem
@@ -60,7 +60,8 @@ async def test_a_demonstration_shows_what_the_environment_answers() -> None:
         _, call, reply, answer = demonstrations[index]["messages"]
         environment = Geo3kZoom()
         sheet = problems[index]["images"][0]["bytes"]
-        await environment.reset(Task(id="a", seed=0, messages=(), images=(sheet,), grade=_no_grade))
+        question = Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x.")))
+        await environment.reset(Task(id="a", seed=0, messages=(question,), images=(sheet,), grade=_no_grade))
         said = json.dumps({"name": "zoom", "arguments": call["tool_calls"][0]["arguments"]})
         result = await environment.step(AssistantTurn.parse(f"<tool_call>\n{said}\n</tool_call>"))
         assert result.observation is not None

@@ -151,9 +151,9 @@ async def test_tools_that_the_template_drops_are_refused(renderer: Renderer, mon
     """The policy would never hear of them."""
     Scripted.plays(DONE)
     assert (await play_one(renderer, tools=(TOOL,))).finish_reason == "stop"
-    monkeypatch.setitem(vars(renderer), "takes_tools", False)
+    monkeypatch.setitem(vars(renderer._probe), "takes_tools", False)
     Scripted.plays(DONE)
-    with pytest.raises(InvalidRequestError, match="shows 1 tools, which the model's chat template drops; use a model"):
+    with pytest.raises(InvalidRequestError, match="does not show tools, so the policy would not know"):
         await play_one(renderer, tools=(TOOL,))
 
 
