@@ -68,8 +68,10 @@ test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out
 	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 test-clients: setup ## Run the ordinary examples of OpenAI's clients with the real packages; fetches them into .clients.
-	[ -x .clients/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients
-	$(UV) pip install --quiet --python .clients/bin/python --requirement tests/clients/requirements.txt
+	for name in common inspect; do \
+		[ -x .clients/$$name/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/$$name; \
+		$(UV) pip install --quiet --python .clients/$$name/bin/python --requirement tests/clients/$$name.txt; \
+	done
 	@$(BIN)/pytest tests/clients/run_examples.py $(ARGS)
 
 test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs libibverbs1; fetches it into .mooncake.

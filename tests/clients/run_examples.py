@@ -16,7 +16,9 @@ from tests.clients.scripted_policy import ScriptedPolicy
 from tests.support.router.openai_stage import Stage
 
 EXAMPLES = Path(__file__).parent / "examples"
-PYTHON = os.environ.get("PENSTOCK_TEST_CLIENTS_PYTHON", ".clients/bin/python")
+ENVIRONMENTS = Path(os.environ.get("PENSTOCK_TEST_CLIENTS", ".clients"))
+OWN_ENVIRONMENTS = {"inspect_client": "inspect"}
+"""Clients that need another version of openai than the others."""
 _NOT_INSTALLED = 77
 _EXPECTED: dict[str, Any] = {
     "chat": "It is 5",
@@ -43,7 +45,7 @@ async def test_examples_run_unchanged(stage: Stage, client: str) -> None:
         "PYTHONPATH": str(EXAMPLES.parent / "shared"),
     }
     process = await asyncio.create_subprocess_exec(
-        PYTHON,
+        str(ENVIRONMENTS / OWN_ENVIRONMENTS.get(client, "common") / "bin/python"),
         str(EXAMPLES / f"{client}.py"),
         f"{stage.routers[0].url}/v1",
         stage.run,
