@@ -71,6 +71,22 @@ async def test_logprobs_are_those_of_transformers(
         ], name
 
 
+@pytest.mark.parametrize("num_sampled", [0, 6], ids=["alone", "beside samples"])
+async def test_temperature_zero_is_greedy(engine: EngineProcess, current: Reference, num_sampled: int) -> None:
+    """Each id is the likeliest one, also in a batch with sampled requests; logprobs are of the distribution at 1."""
+    rng = random.Random(2)
+    names = ("none", "grid", "two")
+    prompts = {name: prompt(rng, num_images=len(IMAGES[name]), image_id=current.image_id) for name in names}
+    sampled = [request(prompts["none"], max_new_tokens=60) for _ in range(num_sampled)]
+    greedy = [request(prompts[name], IMAGES[name], max_new_tokens=40, temperature=0.0) for name in names]
+    answers = await asyncio.gather(*(engine.generation.Generate(each, timeout=60) for each in (*sampled, *greedy)))
+    for name, answer in zip(names, answers[num_sampled:], strict=True):
+        scores, _ = current.logprobs(prompts[name], IMAGES[name], answer.output_ids, temperature=1.0)
+        highest = current.highest_logprobs(prompts[name], IMAGES[name], answer.output_ids)
+        assert (highest - scores).max() < TOLERANCE, name
+        assert (torch.tensor(list(answer.logprobs)) - scores).abs().max() < TOLERANCE, name
+
+
 async def test_generation_ends_at_the_models_and_the_requests_stop_ids(
     engine: EngineProcess, tiny_model_path: Path
 ) -> None:

@@ -57,6 +57,16 @@ class Reference:
         return self._scores(logits, output_ids, temperature), prompt_length
 
     @torch.no_grad()
+    def highest_logprobs(
+        self, input_ids: Sequence[int], images: Sequence[bytes], output_ids: Sequence[int]
+    ) -> torch.Tensor:
+        """Of the likeliest token in the place of each output id, at temperature 1."""
+        ids, inputs, prompt_length = self._inputs(input_ids, images, output_ids)
+        logits = self.model(input_ids=ids, **inputs).logits[0, prompt_length - 1 : -1].float()
+        logits[:, self.forbidden] = -torch.inf
+        return logits.log_softmax(dim=-1).max(dim=-1).values
+
+    @torch.no_grad()
     def logprobs_over_change(
         self,
         newer: "Reference",
