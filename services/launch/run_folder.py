@@ -150,7 +150,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise SetupError(f"a `penstock train` is running in {self.path} already; stop it first") from None
+                raise SetupError(f"another `penstock` command is running in {self.path}; stop it first") from None
             yield
 
 

@@ -8,7 +8,7 @@ import typer
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
-from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
+from services.cli.arguments import RecipeArgument, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 
 
@@ -25,6 +25,10 @@ def eval_(
     url_model: Annotated[
         str, typer.Option("--url-model", metavar="NAME", help="Model at --url; default: the only one.")
     ] = "",
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN_FOLDER", help="Play what the evaluation in this folder still lacks."),
+    ] = None,
 ) -> int:
     """Play the recipe's evaluation sets with a model, and print and keep what they say of it.
 
@@ -33,7 +37,10 @@ def eval_(
     played.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
-    settings = load_recipes(recipes, overrides)
+    settings, folder = load_run(recipes, overrides, resume=resume)
+    if resume is not None and (model is not None or url or url_model):
+        given = next(name for name, value in (("--model", model), ("--url", url), ("--url-model", url_model)) if value)
+        raise ConfigError(f"--resume {resume} goes on with the model that it was begun with; leave out {given}")
     if url and model is not None:
         raise ConfigError(f"--url {url} and --model {model} exclude each other; leave out one")
     if url_model and not url:
@@ -47,5 +54,5 @@ def eval_(
     if model is not None:
         settings = settings.model_copy(update={"model": ModelConfig(path=evaluating.model_folder(model))})
     security = Security.load(settings.security)
-    code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model)
+    code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
     return code

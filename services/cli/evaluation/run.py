@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from datetime import UTC, datetime
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Final
 
+from penstock import config as configuration
 from penstock.bus.connection import connect
 from penstock.errors import ConfigError
 from penstock.runtime import process
@@ -19,6 +19,7 @@ from penstock.runtime.process import end_task
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
+from services.cli.evaluation.begun import Begun, read_begun, require_same, require_same_rows
 from services.cli.evaluation.progress import EvaluationProgress, open_progress
 from services.cli.score.run import private_service
 from services.launch.run_folder import RunFolder
@@ -27,6 +28,7 @@ from services.recipe import Recipe
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
+from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
 from services.trainer.evaluation.openai_player import OpenAiPlayer
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
@@ -43,7 +45,7 @@ _EXIT_FAILED_PROMPTS = 1
 Play = Callable[[OnPlayed], Awaitable[None]]
 
 
-def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str) -> int:
+def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, folder: RunFolder | None = None) -> int:
     """Evaluate and return the exit code: 1 if prompts could not be played, 130 after Ctrl-C.
 
     Args:
@@ -51,29 +53,39 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str) ->
         security: What servers ask for.
         url: An OpenAI-compatible API that is asked in place of the model; empty: none.
         url_model: As that API calls the model; empty: its only one.
+        folder: Of the interrupted evaluation that goes on, with the model or API that it was begun with; None: begin
+            one.
 
     Raises:
-        UserError: the model, a set or the machine is not as the evaluation needs it.
+        UserError: the model, a set or the machine is not as the evaluation needs it, or what was begun is another one.
     """
+    begun = None
+    if folder is not None:
+        begun = read_begun(folder.path)
+        require_same(begun, folder.path, before=configuration.load(Recipe, [folder.config_file]), now=recipe)
+        url, url_model = begun.url, begun.url_model
     if not url:
         service_settings.for_engine(recipe)
         plan = plan_serving(recipe)
+    name = recipe.run.name if begun else f"{recipe.run.name}-eval"
     recipe = recipe.model_copy(
         update={
-            "run": recipe.run.model_copy(update={"name": f"{recipe.run.name}-eval"}),
+            "run": recipe.run.model_copy(update={"name": name}),
             "evaluation": pin_sets(recipe.evaluation, recipe.data),
         }
     )
     sets = open_sets(recipe.evaluation, recipe.data)
-    folder = RunFolder.create(recipe.run)
+    folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
     with folder.locked():
         folder.write_config(recipe)
         log.configure(recipe.log, service="eval", file=folder.launcher_log)
+        run = _Evaluating(recipe, folder, sets, security, begun)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
-        run = _Evaluating(recipe, folder, sets, security)
-        code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
-        if code == process.EXIT_USER_ERROR and folder.discard_unused():
+        code = 0
+        if not run.is_complete:
+            code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
+        if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
             sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
         return code or run.report()
 
@@ -98,20 +110,45 @@ class _Evaluating:
     """One evaluation from its start to its results."""
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, sets: Mapping[str, EvaluationSet], security: Security
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        sets: Mapping[str, EvaluationSet],
+        security: Security,
+        begun: Begun | None,
     ) -> None:
+        """Evaluate in `folder`, going on with what was `begun`, if anything was.
+
+        Raises:
+            ConfigError: a row is not the one that was answered.
+            DataError: a row is wrong.
+        """
         self._recipe = recipe
         self._folder = folder
         self._sets = sets
         self._security = security
+        self._begun = begun
+        self._kept: list[PlayedPrompt] = []
+        if begun is not None:
+            version = None if begun.url else _MODEL_VERSION
+            self._kept = read_kept_answers(folder.path, sets, version=version)
+            require_same_rows(folder.path, sets, self._kept)
         self._outcomes: dict[str, list[PlayedPrompt]] = defaultdict(list)
-        self._started = datetime.now(UTC)
+        for outcome in self._kept:
+            self._outcomes[outcome.set_name].append(outcome)
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._began = time.monotonic()
-        self._model = "" if recipe.model is None else str(recipe.model.path)
         self._is_interrupted = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to play."""
+        return len(self._kept) == sum(map(len, self._sets.values()))
 
     async def with_engines(self, stop: asyncio.Event) -> None:
         """Play with the recipe's model on this machine, until `stop`."""
+        model = service_settings.for_engine(self._recipe).model.path
+        begun = await asyncio.to_thread(Begun.with_engines, model, self._started_at)
         with self._progress() as progress:
             async with AsyncExitStack() as stack:
                 live, supervisor = await stack.enter_async_context(
@@ -120,9 +157,11 @@ class _Evaluating:
 
                 async def play(on_played: OnPlayed) -> None:
                     async with connect(live.bus, run=live.run.name, security=self._security) as bus:
-                        await play_on_bus(self._sets, bus, version=_MODEL_VERSION, on_played=on_played)
+                        await play_on_bus(
+                            self._sets, bus, version=_MODEL_VERSION, on_played=on_played, played=self._played
+                        )
 
-                await self._play(play, progress, supervisor.wait(stop))
+                await self._play(begun, play, progress, supervisor.wait(stop))
                 if self._is_interrupted:
                     progress.write("stopping; Ctrl-C again kills all processes at once")
 
@@ -139,12 +178,14 @@ class _Evaluating:
                     concurrency=self._recipe.worker.concurrency,
                 ) as player,
             ):
-                self._model = f"{player.model} at {url}"
+                begun = Begun(
+                    started_at=self._started_at, model=f"{player.model} at {url}", url=url, url_model=player.model
+                )
 
                 async def play(on_played: OnPlayed) -> None:
-                    await player.play(self._sets, on_played=on_played)
+                    await player.play(self._sets, on_played=on_played, played=self._played)
 
-                await self._play(play, progress, stop.wait())
+                await self._play(begun, play, progress, stop.wait())
 
     def report(self) -> int:
         """Print the results and write them, if all was played; return the exit code."""
@@ -152,20 +193,36 @@ class _Evaluating:
         samples = self._folder.path / SAMPLES_FILE
         if self._is_interrupted:
             num_prompts = sum(map(len, self._sets.values()))
-            sys.stdout.write(f"\nstopped after {num_played} of {num_prompts} prompts; their answers are in {samples}\n")
+            lines = [f"stopped after {num_played} of {num_prompts} prompts; their answers are in {samples}"]
+            if self._begun is not None:
+                lines.append(f"`penstock eval --resume {self._folder.path}` plays the others")
+            sys.stdout.write("\n".join(["", *lines, ""]))
             return process.EXIT_INTERRUPTED
         summaries = {name: self._summary(name) for name in self._sets}
         write_results(self._folder.path, about=self._about(), summaries=summaries)
-        lines = [f"model   {self._model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]
+        assert self._begun is not None, "something was played"
+        lines = [f"model   {self._begun.model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]
         sys.stdout.write("\n".join(["", *lines, f"samples {samples}", ""]))
         sys.stdout.flush()
         return _EXIT_FAILED_PROMPTS if any(each.num_failed_prompts for each in summaries.values()) else 0
 
-    async def _play(self, play: Play, progress: EvaluationProgress, ended: Awaitable[Any]) -> None:
+    @property
+    def _played(self) -> set[tuple[str, int]]:
+        """The rows that were played before this start."""
+        return {(each.set_name, each.row) for each in self._kept}
+
+    async def _play(self, begun: Begun, play: Play, progress: EvaluationProgress, ended: Awaitable[Any]) -> None:
         """Play until all is played or `ended` returns, which then was an interruption."""
-        with closing(SamplesFile(self._folder.path / SAMPLES_FILE)) as samples:
+        for outcome in self._kept:
+            progress.add(outcome)
+        with closing(SamplesFile(self._folder.path / SAMPLES_FILE, self._kept)) as samples:
+            (self._folder.path / RESULTS_FILE).unlink(missing_ok=True)
 
             def on_played(outcome: PlayedPrompt) -> None:
+                if self._begun is None:
+                    write_set_settings(self._folder.path, self._sets)
+                    begun.write(self._folder.path)
+                    self._begun = begun
                 samples.add(outcome)
                 progress.add(outcome)
                 self._outcomes[outcome.set_name].append(outcome)
@@ -193,9 +250,11 @@ class _Evaluating:
         )
 
     def _about(self) -> dict[str, Any]:
+        assert self._begun is not None, "something was played"
         return {
-            "model": self._model,
-            "started_at": self._started.isoformat(timespec="seconds"),
+            "model": self._begun.model,
+            "started_at": self._begun.started_at,
             "elapsed_s": round(time.monotonic() - self._began, 1),
-            "penstock": installed_version("penstock"),
+            "num_prompts_played_before": len(self._kept),
+            "penstock": self._begun.penstock,
         }

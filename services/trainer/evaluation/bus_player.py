@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
@@ -20,7 +20,14 @@ _MAX_IN_HAND = 10_000
 _FETCH_LIMIT = 64
 
 
-async def play_on_bus(sets: Mapping[str, EvaluationSet], bus: Bus, *, version: int, on_played: OnPlayed) -> None:
+async def play_on_bus(
+    sets: Mapping[str, EvaluationSet],
+    bus: Bus,
+    *,
+    version: int,
+    on_played: OnPlayed,
+    played: Collection[tuple[str, int]] = (),
+) -> None:
     """Play every row of `sets` and return when each has an outcome.
 
     Args:
@@ -28,6 +35,7 @@ async def play_on_bus(sets: Mapping[str, EvaluationSet], bus: Bus, *, version: i
         bus: Its queues are emptied first.
         version: The policy version that the engines serve.
         on_played: Is given each row's outcome.
+        played: Rows, by set and number, that are not played.
 
     Raises:
         DataError: a row cannot be read or sent, or nothing of a set can be played.
@@ -54,6 +62,7 @@ async def play_on_bus(sets: Mapping[str, EvaluationSet], bus: Bus, *, version: i
             version=version,
             on_played=on_played,
             has_received_all=has_received_all,
+            played=played,
         )
         async with asyncio.TaskGroup() as tasks:
             collecting = tasks.create_task(_collect(consumer, evaluation))

@@ -22,7 +22,8 @@ from services.trainer.evaluation.sets import EvaluationSet
 log = structlog.get_logger()
 
 SETS_FILE: Final = "sets.json"
-_CHANGES_NO_ANSWER: Final = {"num_prompts", "pass_score"}
+CHANGES_NO_ANSWER: Final[set[str]] = {"num_prompts", "pass_score"}
+"""Settings of a set that may change between an interruption and its continuation."""
 
 
 def write_set_settings(folder: Path, sets: Mapping[str, EvaluationSet]) -> None:
@@ -32,13 +33,19 @@ def write_set_settings(folder: Path, sets: Mapping[str, EvaluationSet]) -> None:
     os.replace(temporary, folder / SETS_FILE)
 
 
-def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, version: int) -> list[PlayedPrompt]:
+def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, version: int | None) -> list[PlayedPrompt]:
     """Return the answers of `version` to rows of `sets` that were played with the sets' present settings. Blocking.
 
-    The log says what is discarded. A reward profile is known by its name only.
+    The log says what is discarded, apart from rows that failed. A reward profile is known by its name only.
+
+    Args:
+        folder: Of the evaluation.
+        sets: What is played now.
+        version: The policy version that plays; None: an API, which has none.
     """
     played_with = _read_settings(folder / SETS_FILE)
-    answers = [each for each in read_samples(folder / SAMPLES_FILE) if each.versions == (version, version)]
+    versions = None if version is None else (version, version)
+    answers = [each for each in read_samples(folder / SAMPLES_FILE) if not each.error and each.versions == versions]
     kept = []
     for name in sorted({each.set_name for each in answers}):
         of_set = [each for each in answers if each.set_name == name]
@@ -59,7 +66,7 @@ def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, versio
 
 
 def _settings_of(config: EvaluationSetConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude=_CHANGES_NO_ANSWER)
+    return config.model_dump(mode="json", exclude=CHANGES_NO_ANSWER)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

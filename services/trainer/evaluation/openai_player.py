@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Self
 
 import httpx
@@ -79,15 +79,21 @@ class OpenAiPlayer:
         """Close the connections."""
         await self._http.aclose()
 
-    async def play(self, sets: Mapping[str, EvaluationSet], *, on_played: OnPlayed) -> None:
+    async def play(
+        self, sets: Mapping[str, EvaluationSet], *, on_played: OnPlayed, played: Collection[tuple[str, int]] = ()
+    ) -> None:
         """Play every row of `sets` and return when each has an outcome, which `on_played` is given.
+
+        Rows in `played`, by set and number, are left out.
 
         Raises:
             ConfigError: a row's environment needs an engine, or the server refuses every request.
             DataError: nothing of a set can be played.
             SetupError: the server or the reward service went away.
         """
-        rows = iter([(each, row) for each in sets.values() for row in range(len(each))])
+        rows = iter(
+            [(each, row) for name, each in sets.items() for row in range(len(each)) if (name, row) not in played]
+        )
         failures = FailureCheck()
 
         async def play_rows() -> None:

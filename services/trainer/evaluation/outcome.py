@@ -62,6 +62,8 @@ class PlayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt for people, with `<image>` where an image stands."""
     golds: tuple[str, ...]
     samples: tuple[PlayedSample, ...]
+    images: tuple[str, ...] = ()
+    """Content hashes of the prompt's images."""
     versions: tuple[int, int] | None = None
     """The oldest and the newest policy version of its tokens; None if nothing was played, or not by an engine."""
     error: str = ""

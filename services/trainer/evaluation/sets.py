@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from penstock.bus.image_store import hash_of
 from penstock.errors import ConfigError, DataError
 from penstock.records import GroupId, Prompt, Sampling, TextPart
 from services.trainer.data.config import DataConfig
@@ -133,6 +134,7 @@ class EvaluationSet:
             ],
             golds=example.golds,
             samples=(),
+            images=tuple(map(hash_of, example.images)),
         )
 
 

@@ -22,6 +22,7 @@ from penstock.testing.engine_process import START_TIMEOUT_S
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
 from services.cli.evaluation.run import model_folder
+from tests.support.openai_api import serving_api
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,10 +56,10 @@ async def engine(nats_url: str, run_name: str, tiny_model_path: Path) -> AsyncIt
 
 
 @contextlib.asynccontextmanager
-async def evaluating(recipe: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def evaluating(*arguments: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """A `penstock eval`; what a failing test leaves of it is killed, and its processes with it."""
     command = await asyncio.create_subprocess_exec(
-        PENSTOCK, "eval", recipe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        PENSTOCK, "eval", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
         yield command
@@ -109,6 +110,60 @@ async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngin
     assert psutil.wait_procs(children, timeout=10.0)[1] == []
     [folder] = (recipe.parent / "runs").iterdir()
     assert not (folder / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["stopped", "killed"])
+async def test_an_interrupted_evaluation_goes_on(recipe: Path, ending: signal.Signals) -> None:
+    """What was answered is neither asked nor judged again; the results are of all rows."""
+    with serving_api() as api:
+        api.num_answers = 4  # two prompts of two answers; one prompt is played at a time
+        async with evaluating(recipe, f"--url={api.url}", "--worker.concurrency=1") as command:
+            assert await asyncio.to_thread(api.hangs.wait, START_TIMEOUT_S)
+            command.send_signal(ending)
+            out, err = await finished(command)
+        [folder] = (recipe.parent / "runs").iterdir()
+        if ending is signal.SIGINT:
+            assert (command.returncode, err) == (130, "")
+            assert "stopped after 2 of 4 prompts" in out
+            assert f"`penstock eval --resume {folder}` plays the others" in out
+        asked = {request["messages"][0]["content"] for request in api.requests[:4]}
+        assert len(asked) == 2
+        api.num_answers = None
+        num_before = len(api.requests)
+        async with evaluating("--resume", folder) as command:
+            out, err = await finished(command)
+        assert (command.returncode, err) == (0, ""), out
+        again = [request["messages"][0]["content"] for request in api.requests[num_before:]]
+        assert sorted(again) == sorted(2 * [f"{n}?" for n in range(4) if f"{n}?" not in asked])
+        results = json.loads((folder / "evaluation.json").read_text())
+        assert (results["num_prompts_played_before"], results["model"]) == (2, f"m at {api.url}")
+        assert results["sets"]["four"]["score"]["value"] == 0.75
+        lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        assert sorted(line["row"] for line in lines) == [0, 1, 2, 3]
+        num_before = len(api.requests)
+        async with evaluating("--resume", folder) as command:
+            out, err = await finished(command)
+        assert (command.returncode, err, len(api.requests)) == (0, "", num_before)
+        assert "0.750 ± 0.250" in out
+
+
+async def test_an_evaluation_with_engines_goes_on(recipe: Path, engine: SimulatedEngine) -> None:
+    """With the model that it was begun with; only rows that have no answer go to the workers."""
+    async with evaluating(recipe, "--evaluation.sets.four.num_prompts=3") as command:
+        out, err = await finished(command)
+    assert (command.returncode, err) == (0, ""), out
+    [folder] = (recipe.parent / "runs").iterdir()
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    [kept] = [line for line in lines if json.loads(line)["row"] == 1]
+    (folder / "samples.jsonl").write_text(f"{kept}\n{lines[0][:40]}")  # as a crash leaves it
+    num_calls = engine.num_calls
+    async with evaluating("--resume", folder, "--evaluation.sets.four.num_prompts=4") as command:
+        out, err = await finished(command)
+    assert (command.returncode, err) == (0, ""), out
+    assert engine.num_calls - num_calls == 6
+    results = json.loads((folder / "evaluation.json").read_text())
+    assert (results["num_prompts_played_before"], results["sets"]["four"]["score"]["value"]) == (1, 0.75)
+    assert (folder / "samples.jsonl").read_text().splitlines()[0] == kept
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,8 @@
 
 import base64
 import json
-import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,65 +18,18 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.openai_player import OpenAiPlayer
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
+from tests.support.openai_api import Api, serving_api
 from tests.support.trainer.pictures import jpeg
 from tests.support.waiting import promptly
 
 pytestmark = pytest.mark.leaves_behind("the reward pool replaces workers, and their pipes", "descriptor")
 
 
-@dataclass(slots=True)
-class Api:
-    """A server: what it answers, and what it was asked."""
-
-    url: str = ""
-    models: list[str] = field(default_factory=lambda: ["m"])
-    refusals: list[tuple[int, str]] = field(default_factory=list)
-    """Given first, one to each request for a completion."""
-    text: str = "so \\boxed{3}"
-    finish_reason: str = "stop"
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    keys: set[str] = field(default_factory=set)
-
-
 @pytest.fixture
 def api() -> Iterator[Api]:
     """A server on a free port of this machine."""
-    found = Api()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._send(200, {"data": [{"id": name} for name in found.models]})
-
-        def do_POST(self) -> None:
-            found.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            found.keys.add(self.headers.get("Authorization", ""))
-            if found.refusals:
-                status, reason = found.refusals.pop(0)
-                self._send(status, {"error": reason})
-                return
-            choice = {"message": {"content": found.text}, "finish_reason": found.finish_reason}
-            self._send(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
-
-        def _send(self, status: int, content: dict[str, Any]) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving_api() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,78 @@
+"""An OpenAI-compatible server that says and refuses what it is told."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(slots=True)
+class Api:
+    """A server: what it answers, and what it was asked."""
+
+    url: str = ""
+    models: list[str] = field(default_factory=lambda: ["m"])
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    """Given first, one to each request for a completion."""
+    text: str = "so \\boxed{3}"
+    finish_reason: str = "stop"
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    num_answers: int | None = None
+    """Answers that it gives before it hangs; None: all."""
+    hangs: threading.Event = field(default_factory=threading.Event)
+    """Set once a request is left without an answer."""
+    released: threading.Event = field(default_factory=threading.Event)
+    """Ends the requests that hang, without an answer."""
+
+
+@contextlib.contextmanager
+def serving_api() -> Iterator[Api]:
+    """Serve on a free port of this machine."""
+    found = Api()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": name} for name in found.models]})
+
+        def do_POST(self) -> None:
+            found.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            found.keys.add(self.headers.get("Authorization", ""))
+            if found.refusals:
+                status, reason = found.refusals.pop(0)
+                self._send(status, {"error": reason})
+                return
+            if found.num_answers is not None and len(found.requests) > found.num_answers:
+                found.hangs.set()
+                found.released.wait()
+                self.close_connection = True
+                return
+            choice = {"message": {"content": found.text}, "finish_reason": found.finish_reason}
+            self._send(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
+
+        def _send(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.url = f"http://127.0.0.1:{server.server_port}/v1"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
