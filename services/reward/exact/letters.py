@@ -26,11 +26,12 @@ _OTHER = re.compile(
 """A letter that stands for another choice: in brackets, before `.`, `,`, `:` or a number, or at the end."""
 _NAME = re.compile(
     r"\b(?:vitamin|hepatitis|type|group|class|grade|set|point|angle|line|side|segment|ray|vertex|plane|circle|region"
-    r"|figure|graph|curve|city|town|train|car|team|box|bag|jar|container|plan|person)s? +[A-Ja-j]\b"
+    r"|figure|graph|curve|city|town|train|car|team|box|bag|jar|container|plan|person)s? +[A-Ja-j]\b(?! *[.:)] *[^\s.])"
     r"|\\(?:angle|circ|triangle|odot|overline)(?![A-Za-z]) *[A-J]\b|(?<![A-Za-z])[A-Za-z]\([a-j]\)|\d *[ghJ]\b",
     re.IGNORECASE,
 )
-"""Where a letter is a name, an argument or a unit: `vitamin C`, `\\angle A`, `f(a)`, `5 g`."""
+"""Where a letter is a name, an argument or a unit: `vitamin C`, `\\angle A`, `f(a)`, `5 g`. In `point c. 45` it is a
+label, since something follows its mark."""
 _LONE = re.compile(r"(?<![\w'])[A-J](?![\w'])")
 _OPTION = r"[*_]{0,3}[(\[]?([A-J])[)\]]?[*_]{0,3}(?![\w'])"
 _CHOOSES = re.compile(

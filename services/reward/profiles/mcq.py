@@ -23,6 +23,8 @@ from services.reward.profiles.value import ValueProfile
 from services.reward.verdict import Finding, Method
 
 _RULES = Rules()
+_VALUES = (Scalar, Ratio, Intervals, Matrix, Set, Tuple)
+"""What is not a text, and therefore compared where it stands beside a letter."""
 
 
 class McqProfile(ValueProfile):
@@ -80,13 +82,13 @@ def _chooses_otherwise(first: str, later: str) -> bool:
 
 def _is_another(rest: str, texts: list[Side]) -> bool:
     """Whether a value beside a letter is none of the right choice's."""
-    numbers = [text for text in texts if isinstance(_body(text.node), Scalar)]
-    return bool(rest and numbers) and _has_another(Side.of(rest), numbers)
+    values = [text for text in texts if isinstance(_body(text.node), _VALUES)]
+    return bool(rest and values) and _has_another(Side.of(rest), values)
 
 
-def _has_another(beside: Side, numbers: list[Side]) -> bool:
-    """Whether `beside`, or any part of it, is a value that none of `numbers` is."""
-    if any(compare(number, beside, _RULES) is Outcome.RIGHT for number in numbers):
+def _has_another(beside: Side, values: list[Side]) -> bool:
+    """Whether `beside`, or any part of it, is a value that none of `values` is."""
+    if any(compare(value, beside, _RULES) is Outcome.RIGHT for value in values):
         return False
     match beside.node:
         case Named(body=body):
@@ -94,8 +96,8 @@ def _has_another(beside: Side, numbers: list[Side]) -> bool:
         case Set(items=parts) | Tuple(items=parts) | Chain(parts=parts):
             pass
         case _:
-            return isinstance(beside.node, Scalar | Ratio | Intervals | Matrix)
-    return any(_has_another(Side(text=part.text, node=part), numbers) for part in parts)
+            return isinstance(beside.node, _VALUES)
+    return any(_has_another(Side(text=part.text, node=part), values) for part in parts)
 
 
 def _body(node: Node) -> Node:

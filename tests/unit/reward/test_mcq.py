@@ -94,6 +94,7 @@ def test_the_value_of_the_choice_counts_where_the_row_gives_it(response: str, cr
         r"\boxed{B, c, d}", r"\boxed{B. (c) (d)}", r"\boxed{B. (a)}", r"\boxed{B 5 C 6}", r"\boxed{B. 5 c. 6}",
         r"\boxed{B = C}", r"\boxed{B + C}", r"\boxed{B. 5 or c}", "The answer is B, c, or d.", r"\boxed{b) 5 c) 6}",
         r"\boxed{B. 5 cm c 6 cm}", r"\boxed{B: 5 a 6}", r"\boxed{b/c}", r"\boxed{B, C}",
+        r"\boxed{B. point c. 45}", r"\boxed{B. set c) 45}", r"\boxed{B. point C. 45}",
     ],
 )  # fmt: skip
 def test_a_second_letter_is_refused_in_any_case(response: str) -> None:
@@ -105,7 +106,7 @@ def test_a_second_letter_is_refused_in_any_case(response: str) -> None:
     "rest",
     [
         "vitamin C", "hepatitis B", "point A", r"25^\circ C", r"\angle A", "5 g", "a man", "a 90 degree angle", "a + b",
-        "f(a)", "2a", "AB = CD", r"\frac{a}{b}", "The cell divides",
+        "f(a)", "2a", "AB = CD", r"\frac{a}{b}", "The cell divides", "point A.", "point c 45",
     ],
 )  # fmt: skip
 def test_a_letter_in_the_text_of_a_choice_is_none(rest: str) -> None:
@@ -132,6 +133,23 @@ def test_every_value_beside_a_letter_must_be_the_choices(response: str, credit: 
     """Lists, names and equalities too."""
     assert judge(response, "B. 12").credit == judge(response, "B", "12").credit == credit
     assert judge(response, "B. x = 12").credit == credit
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("(3, 4)", ["(3, 4)", "3, 4", "x = 3, y = 4", "the point (3, 4)"], ["(3, 5)", "3", "P(3, 5)", "5 or (3, 4)"]),
+        (r"\{3, 4\}", [r"\{4, 3\}", "3 and 4"], [r"\{3, 5\}", "7"]),
+        ("1:2", ["1:2", "2:4"], ["1:3"]),
+        ("[1, 3]", ["[1, 3]"], ["[1, 4]", "2"]),
+    ],
+)
+def test_a_value_of_any_kind_is_compared_beside_its_letter(gold: str, right: list[str], wrong: list[str]) -> None:
+    """Tuples, sets, ratios and intervals, as numbers."""
+    for credit, rests in ((1, right), (0, wrong)):
+        found = {rest: judge(rf"\boxed{{B. {rest}}}", f"B. {gold}").credit for rest in rests}
+        assert found == dict.fromkeys(rests, credit)
+        assert found == {rest: judge(rf"\boxed{{B. {rest}}}", "B", gold).credit for rest in rests}
 
 
 @pytest.mark.parametrize(
