@@ -90,7 +90,11 @@ class ReplicaHolding:
         assert weights.version == version, "nothing was published since"
         folder = folder_of(self._run_folder, step) / _WEIGHTS
         if not self._publisher.can_hold_out(self._num, version=version):
-            _report_pause(step, "no replica can be spared: with one replica, or one PD pair, there is none to train on")
+            _report_pause(
+                step,
+                f"no replica can be spared: {self._publisher.num_live_replicas} have loaded by now, and training "
+                "needs one, or a PD pair, besides those held out",
+            )
             return None
         try:
             kept = await asyncio.to_thread(KeptSnapshot.write, folder, weights)

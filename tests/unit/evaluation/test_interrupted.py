@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from penstock.errors import SetupError
@@ -139,3 +140,15 @@ async def test_weights_are_removed_outside_the_event_loop(tmp_path: Path, removi
     assert left(tmp_path) == []
     assert len(removing_threads) >= 2
     assert threading.get_ident() not in removing_threads
+
+
+async def test_a_pause_says_how_many_replicas_serve(tmp_path: Path) -> None:
+    """A run may have more that are still starting."""
+    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    publisher: Any = SimpleNamespace(current=weights, can_hold_out=lambda num, version: False, num_live_replicas=1)
+    record: Any = Record(0)
+    with structlog.testing.capture_logs() as logs:
+        assert await ReplicaHolding(publisher, record, run_folder=tmp_path, num=1).begin(8, 5) is None
+    [event] = logs
+    assert (event["event"], event["step"]) == ("evaluation.pauses_training", 8)
+    assert event["reason"].startswith("no replica can be spared: 1 have loaded by now, and training needs one")
