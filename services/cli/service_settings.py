@@ -7,6 +7,7 @@ neither the model nor the data.
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.model.folder import require_model
+from services.cli.extras import import_with_extra
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
 from services.rollout.engine import sglang_settings
@@ -146,6 +147,23 @@ def pin_inputs(recipe: Recipe, *, with_sets: bool) -> Recipe:
     """
     evaluation = pin_sets(recipe.evaluation, recipe.data) if with_sets else recipe.evaluation
     return recipe.model_copy(update={"data": pin(recipe.data), "evaluation": evaluation})
+
+
+def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
+    """Open the data as the trainer will, so that no engine is started for files that it would refuse.
+
+    Only the first row of each file is read; the trainer reads more before its first step, and `penstock data` all.
+
+    Raises:
+        ConfigError: an evaluation set has fewer rows than it wants.
+        DataError: a file cannot be read, has no rows, or lacks a column.
+        SetupError: the Hub cannot be reached and its cache has no copy, or a package is not installed.
+    """
+    data = import_with_extra("services.trainer.data.sources.opening", "penstock train", extra="trainer")
+    data.open_sources(recipe.data)
+    if with_sets:
+        evaluation = import_with_extra("services.trainer.evaluation.sets", "penstock train", extra="trainer")
+        evaluation.open_sets(recipe.evaluation, recipe.data, reads_rows=False)
 
 
 def _require_data(recipe: Recipe, *, with_sets: bool) -> None:

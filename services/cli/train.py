@@ -35,6 +35,7 @@ def train(
         sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
         return 0
     settings = service_settings.pin_inputs(settings, with_sets=settings.evaluation.is_in_training)
+    service_settings.require_columns(settings, with_sets=settings.evaluation.is_in_training)
     is_new = folder is None
     folder = folder or RunFolder.create(settings.run)
     hide_secrets()

@@ -138,13 +138,16 @@ class EvaluationSet:
         )
 
 
-def open_sets(config: EvaluationConfig, data: DataConfig, *, form: RowForm = PROMPTS) -> dict[str, EvaluationSet]:
+def open_sets(
+    config: EvaluationConfig, data: DataConfig, *, form: RowForm = PROMPTS, reads_rows: bool = True
+) -> dict[str, EvaluationSet]:
     """Open every set and read its rows, so that nothing is started for a set that cannot be played.
 
     Args:
         config: The sets.
         data: What they share with training: memory and cache.
         form: What rows are read as.
+        reads_rows: Whether to read the first rows; else only columns and the number of rows are looked at.
 
     Raises:
         ConfigError: a file does not exist, or has fewer rows than the set wants.
@@ -159,5 +162,6 @@ def open_sets(config: EvaluationConfig, data: DataConfig, *, form: RowForm = PRO
             else:
                 source = built_in(each, seed=EVALUATION_SEED, pictures=each.pictures, form=form)
         opened[name] = EvaluationSet(name, each, source)
-        opened[name].check()
+        if reads_rows:
+            opened[name].check()
     return opened

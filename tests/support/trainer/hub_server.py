@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
+import tqdm
 
 COMMIT = "a" * 40
 OLDER = "b" * 40
@@ -46,6 +51,18 @@ def hub_server(repos: Mapping[str, Repo]) -> Iterator[HubServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def used_hub(repos: Mapping[str, Repo], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Make such a server the Hub of this process, with an empty cache in `folder`."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would leave a thread behind
+    with hub_server(repos) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 class _Handler(BaseHTTPRequestHandler):

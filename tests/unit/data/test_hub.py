@@ -11,7 +11,6 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tqdm
 
 from penstock import config as configuration
 from penstock.errors import DataError, SetupError
@@ -22,7 +21,7 @@ from services.recipe import Recipe
 from services.trainer.data.config import DataConfig, MixedSourceConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.sources.files import pin
-from tests.support.trainer.hub_server import COMMIT, OLDER, HubServer, Repo, hub_server
+from tests.support.trainer.hub_server import COMMIT, OLDER, HubServer, Repo, used_hub
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,13 +72,8 @@ REPOS = {
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A Hub on this machine, and an empty cache."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would leave a thread behind
     monkeypatch.chdir(tmp_path)
-    with hub_server(REPOS) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with used_hub(REPOS, tmp_path, monkeypatch) as server:
         yield server
 
 

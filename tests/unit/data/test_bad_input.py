@@ -1,0 +1,146 @@
+"""Data that a run or an evaluation cannot use: each is one line with its remedy, before any process is started."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.telemetry import log
+from services.cli import main
+from services.cli.evaluation import run as evaluating
+from services.launch import launcher
+from tests.support.trainer.hub_server import COMMIT, HubServer, Repo, used_hub
+from tests.support.trainer.pictures import png
+
+ROWS = b'{"problem": "1 + 1?", "answer": "2"}\n{"problem": "1 + 2?", "answer": "3"}\n'
+REPOS = {
+    "owner/plain": Repo(commits={COMMIT: {"train.jsonl": ROWS, "test.jsonl": b'{"text": "?", "label_id": 3}\n'}}),
+    "owner/gated": Repo(commits={}, refusal="GatedRepo"),
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub on this machine, and a folder with data."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": f"{number} + 1?", "answer": str(number + 1)} for number in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    Path("cut.parquet").write_bytes(Path("rows.parquet").read_bytes()[:-200])
+    Path("no-rows.jsonl").write_bytes(b"")
+    Path("empty").mkdir()
+    Path("middle.jsonl").write_bytes(ROWS + b'{"problem": "1 +\n' + ROWS)
+    with used_hub(REPOS, tmp_path, monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would start processes fails."""
+
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(launcher, "launch", start)
+    monkeypatch.setattr(evaluating, "serving", start)
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)
+
+
+def refusal(command: str, model: Path, data: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `penstock train` or `penstock eval` ends with, besides bars of downloads; nothing is left of it."""
+    Path("r.toml").write_text(
+        f'[run]\ndir = "runs"\n[model]\npath = "{model}"\n[data]\n{data}\nprofile = "math"\n'
+        "[evaluation]\nat_start = true\n[evaluation.sets.s]\n"
+    )
+    assert main([command, "r.toml", *arguments]) == 2
+    *bars, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert [bar for bar in bars if bar.strip() and "%|" not in bar and "it/s]" not in bar] == []
+    assert not Path("runs").exists()
+    return line
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ('path = "owner/nothing"', ["neither a file or folder here", "check the name, and for a private"]),
+        ('path = "owner/gated"', ["is gated; accept its terms", "hf auth login"]),
+        ('path = "owner/plain"\nsplit = "val"', ["has no split 'val'; it has test, train"]),
+        ('path = "owner/plain"\nsplit = "test"', ["test.jsonl", "problem_column"]),
+        ('path = "owner/plain"\nanswer_column = "solution"', ["has no column 'solution'; it has problem, answer"]),
+        ('path = "rows.parqet"', ["there is no such file; give a file"]),
+        ('path = "rows.parquet"\nimages_column = "picture"', ["has no column 'picture'; it has problem, answer"]),
+        ('path = "rows.parquet@[9:]"', ["holds no rows"]),
+        ('path = "no-rows.jsonl"', ["no-rows.jsonl", "holds no rows"]),
+        ('path = "empty"', ["data.path 'empty'"]),
+        ('path = "cut.parquet"', ["cut.parquet", "cannot be read"]),
+    ],
+)
+def test_data_that_cannot_be_used(
+    command: str,
+    data: str,
+    words: list[str],
+    hub: HubServer,
+    tiny_model_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Names, networks, rights, splits, columns and files."""
+    line = refusal(command, tiny_model_path, data, capsys)
+    assert [each for each in words if each not in line] == [], line
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_hub_that_cannot_be_reached(
+    command: str,
+    hub: HubServer,
+    tiny_model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command that fetches the data elsewhere is named."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        line = refusal(command, tiny_model_path, 'path = "owner/plain"', capsys)
+    assert "it cannot be reached, and the cache has no complete copy" in line
+    assert "hf download" in line
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("data", "has"),
+    [('path = "rows.parquet"', "data.path 'rows.parquet' has 4 rows"), ("", "the built-in data set has 10000 rows")],
+)
+def test_an_evaluation_larger_than_its_data(
+    command: str,
+    data: str,
+    has: str,
+    hub: HubServer,
+    tiny_model_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the number of rows that there are."""
+    line = refusal(command, tiny_model_path, data, capsys, "--evaluation.sets.s.num_prompts=10001")
+    assert f"evaluation.sets.s.num_prompts = 10001, but {has}; lower it, or set 0 for all" in line
+
+
+def test_a_line_that_is_cut_in_the_middle_of_a_file(
+    hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation reads its first 5000 rows before it starts."""
+    line = refusal("eval", tiny_model_path, 'path = "middle.jsonl"', capsys)
+    assert "middle.jsonl', row 2: it is not a JSON object" in line
+    assert line.endswith("repair the line")
+
+
+def test_an_image_bomb(hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is measured by its header, and never decoded."""
+    Path("bomb.jsonl").write_text(json.dumps({"problem": "<image>?", "answer": "2", "images": ["bomb.png"]}))
+    Path("bomb.png").write_bytes(png(size=(12_000, 10_000)))
+    line = refusal("eval", tiny_model_path, 'path = "bomb.jsonl"', capsys)
+    assert "bomb.jsonl', row 0: image 0: 120000000 pixels (12000 x 10000); a request may have 100000000" in line
