@@ -32,6 +32,7 @@ from services.trainer.evaluation.kept_answers import read_kept_answers, write_se
 from services.trainer.evaluation.openai_player import OpenAiPlayer
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
+from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
 from services.trainer.evaluation.set_files import pin_sets
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.evaluation.summary import Summary, summarize
@@ -201,8 +202,10 @@ class _Evaluating:
         summaries = {name: self._summary(name) for name in self._sets}
         write_results(self._folder.path, about=self._about(), summaries=summaries)
         assert self._begun is not None, "something was played"
+        write_page(self._folder.path, f"Evaluation of {self._begun.model}", self._sets, self._outcomes)
         lines = [f"model   {self._begun.model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]
-        sys.stdout.write("\n".join(["", *lines, f"samples {samples}", ""]))
+        page = f"        {self._folder.path / PAGE_FILE}, some of them with their pictures"
+        sys.stdout.write("\n".join(["", *lines, f"samples {samples}", page, ""]))
         sys.stdout.flush()
         return _EXIT_FAILED_PROMPTS if any(each.num_failed_prompts for each in summaries.values()) else 0
 

@@ -1,4 +1,6 @@
-"""A page of examples for people to look at: pictures, messages and answers, as the policy and the verifier get them."""
+"""A page of examples for people to look at: pictures, messages and gold answers, as policy and verifier get them, and
+what a policy said to them.
+"""
 
 import base64
 import html
@@ -20,9 +22,20 @@ h2 { font-size: .85rem; font-weight: 600; color: #5b6570; margin: 0 0 .5rem; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
 img { display: block; max-width: 100%; border: 1px solid #d5d9de; margin: .3rem 0; background: #fff; }
 figure { margin: 0; } figcaption { font-size: .75rem; color: #5b6570; }
+.answer { border-left: 3px solid #c8cdd3; margin: .6rem 0; padding-left: .8rem; } .right { border-color: #4c9a5a; }
 .gold { font-family: ui-monospace, monospace; background: #eef6ee; padding: .1rem .4rem; }
 details { font-size: .8rem; color: #5b6570; margin-top: .5rem; }
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a policy said."""
+
+    text: str
+    facts: str
+    """Its score and the like, in a line."""
+    is_right: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +47,8 @@ class Entry:
     example: Example
     num_tokens: int | None
     """Of its prompt, images expanded; None if nobody measured."""
+    answers: Sequence[Answer] = ()
+    """Of a policy."""
 
 
 def render_sheet(title: str, entries: Sequence[Entry]) -> str:
@@ -58,7 +73,15 @@ def _article(entry: Entry) -> str:
     extra = f"<details><summary>extra</summary>{html.escape(str(dict(example.extra)))}</details>"
     return (
         f"<article><h2>{html.escape(' · '.join(facts))}</h2>\n{messages}\n"
-        f"{f'<p>Answer: {golds}</p>' if golds else ''}{extra if example.extra else ''}</article>"
+        f"{f'<p>Answer: {golds}</p>' if golds else ''}{extra if example.extra else ''}"
+        f"{''.join(map(_answer, entry.answers))}</article>"
+    )
+
+
+def _answer(answer: Answer) -> str:
+    return (
+        f'<div class="answer{" right" if answer.is_right else ""}"><div class="role">{html.escape(answer.facts)}</div>'
+        f'<p class="text">{html.escape(answer.text)}</p></div>'
     )
 
 

@@ -1,7 +1,7 @@
 """What a source holds, row by row: what would be played, and what would not and why."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,8 +82,8 @@ def survey(
     return found
 
 
-def choose_rows(source: Source, num_rows: int) -> Sequence[int]:
-    """Return `num_rows` row numbers, evenly spread over a source."""
+def choose_rows(source: Sized, num_rows: int) -> Sequence[int]:
+    """Return `num_rows` row numbers, evenly spread over a source, or fewer if it has no more."""
     return [int(number) for number in np.linspace(0, len(source) - 1, min(num_rows, len(source))).round()]
 
 

@@ -1,7 +1,7 @@
 """Evaluations while a run trains: which are due, played at the announced version, and kept in the run folder.
 
     evaluations.jsonl           one line for each evaluation: step, version, and each set's numbers
-    evaluations/step-000020/    samples.jsonl: the answers; sets.json: the sets' settings
+    evaluations/step-000020/    samples.jsonl: the answers; samples.html: some with pictures; sets.json: settings
 
 Invariants: each step has at most one line; a step's line is of the weights that the surviving history has at that
 step, and of one version. Where replicas are held out, training goes on beside the evaluation, and a trainer that starts
@@ -29,6 +29,7 @@ from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, fin
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
+from services.trainer.evaluation.samples_page import write_page
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.trackers import Trackers
@@ -227,7 +228,10 @@ class Evaluator:
                 await self._current.run()
             finally:
                 self._current = self._playing = None
-        self._report(step, version, time.monotonic() - started, outcomes, hold_out)
+        elapsed_s = time.monotonic() - started
+        title = f"Evaluation of step {step}, policy version {version}"
+        await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
+        self._report(step, version, elapsed_s, outcomes, hold_out)
         if hold_out is not None:
             assert self._holding is not None
             await self._holding.end(step)

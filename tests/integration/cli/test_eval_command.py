@@ -89,6 +89,7 @@ async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {line["row"]: line["samples"][0]["score"] for line in lines} == {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}
     assert {tuple(line["versions"]) for line in lines} == {(0, 0)}
+    assert (folder / "samples.html").read_text().count('class="answer right"') == 6
     assert not psutil.pid_exists(command.pid)
 
 
