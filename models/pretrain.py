@@ -5,6 +5,9 @@ The model sees what a rollout will show it: the chat template's prompt with the 
 model knows the form of an answer and one sample at temperature 1 is right as often as ``--accuracy``. The seeing
 has then begun, and reinforcement learning does the rest.
 
+It is no recipe of ``penstock sft`` because it makes the vocabulary and the random weights too, and stops at an accuracy
+where supervised training stops after a number of steps (docs/sft.md).
+
     python -m models.pretrain --out models/tiny-qwen3-vl
 """
 

@@ -107,6 +107,9 @@ def _lines(source: Source, found: Survey, limit: PromptLimit | None) -> Iterator
             f"tokens     median {found.percentile(0.5)}, 90% {found.percentile(0.9)}, 99% {found.percentile(0.99)}, "
             f"longest {max(found.num_tokens)}; at most {limit.max_tokens}"
         )
+    if found.num_learned:
+        learned = sorted(found.num_learned)
+        yield f"learned    median {learned[len(learned) // 2]}, most {learned[-1]}, {sum(learned)} tokens in all"
     for word, counts in (("profile", found.profiles), ("environment", found.environments)):
         yield f"{word:<10} {', '.join(f'{name} {rows}' for name, rows in counts.most_common())}"
     yield f"dropped    {found.num_overlong} rows that are too long"

@@ -87,6 +87,10 @@ class PromptLimit:
             num_tokens += self._grid.num_added_tokens(read_sizes(example.images))
         return num_tokens
 
+    def num_learned(self, example: Example) -> int:
+        """Return how many tokens of the example are learned: none of a prompt."""
+        return 0
+
     def refusal(self, *, num_rows: int, shortest: int) -> str:
         """Say what to do where all rows of a source are too long.
 
@@ -118,6 +122,15 @@ class ConversationLimit(PromptLimit):
         bounds = [bound for bound in (max_tokens, context_length(model_path)) if bound]
         return cls.load(model_path, max_tokens=min(bounds, default=_UNLIMITED))
 
+    def num_learned(self, example: Example) -> int:
+        """Return how many tokens of the assistant's are learned.
+
+        Raises:
+            InvalidRequestError: the chat template refuses the messages.
+        """
+        _, is_learned = self._render(self._renderer, example)
+        return sum(is_learned)
+
     def refusal(self, *, num_rows: int, shortest: int) -> str:
         """Say what to do where all rows of a source are too long; see `PromptLimit.refusal`."""
         return (
@@ -127,5 +140,8 @@ class ConversationLimit(PromptLimit):
         )
 
     def _num_rendered(self, renderer: Renderer, example: Example) -> int:
-        ids, _ = renderer.render_conversation(example.messages, num_images=len(example.images), tools=example.tools)
+        ids, _ = self._render(renderer, example)
         return len(ids)
+
+    def _render(self, renderer: Renderer, example: Example) -> tuple[list[int], list[bool]]:
+        return renderer.render_conversation(example.messages, num_images=len(example.images), tools=example.tools)

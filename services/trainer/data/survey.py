@@ -37,6 +37,8 @@ class Survey:
     """Width and height of every image."""
     num_tokens: list[int] = field(default_factory=list)
     """Of each sound row's prompt, images expanded; empty without a limit to measure for."""
+    num_learned: list[int] = field(default_factory=list)
+    """Tokens that are learned of each sound row that is short enough; empty for prompts, of which nothing is."""
     profiles: Counter[str] = field(default_factory=Counter)
     environments: Counter[str] = field(default_factory=Counter)
 
@@ -67,6 +69,7 @@ def survey(
         try:
             example = source[number]
             num_tokens = _measure(source, number, example, lengths, limit)
+            num_learned = 0 if limit is None else limit.num_learned(example)
         except DataError as error:
             found.num_wrong += 1
             if len(found.reasons) < MAX_SHOWN:
@@ -76,6 +79,8 @@ def survey(
             if limit is not None:
                 found.num_tokens.append(num_tokens)
                 found.num_overlong += num_tokens > limit.max_tokens
+                if num_learned and num_tokens <= limit.max_tokens:
+                    found.num_learned.append(num_learned)
         found.num_read += 1
         on_row()
     lengths.save()

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.model.chat_template import Renderer
 from penstock.telemetry import log
 from services.cli import main
 from tests.support.trainer.pictures import png
@@ -89,6 +90,45 @@ def test_wrong_rows_are_listed_and_fail(tmp_path: Path, capsys: pytest.CaptureFi
     assert "a.parquet', row 1: column 'answer' holds empty text" in out
     assert "a.parquet', row 3: image 0 (10 bytes) cannot be decoded" in out
     assert main(["data", str(tmp_path / "r.toml"), "--data.wrong_rows=drop"]) == 0
+
+
+def test_demonstrations_are_counted_as_they_are_learned(
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --sft: whole conversations, the tokens of the assistant's, what is too long, and what is wrong and why."""
+    text = Renderer.load(tiny_model_path).render_text
+    answers = ["5", "17", "6 and so on, at great length" * 40]
+    rows = [{"prompt": "Find x.", "completion": each} for each in (*answers, "")]
+    more = f'[model]\npath = "{tiny_model_path}"\n[sft]\nmax_tokens = 100\n'
+    assert main(["data", recipe(tmp_path, rows, more=more), "--sft"]) == 1
+    out = capsys.readouterr().out
+    learned = sorted(len(text(each)) + 1 for each in answers[:2])  # and the token that ends the turn
+    for line in (
+        "rows       4, in 1 file",
+        f"learned    median {learned[1]}, most {learned[1]}, {sum(learned)} tokens in all",
+        "dropped    1 rows that are too long",
+        "wrong      1 row, refused or dropped",
+        "a.parquet', row 3: its message 1, the assistant's, is empty",
+    ):
+        assert line in out, out
+    assert "; at most 100" in out
+    assert main(["data", str(tmp_path / "r.toml"), "--sft", "--data.wrong_rows=drop", "--rows=1"]) == 0
+    assert f"learned    median {learned[0]}, most {learned[0]}, {learned[0]} tokens in all" in capsys.readouterr().out
+    assert (
+        main(["data", str(tmp_path / "r.toml"), "--data.problem_column=prompt", "--data.answer_column=completion"]) == 1
+    )
+    assert "learned" not in capsys.readouterr().out
+
+
+def test_a_page_of_demonstrations_shows_what_the_assistant_says(tmp_path: Path, tiny_model_path: Path) -> None:
+    """As the model learns it: an answer as `answer_format` puts it."""
+    sheet = tmp_path / "sheet.html"
+    more = f'answer_format = "Answer: {{answer}}"\n[model]\npath = "{tiny_model_path}"\n'
+    assert main(["data", recipe(tmp_path, [SOUND], more=more), "--sft", "--sheet", str(sheet)]) == 0
+    page = Page(sheet.read_text())
+    assert page.pictures == 1
+    assert "assistant" in page.text
+    assert "Answer: 5" in page.text
 
 
 def test_shares_of_mixed_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
