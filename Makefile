@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer results churn chaos recipes up down logs test-clients test-mooncake test-compose lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer results churn chaos recipes up down logs test-clients test-compose test-lmms-eval test-mooncake test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -77,6 +77,15 @@ test-clients: setup ## Run the ordinary examples of OpenAI's clients with the re
 test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs libibverbs1; fetches it into .mooncake.
 	$(UV) pip install --quiet --python $(BIN)/python --target .mooncake --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
+
+# In an environment of its own: lmms-eval brings torch and much else, and another protobuf.
+test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatible API; fetches it into .lmms-eval, several GB.
+	[ -x .lmms-eval/bin/python ] || $(UV) venv --quiet --python $(PYTHON) .lmms-eval
+	$(UV) pip install --quiet --python .lmms-eval/bin/python lmms-eval==0.7.3
+	@$(BIN)/pytest tests/integration/openai_frontend/run_lmms_eval.py -p no:randomly $(ARGS)
+
+test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
+	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
 
 check: lint type proto-check settings-check test ## All that CI runs.
 
@@ -140,5 +149,5 @@ lock: .uv/bin/uv ## Resolve the dependencies anew.
 		--python-version 3.11 --output-file requirements.lock pyproject.toml
 
 clean: ## Remove what setup and the tools made; runs/ stays.
-	rm -rf .venv .uv .clients .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .uv .clients .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
