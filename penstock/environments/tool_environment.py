@@ -64,6 +64,7 @@ class ToolEnvironment:
         self._max_turns = max_turns
         self._shows_tools = show_tools
         self._num_turns = 0
+        self._counts = {"num_calls": 0.0, "num_failed_calls": 0.0, "tool_use": 0.0}
 
     def add_tool(self, tool: Tool | Callable[..., object]) -> None:
         """One more, for a subclass whose tools depend on the task: to be called before this class' `reset`.
@@ -96,7 +97,8 @@ class ToolEnvironment:
         num_calls = len(turn.calls) + len(turn.malformed_calls)
         num_left = None if self._max_turns is None else self._max_turns - self._num_turns
         if num_calls == 0 or num_left == 0:
-            return StepResult(observation=None, truncated=num_calls > 0, metrics=_metrics(num_calls, 0, is_used=False))
+            metrics = self._count(num_calls, 0, is_used=False)
+            return StepResult(observation=None, truncated=num_calls > 0, metrics=metrics)
         replies = await self._answer_all(turn)
         num_failed = sum(reply.is_failed for reply in replies) + max(0, num_calls - self._max_calls)
         if num_calls > self._max_calls:
@@ -107,7 +109,8 @@ class ToolEnvironment:
             words = f"{last.result.text}\nOne turn is left: give the final answer without a call.".lstrip()
             replies[-1] = dataclasses.replace(last, result=dataclasses.replace(last.result, text=words))
         is_used = not all(reply.is_failed for reply in replies)
-        return StepResult(observation=_observe(replies), metrics=_metrics(num_calls, num_failed, is_used=is_used))
+        metrics = self._count(num_calls, num_failed, is_used=is_used)
+        return StepResult(observation=_observe(replies), metrics=metrics)
 
     async def close(self) -> None:
         """Close the tools, each even if another fails."""
@@ -115,6 +118,14 @@ class ToolEnvironment:
         failures = [found for found in await asyncio.gather(*closing, return_exceptions=True) if found is not None]
         if failures:
             raise failures[0]
+
+    def _count(self, num_calls: int, num_failed: int, *, is_used: bool) -> dict[str, float]:
+        """Add a turn to the episode's counts and return them; `tool_use` is 1 once a tool has answered a call."""
+        counts = self._counts
+        counts["num_calls"] += num_calls
+        counts["num_failed_calls"] += num_failed
+        counts["tool_use"] = max(counts["tool_use"], float(is_used))
+        return dict(counts)
 
     async def _answer_all(self, turn: AssistantTurn) -> list[_Reply]:
         calls = turn.calls[: self._max_calls]
@@ -150,11 +161,6 @@ class ToolEnvironment:
 
 def _failed(words: str) -> _Reply:
     return _Reply(ToolResult(text=words), is_failed=True)
-
-
-def _metrics(num_calls: int, num_failed: int, *, is_used: bool) -> dict[str, float]:
-    """Of one turn; `tool_use` is 1 if at least one call was answered by its tool."""
-    return {"num_calls": num_calls, "num_failed_calls": num_failed, "tool_use": float(is_used)}
 
 
 def _observe(replies: Sequence[_Reply]) -> Observation:

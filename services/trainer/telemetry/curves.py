@@ -1,4 +1,4 @@
-"""Curves of a run: reward, staleness and |train - rollout logprob| over steps; loss in supervised training."""
+"""Curves of a run: reward, tool use, staleness, |train - rollout logprob| over steps; loss in supervised training."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,10 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (reward, staleness, gap) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
+    episodes = sorted({name for row in rows for name in row if name.endswith("/tool_use")})
+    num_axes = 4 if episodes else 3
+    figure, axes = plt.subplots(num_axes, 1, figsize=(8, 3 * num_axes), sharex=True, layout="constrained")
+    reward, staleness, gap = axes[0], axes[-2], axes[-1]
     figure.suptitle(title)
 
     steps, values = _curve(rows, "reward_mean")
@@ -28,6 +31,13 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     reward.plot(steps, _smooth(values), color="tab:blue", label=f"mean of {_SMOOTH_STEPS} steps")
     reward.set(ylabel="reward", ylim=reward_limits(values))
     reward.legend(loc="lower right")
+
+    for name in episodes:
+        axes[1].plot(*_curve(rows, name), label=f"samples that used a tool ({name.split('/')[1]})")
+    if episodes:
+        axes[1].plot(*_curve(rows, "first_turn_accuracy"), color="tab:gray", label="right in the first turn")
+        axes[1].set(ylabel="share of samples", ylim=(0, 1.02))
+        axes[1].legend(loc="center right")
 
     staleness.plot(*_curve(rows, "staleness_max"), color="tab:red", label="oldest group")
     staleness.plot(*_curve(rows, "staleness_mean"), color="tab:orange", label="mean")
@@ -45,7 +55,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     gap.set(xlabel="optimizer step", ylabel="|train - rollout logprob|")
     gap.legend(loc="center right")
 
-    for axis in (reward, staleness, gap):
+    for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.records import Group, Sample
+from services.trainer.admission.pools import pass_rate
 
 
 def describe_episodes(groups: Sequence[Group]) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def describe_episodes(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "turns_mean": fmean(num_turns) if num_turns else 0.0,
         "turns_max": max(num_turns, default=0),
+        "first_turn_accuracy": fmean(map(_is_right_at_once, samples)) if samples else 0.0,
         "observation_tokens_mean": fmean(map(num_observation_tokens, samples)) if samples else 0.0,
         "num_environment_samples": sum(sample.finish_reason == "environment" for sample in samples),
         "num_error_samples": sum(sample.finish_reason == "error" for sample in samples),
@@ -37,6 +39,10 @@ def num_observation_tokens(sample: Sample) -> int:
         later.num_prompt_tokens - turn.num_prompt_tokens - turn.num_output_tokens
         for turn, later in pairwise(sample.turns)
     )
+
+
+def _is_right_at_once(sample: Sample) -> bool:
+    return len(sample.turns) == 1 and pass_rate([sample.reward]) == 1.0
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

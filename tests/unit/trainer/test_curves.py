@@ -25,7 +25,8 @@ def test_a_step_without_tokens_costs_no_curve(tmp_path: Path) -> None:
         {"step": 2, **{name: value for name, value in whole.items() if name != "dlogp_mean"}},
         {"step": 3},
     ]
-    for number, some in enumerate((rows, rows[2:])):
+    tools = [{"step": 1, "environment/geo3k_zoom/tool_use": 0.5, "first_turn_accuracy": 0.1}]
+    for number, some in enumerate((rows, rows[2:], tools)):
         path = tmp_path / f"{number}.png"
         draw_curves(some, path, title="run")
         assert path.read_bytes().startswith(b"\x89PNG")

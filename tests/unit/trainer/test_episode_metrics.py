@@ -33,6 +33,17 @@ def test_turns_observations_and_endings_are_counted(tiny_model_path: Path) -> No
     assert (told["num_environment_samples"], told["num_error_samples"]) == (1, 1)
 
 
+def test_first_turn_accuracy_is_what_was_right_without_another_turn(tiny_model_path: Path) -> None:
+    """Of four samples one: the second took another turn, the third was wrong, the fourth unjudged."""
+    once, twice = (make_turn(100, 5),), (make_turn(100, 5), make_turn(125, 7))
+    made = make_group(tiny_model_path, rewards=[1.0, 1.0, 0.0, 0.0])
+    samples = tuple(
+        msgspec.structs.replace(sample, turns=turns, reward=reward, verdict=None)
+        for sample, turns, reward in zip(made.samples, (once, twice, once, once), (1.0, 1.0, 0.0, None), strict=True)
+    )
+    assert describe_episodes([msgspec.structs.replace(made, samples=samples)])["first_turn_accuracy"] == 0.25
+
+
 def test_environments_are_told_apart(tiny_model_path: Path) -> None:
     """A metric is averaged over the samples that have it, by the name of the environment that played them."""
 

@@ -296,6 +296,15 @@ async def test_tools_that_are_not_shown_are_there_all_the_same() -> None:
     assert await answers(environment, turn(("count", {}))) == ["one"]
 
 
+async def test_the_last_step_tells_what_the_episode_came_to() -> None:
+    """Of each sample, the metrics of its last step are reported; that step is the answer, which calls nothing."""
+    environment = ToolEnvironment([convert])
+    await environment.reset(task())
+    for _ in range(2):
+        await environment.step(turn(("convert", {"length": 1, "unit": "cm"}), ("missing", {})))
+    assert (await environment.step(turn(text="5"))).metrics == {"num_calls": 4, "num_failed_calls": 2, "tool_use": 1}
+
+
 async def test_an_answer_in_the_last_turn_ends_the_episode_whole() -> None:
     """Truncated is only what goes on calling."""
     assert not (await ToolEnvironment([convert], max_turns=1).step(turn(text="5"))).truncated
