@@ -13,10 +13,11 @@ from penstock.records.codec import decode, encode
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
+from tests.support.trainer.pictures import png
 from tests.support.waiting import promptly, until
 
-# A palette PNG's beginning, a byte of every value, and \r\n: whatever a file may hold must arrive as it is.
-PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) + b"PLTE"
+# A PNG, which has \r\n in it, and a byte of every value after its end: whatever a file holds must arrive as it is.
+PICTURE = png() + bytes(range(256))
 ANSWER = "The answer is \\boxed{3}"
 
 
