@@ -15,6 +15,7 @@
     ├── PoisonError            it broke everyone who handled it; never try it again
     ├── MissingImageError      an image that is named by its hash is not stored; store it and try again
     ├── NotReadyError          the state does not allow it (yet)
+    │   └── SessionOverError       an agent's session was closed, or superseded by another one
     ├── UnavailableError       nobody can do it now; try again
     ├── OverloadedError        a queue is full; try again later
     └── DeadlineError          it took longer than was allowed
@@ -86,6 +87,14 @@ class MissingImageError(PenstockError):
 
 class NotReadyError(PenstockError):
     """The request is sound, but the state does not allow it."""
+
+
+class SessionOverError(NotReadyError):
+    """An agent's session takes no more calls: it was closed, or another session plays its sample now."""
+
+    def __init__(self, message: str, *, is_superseded: bool = False) -> None:
+        super().__init__(message)
+        self.is_superseded = is_superseded
 
 
 class UnavailableError(PenstockError):

@@ -65,6 +65,7 @@ class Bus:
         self.dead = Stream(name=f"{run}_DEAD", subject=f"{run}.dead", retention=api.RetentionPolicy.LIMITS)
         self.images = Stream(name=f"{run}_IMAGES", subject=f"{run}.images", retention=api.RetentionPolicy.LIMITS)
         self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
+        self.sessions = Stream(name=f"{run}_SESSIONS", subject=f"{run}.sessions", retention=api.RetentionPolicy.LIMITS)
 
     @property
     def client(self) -> Client:
@@ -208,7 +209,7 @@ class Bus:
 
     async def delete_run(self) -> None:
         """Remove the run's streams; for tests and for starting over."""
-        for stream in (self.prompts, self.groups, self.dead, self.calls, self.images):
+        for stream in (self.prompts, self.groups, self.dead, self.calls, self.images, self.sessions):
             try:
                 await self._js.delete_stream(stream.name)
             except nats.js.errors.NotFoundError:

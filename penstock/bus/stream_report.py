@@ -42,7 +42,10 @@ async def report_streams(bus: Bus) -> list[StreamReport]:
         UnavailableError: the server does not answer.
     """
     try:
-        reports = [await _report(bus, stream) for stream in (bus.prompts, bus.groups, bus.images, bus.calls, bus.dead)]
+        reports = [
+            await _report(bus, stream)
+            for stream in (bus.prompts, bus.groups, bus.images, bus.calls, bus.sessions, bus.dead)
+        ]
     except BUS_ERRORS as error:
         raise UnavailableError(f"NATS at {bus.config.url} does not answer: {describe(error)}") from None
     return [report for report in reports if report is not None]

@@ -1,13 +1,14 @@
 """Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
 Invariants: the body of a request without the token is not read, and every such request gets the same answer; only the
-health page (GET, HEAD) needs no token. The application runs with a complete body, and is cancelled when its client
-disconnects.
+health page (GET, HEAD) needs no token, and a path that has a key opens to the key too. The application runs with a
+complete body, and is cancelled when its client disconnects.
 """
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -36,11 +37,18 @@ class Boundary:
     """An ASGI application around another one. It has the only broad `except` of the HTTP servers."""
 
     def __init__(
-        self, app: ASGIApp, *, max_body_bytes: int, make_error_body: ErrorBodyMaker, security: Security
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        make_error_body: ErrorBodyMaker,
+        security: Security,
+        name_of_key: Callable[[str], str] = lambda path: "",
     ) -> None:
         self.is_serving = True
         self._app = app
         self._security = security
+        self._name_of_key = name_of_key
         self._make_error_body = make_error_body
         self._bodies = Bodies(max_body_bytes)
         self._running: set[asyncio.Task[None]] = set()
@@ -79,7 +87,8 @@ class Boundary:
     def _admits(self, scope: Scope) -> bool:
         if not self._security.token or _asks_for_health(scope):
             return True
-        return self._security.admits(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
+        authorization = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
+        return self._security.admits(authorization, key_name=self._name_of_key(scope["path"]))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._admits(scope):

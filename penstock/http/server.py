@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -56,6 +56,7 @@ class HttpServer:
         max_body_bytes: int = 64 * 2**20,
         make_error_body: ErrorBodyMaker = error_body,
         security: Security | None = None,
+        name_of_key: Callable[[str], str] = lambda path: "",
     ) -> None:
         """Serve `app` on `host`:`port`; port 0 takes any that is free.
 
@@ -69,6 +70,7 @@ class HttpServer:
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
             security: Token and certificates; None reads them from the environment.
+            name_of_key: The name of the key that opens a path as the token does (`Security.key_of`); empty: none does.
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.
@@ -78,7 +80,11 @@ class HttpServer:
         self._key = key
         self._security = security or Security.from_environment()
         self._boundary = Boundary(
-            app, max_body_bytes=max_body_bytes, make_error_body=make_error_body, security=self._security
+            app,
+            max_body_bytes=max_body_bytes,
+            make_error_body=make_error_body,
+            security=self._security,
+            name_of_key=name_of_key,
         )
         self._config = uvicorn.Config(
             self._boundary,

@@ -1,4 +1,5 @@
-"""What travels on the bus: prompts to the workers, finished groups to the trainer, recorded calls.
+"""What travels on the bus: prompts to the workers, finished groups to the trainer, recorded calls,
+sessions of agents.
 
 Every record checks itself, at construction and when decoded (`penstock.records.codec`).
 """
@@ -8,6 +9,7 @@ from penstock.records.prompt import TRAIN, GroupId, ImagePart, Limits, Message, 
 from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
 from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
+from penstock.records.session import SessionCall, SessionId, SessionState
 
 __all__ = [
     "RECORD_VERSION",
@@ -23,6 +25,9 @@ __all__ = [
     "RecordedCall",
     "Sample",
     "Sampling",
+    "SessionCall",
+    "SessionId",
+    "SessionState",
     "TextPart",
     "TokenSequence",
     "ToolCall",

@@ -132,9 +132,20 @@ class Security:
         if not is_closed and not _is_loopback(host):
             log.warning("server.left_open", address=address, remedy=f"set {secret}, or keep the network private")
 
-    def admits(self, authorization: bytes) -> bool:
-        """Whether a caller with this `authorization` (header or metadata; empty if there is none) shows the token."""
-        return shows(authorization, self.token)
+    def admits(self, authorization: bytes, *, key_name: str = "") -> bool:
+        """Whether a caller with this `authorization` (header or metadata; empty if there is none) shows the token, or
+        the key `key_name`.
+        """
+        return shows(authorization, self.token) or (bool(key_name) and shows(authorization, self.key_of(key_name)))
+
+    def key_of(self, name: str) -> str:
+        """A key that opens what is called `name` and nothing else; empty if no token is asked for.
+
+        Whoever has the token can make it, and nobody can find the token by it, so it can be given to others' code.
+        """
+        if not self.token:
+            return ""
+        return hmac.digest(self.token.encode(), f"penstock key of {name}".encode(), "sha256").hex()
 
 
 def shows(authorization: bytes, token: str) -> bool:

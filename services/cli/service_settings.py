@@ -79,6 +79,7 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
         context_length=recipe.rollout.context_length,
         router_address=_address(recipe, worker.router_address, recipe.router.port, "router"),
         reward_address=_address(recipe, worker.reward_address, recipe.reward.port, "reward"),
+        router_url=_router_url(recipe) if worker.agents else "",
     )
 
 
@@ -190,3 +191,17 @@ def _address(recipe: Recipe, given: str, port: int, service: str) -> str:
             f"or --{service}.port=..."
         )
     return given or f"{recipe.network.local}:{port}"
+
+
+def _router_url(recipe: Recipe) -> str:
+    """Where agents find the router's OpenAI-compatible API."""
+    if recipe.worker.router_url:
+        return recipe.worker.router_url
+    if not recipe.router.http_port:
+        raise ConfigError(
+            "worker.agents needs the router's OpenAI-compatible API, and router.http_port is "
+            f"{recipe.router.http_port}; set it to a port, or give --worker.router_url=http://host:port"
+        )
+    security = recipe.security
+    scheme = "http" if security.tls_cert is None and security.tls_ca is None else "https"
+    return f"{scheme}://{recipe.network.local}:{recipe.router.http_port}"

@@ -41,6 +41,8 @@ def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
     ):
         if address:
             yield key, address.rpartition(":")[0].strip("[]")
+    if recipe.worker.router_url:
+        yield "worker.router_url", urlsplit(recipe.worker.router_url).hostname or recipe.worker.router_url
     if recipe.reward.remote.url:
         yield "reward.remote.url", urlsplit(recipe.reward.remote.url).hostname or recipe.reward.remote.url
 

@@ -1,10 +1,12 @@
 """Configuration of the rollout worker: section `[worker]` of a recipe."""
 
 import dataclasses
+from typing import Self
 
 import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
+from services.rollout.worker.agents.config import AgentConfig
 from services.rollout.worker.environments.config import EnvironmentTables
 
 
@@ -24,9 +26,20 @@ class WorkerConfig(Config):
     environments: EnvironmentTables = pydantic.Field(default_factory=dict)
     """Your own environments, and arguments of built-in ones: name, as prompts call it, to "package.module:Class", or to
     a table."""
+    agents: dict[str, AgentConfig] = pydantic.Field(default_factory=dict)
+    """Your own agents, by the name with which prompts call them in place of an environment."""
+    router_url: str = ""
+    """http(s)://host:port of the router's OpenAI-compatible API, as agents reach it. Empty: router.http_port on this
+    machine."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds for all turns of an episode and its environment, queues and verdicts not counted. A sample that takes
     longer ends with the tokens that came, finish reason `deadline`. `data.limits` may ask for less."""
+
+    @pydantic.model_validator(mode="after")
+    def _names_are_different(self) -> Self:
+        if both := sorted(set(self.agents) & set(self.environments)):
+            raise ValueError(f"{both} are names of agents and of environments; rename one of each")
+        return self
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +58,5 @@ class WorkerSettings:
     """host:port of the router."""
     reward_address: str
     """host:port of the reward service."""
+    router_url: str = ""
+    """http(s)://host:port of the router's OpenAI-compatible API; empty if there are no agents."""

@@ -8,7 +8,6 @@ whatever ends it early is its finish reason. Only a sample without any token fai
 import asyncio
 import dataclasses
 import functools
-import hashlib
 import itertools
 import math
 import time
@@ -44,6 +43,7 @@ from services.rollout.worker.grading import Grading
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.tasks import make_task
 from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
 from services.rollout.worker.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 
@@ -159,7 +159,7 @@ class EpisodePlayer:
         clock = EpisodeClock(bound if own is None else min(own, bound))
         item_id = f"{prompt.id.message}/{number}"
         grading = Grading(self._judge, prompt, item_id, clock)
-        task = self._task(prompt, item_id, images, grading, clock)
+        task = make_task(prompt, item_id, images, grading, clock)
         async with self._begun(prompt, task, clock, grading, prefill) as (environment, first, ids, budget):
             trajectory.add_observation(ids, await images.add(first.images))
             episode = _Episode(prompt, item_id, environment, trajectory, images, clock, grading, budget)
@@ -242,21 +242,6 @@ class EpisodePlayer:
             context_length=self._context_length,
             grid=self._grid,
             longest_token_bytes=self._renderer.longest_token_bytes,
-        )
-
-    def _task(self, prompt: Prompt, item_id: str, images: GroupImages, grading: Grading, clock: EpisodeClock) -> Task:
-        return Task(
-            id=item_id,
-            seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),
-            messages=prompt.messages,
-            images=images.prompt,
-            golds=prompt.golds,
-            profile=prompt.profile,
-            tools=prompt.tools,
-            extra=prompt.extra,
-            max_turns=prompt.limits.max_turns,
-            remaining_s=lambda: clock.remaining_s,
-            grade=grading.grade,
         )
 
     async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:

@@ -15,9 +15,9 @@ import structlog
 from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
 from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.verdict_status import Status
-from services.rollout.worker.episode import Episode, EpisodePlayer
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.judge import Judge
+from services.rollout.worker.players import Played, Player
 from services.rollout.worker.shared_prefill import SharedPrefill
 
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ class GroupRollout:
     def __init__(
         self,
         *,
-        episodes: EpisodePlayer,
+        episodes: Player,
         images: Store,
         judge: Judge,
         worker_id: str,
@@ -86,7 +86,7 @@ class GroupRollout:
             num_deliveries=num_deliveries,
         )
 
-    async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Episode]:
+    async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Played]:
         prefill = SharedPrefill()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -100,7 +100,7 @@ class GroupRollout:
             raise (hopeless or failures.exceptions)[0] from None
         return [task.result() for task in playing]
 
-    async def _verify(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Verdict | None]:
+    async def _verify(self, prompt: Prompt, episodes: Sequence[Played]) -> list[Verdict | None]:
         answers = [
             (f"{prompt.id.message}/{number}", episode.answer)
             for number, episode in enumerate(episodes)

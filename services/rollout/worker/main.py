@@ -15,6 +15,7 @@ import structlog
 from penstock.bus.connection import connect
 from penstock.bus.consumer import consuming
 from penstock.bus.image_store import ImageStore
+from penstock.bus.sessions import Sessions
 from penstock.bus.work_loop import work
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
@@ -23,11 +24,14 @@ from penstock.model.tokens import context_length, forbidden_token_ids, image_tok
 from penstock.rpc.server import RpcServer
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.runtime.security import Security
+from services.rollout.worker.agents.agent_player import AgentPlayer
+from services.rollout.worker.agents.runners import load_runner
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episode import EpisodePlayer
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.judge import Judge
+from services.rollout.worker.players import Players
 from services.rollout.worker.prompt_handler import PromptHandler
 from services.rollout.worker.turn import WAIT_TIMEOUT_S
 
@@ -56,13 +60,14 @@ async def serve(
     and a group for its verdicts.
 
     Raises:
-        ConfigError: an environment cannot be loaded, or the model has no tokenizer.
+        ConfigError: an environment or agent cannot be loaded, or the model has no tokenizer.
         SetupError: NATS is out of reach, or has lost what the run stores there.
     """
     config = settings.worker
     security = security or Security.from_environment()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     environments = EnvironmentRegistry(config.environments, security=security)
+    runners = {name: load_runner(name, agent) for name, agent in config.agents.items()}
     with torch_hidden():
         renderer = await asyncio.to_thread(Renderer.load, settings.model.path)
     async with AsyncExitStack() as stack:
@@ -85,7 +90,19 @@ async def serve(
         await bus.ensure_streams()
         images = ImageStore(bus)
         await images.ensure()
-        rollout = GroupRollout(episodes=episodes, images=images, judge=judge, worker_id=worker_id)
+        sessions = Sessions(bus)
+        if runners:
+            await sessions.ensure()
+        agents = AgentPlayer(
+            runners,
+            judge=judge,
+            sessions=sessions,
+            renderer=renderer,
+            router_url=settings.router_url,
+            key_of=security.key_of,
+            episode_timeout_s=config.episode_timeout_s,
+        )
+        rollout = GroupRollout(episodes=Players(episodes, agents), images=images, judge=judge, worker_id=worker_id)
         handler = PromptHandler(bus, rollout, worker_id=worker_id)
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)

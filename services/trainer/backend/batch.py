@@ -1,6 +1,6 @@
 """Groups that are trained together: their samples with advantages and weights.
 
-Legend: G = samples of the groups.
+Legend: G = samples of the groups, S = their sequences.
 
 Samples without gradient are computed for metrics only, and then one in `MEASURED_EVERY`; each that is computed stands
 for its share of the others.
@@ -27,7 +27,9 @@ class Batch:
     """The groups of an optimizer batch, or the part of them that is there."""
 
     sequences: list[TrainSequence]
-    """G: the sequence of each sample."""
+    """S: of all samples, sample by sample."""
+    sample_S: np.ndarray
+    """Number of each sequence's sample."""
     group_G: np.ndarray
     """Number of each sample's group."""
     num_tokens_G: np.ndarray
@@ -72,13 +74,16 @@ def make_batch(
         DataError: the estimator of advantages cannot work with these rewards.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
-    group_G = np.repeat(np.arange(len(groups)), [len(group.sequences) for group in groups])
+    num_samples = [len(group.samples) for group in groups]
+    sample_S = np.repeat(np.arange(sum(num_samples)), [len(sample) for group in groups for sample in group.samples])
+    group_G = np.repeat(np.arange(len(groups)), num_samples)
     usable_G = ~np.isin(group_G, list(skipped))
     rewards_G = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
     rewards_G = np.where(usable_G, rewards_G, np.nan)
-    num_tokens_G = np.array([sequence.num_own_tokens for sequence in sequences])
+    num_tokens_G = np.zeros(len(group_G), dtype=np.int64)
+    np.add.at(num_tokens_G, sample_S, [sequence.num_own_tokens for sequence in sequences])
     has_token_rewards = algorithm.kl.kind == "k1_in_reward"
-    masked_G = np.array([masked for group in groups for masked in group.masked or [False] * len(group.sequences)])
+    masked_G = np.array([masked for group in groups for masked in group.masked or [False] * len(group.samples)])
     advantages_G = sample_advantages(
         rewards_G,
         group_G,
@@ -92,10 +97,11 @@ def make_batch(
     eligible_G = ~np.isnan(rewards_G) & ~masked_G
     has_advantage_G = eligible_G if has_token_rewards else advantages_G != 0
     has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G & ~masked_G
-    index_G = np.repeat([group.index for group in groups], [len(group.sequences) for group in groups])
+    index_G = np.repeat([group.index for group in groups], num_samples)
     without_gradient = np.flatnonzero(~has_gradient_G & usable_G)
     return Batch(
         sequences=sequences,
+        sample_S=sample_S,
         group_G=group_G,
         num_tokens_G=num_tokens_G,
         denominator=batch_denominator(num_tokens_G, group_G, algorithm.aggregation),

@@ -95,4 +95,4 @@ class InProcessSupervisedBackend:
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> PlannedRows:
         numbers = range(len(sequences))
-        return PlannedRows.of(sequences, numbers, numbers, self.config, self._model.device)
+        return PlannedRows.of(sequences, numbers, numbers, numbers, self.config, self._model.device)

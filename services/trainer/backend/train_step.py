@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
 import structlog
 import torch
 
@@ -204,7 +205,7 @@ class TrainStep:
             except _NotFiniteError as found:
                 self._optimizer.discard()
                 self._sums = _Sums()
-                group_of = [number for number, group in enumerate(self._groups) for _ in group.sequences]
+                group_of = [number for number, group in enumerate(self._groups) for _ in group.samples]
                 self._skipped |= {group_of[sample] for sample in found.samples}
 
     def _sum_chunks(self) -> None:
@@ -215,14 +216,14 @@ class TrainStep:
             batch = self._batch(chunk, first, denominator=sums.denominator)
             if sums.denominator is None:
                 sums.denominator = batch.denominator
-            first_sample = sum(len(group.sequences) for group in self._groups[:first])
+            first_sample = sum(len(group.samples) for group in self._groups[:first])
             self._add_gradient(self._plan(batch, batch.with_gradient, first_sample), BatchStatistics())
             sums.num_chunks += 1
 
     def _complete(self) -> tuple[Batch, _Passed | None]:
         """Compute what is left of the batch; None if none of its groups can be trained."""
         batch = self._batch(self._groups, 0)
-        measured, counts_G = batch.without_gradient, torch.ones(len(batch.sequences), dtype=torch.float64)
+        measured, counts_G = batch.without_gradient, torch.ones(len(batch.group_G), dtype=torch.float64)
         if measured and not needs_statistics(self._algorithm):
             measured = measured_samples(batch.without_gradient, self._version)
             counts_G[measured] = len(batch.without_gradient) / len(measured)
@@ -256,7 +257,14 @@ class TrainStep:
         )
 
     def _plan(self, batch: Batch, chosen: Sequence[int], first_sample: int) -> _Pass:
-        rows = PlannedRows.of(batch.sequences, batch.group_G.tolist(), chosen, self._config, self._device)
+        rows = PlannedRows.of(
+            batch.sequences,
+            batch.group_G[batch.sample_S].tolist(),
+            batch.sample_S.tolist(),
+            [sequence for sample in chosen for sequence in np.flatnonzero(batch.sample_S == sample).tolist()],
+            self._config,
+            self._device,
+        )
         references: list[torch.Tensor | None] = [None] * len(rows)
         if self._reference is not None:
             references = [*self._reference.logprobs(rows)]

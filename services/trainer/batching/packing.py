@@ -1,14 +1,16 @@
-"""Plans packed rows: which samples share a row, and which of them share a prompt.
+"""Plans packed rows: which sequences share a row, and which of them share a prompt.
 
-Samples of a group begin with the same prompt. A *block* holds the group's common prefix once and what each sample has
-after it; a *row* is a list of blocks. Nothing here knows tensors: a plan is made of numbers.
+Sequences of a group begin with the same prompt. A *block* holds the group's common prefix once and what each sequence
+has after it; a *row* is a list of blocks. Nothing here knows tensors: a plan is made of numbers.
 
-Invariants: every sample is in exactly one block; a row has at most `max_tokens` tokens unless one sample alone has
+Invariants: every sequence is in exactly one block, and all sequences of a sample are in one row, in their order,
+because ratios and rejections may be the sample's; a row has at most `max_tokens` tokens unless one sample alone has
 more; the same lengths give the same plan.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -17,9 +19,9 @@ from services.trainer.batching.sequences import TrainSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Samples of one group that stand in one row."""
+    """Sequences of one group that stand in one row."""
 
-    samples: tuple[int, ...]
+    sequences: tuple[int, ...]
     """Their numbers."""
     prefix_length: int
     """Leading tokens that all of them have in common and that the row holds once; 0 if nothing is shared."""
@@ -33,15 +35,15 @@ class _OpenRow:
     """A row that is being filled."""
 
     members: dict[int, list[int]] = field(default_factory=dict)
-    """Samples by group."""
+    """Sequences by group."""
     num_tokens: int = 0
 
 
 def common_prefix_length(sequences: Sequence[TrainSequence]) -> int:
     """Return the number of leading tokens that all sequences have in common, images included.
 
-    It never ends inside an image. It can reach into the policy's own tokens, where samples begin their answers alike:
-    each sample then reads its own log-probabilities from the shared rows.
+    It never ends inside an image. It can reach into the policy's own tokens, where sequences begin their answers
+    alike: each then reads its own log-probabilities from the shared rows.
     """
     first = sequences[0]
     shared = min(sequence.num_inputs for sequence in sequences)
@@ -62,16 +64,18 @@ def pack(
     max_tokens: int,
     share_prompts: bool,
     fill: bool = False,
+    samples: Sequence[int] | None = None,
 ) -> list[Row]:
-    """Plan rows of the chosen samples.
+    """Plan rows of the chosen sequences.
 
     Args:
-        sequences: All samples of the optimizer batch.
-        groups: The group of each sample.
-        chosen: Numbers of the samples to pack.
+        sequences: All sequences of the optimizer batch.
+        groups: The group of each.
+        chosen: Numbers of the sequences to pack.
         max_tokens: Of a row; a longer sample is alone.
-        share_prompts: Have samples of a group share what they begin with.
+        share_prompts: Have sequences of a group share what they begin with.
         fill: As in `plan_rows`.
+        samples: The sample of each sequence; None: each is a sample.
     """
     members: dict[int, list[int]] = {}
     for number in chosen:
@@ -86,16 +90,18 @@ def pack(
         [prefixes[groups[number]] for number in chosen],
         max_tokens,
         fill=fill,
+        samples=None if samples is None else [samples[number] for number in chosen],
     )
     return [
-        tuple(replace(block, samples=tuple(chosen[place] for place in block.samples)) for block in row) for row in plan
+        tuple(replace(block, sequences=tuple(chosen[place] for place in block.sequences)) for block in row)
+        for row in plan
     ]
 
 
 def num_row_tokens(row: Row, lengths: Sequence[int]) -> int:
-    """Return the tokens of a row, given the input tokens of every sample."""
+    """Return the tokens of a row, given the input tokens of every sequence."""
     return sum(
-        block.prefix_length + sum(lengths[number] - block.prefix_length for number in block.samples) for block in row
+        block.prefix_length + sum(lengths[number] - block.prefix_length for number in block.sequences) for block in row
     )
 
 
@@ -106,28 +112,34 @@ def plan_rows(
     max_tokens: int,
     *,
     fill: bool = False,
+    samples: Sequence[int] | None = None,
 ) -> list[Row]:
-    """Put samples into as few rows as first-fit decreasing finds, the longest first.
+    """Put sequences into as few rows as first-fit decreasing finds, the sample with the longest one first.
 
     A group whose block fits into a row is never cut, for a cut costs a second copy of its prefix. A larger group fills
     rows of its own and leaves its rest to be combined with others.
 
     Args:
-        lengths: Input tokens of each sample, its prefix included.
-        groups: The group of each sample.
-        prefix_lengths: Tokens that each sample shares with all others of its group; 0 shares nothing.
+        lengths: Input tokens of each sequence, its prefix included.
+        groups: The group of each.
+        prefix_lengths: Tokens that each shares with all others of its group; 0 shares nothing.
         max_tokens: Of a row. A longer sample is alone.
         fill: Cut groups wherever it fills a row. Right if rows are padded to `max_tokens`, where an empty place costs
             as much as a second copy.
+        samples: The sample of each sequence; None: each is a sample.
     """
+    samples = range(len(lengths)) if samples is None else samples
+    longest: dict[int, int] = {}
+    for sample, length in zip(samples, lengths, strict=True):
+        longest[sample] = max(length, longest.get(sample, 0))
     by_group: dict[int, list[int]] = {}
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+    for number in sorted(range(len(lengths)), key=lambda number: (-longest[samples[number]], samples[number], number)):
         # Samples that share nothing are groups of one.
-        by_group.setdefault(groups[number] if prefix_lengths[number] else -1 - number, []).append(number)
+        by_group.setdefault(groups[number] if prefix_lengths[number] else -1 - samples[number], []).append(number)
     items: list[list[int]] = []
     for members in sorted(by_group.values(), key=lambda members: (-_size(members, lengths, prefix_lengths), members)):
         is_kept_whole = not fill and _size(members, lengths, prefix_lengths) <= max_tokens
-        items += [members] if is_kept_whole else [[number] for number in members]
+        items += [members] if is_kept_whole else [list(each) for _, each in groupby(members, key=samples.__getitem__)]
 
     rows: list[_OpenRow] = []
     for item in items:
@@ -157,7 +169,7 @@ def _closed(row: _OpenRow, prefix_lengths: Sequence[int]) -> Row:
     for members in row.members.values():
         prefix = prefix_lengths[members[0]]
         if prefix and len(members) > 1:
-            blocks.append(Block(samples=tuple(members), prefix_length=prefix))
+            blocks.append(Block(sequences=tuple(members), prefix_length=prefix))
         else:
-            blocks += [Block(samples=(number,), prefix_length=0) for number in members]
+            blocks += [Block(sequences=(number,), prefix_length=0) for number in members]
     return tuple(blocks)

@@ -51,7 +51,7 @@ class PackedRow:
     targets_N: torch.Tensor
     """The policy's own tokens, sample by sample."""
     sample_N: torch.Tensor
-    """Number of each token's sample in the optimizer batch."""
+    """Number of each token's sample in the optimizer batch; its tokens stand together, sequence by sequence."""
     engine_logprobs_N: torch.Tensor
     versions_N: torch.Tensor
     pixel_values_PD: torch.Tensor | None
@@ -78,15 +78,18 @@ class PackedRow:
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
-def build_row(sequences: Sequence[TrainSequence], row: Row, *, length: int = 0) -> PackedRow:
+def build_row(
+    sequences: Sequence[TrainSequence], row: Row, *, length: int = 0, samples: Sequence[int] | None = None
+) -> PackedRow:
     """Build a row of the plan.
 
     Args:
-        sequences: All samples of the optimizer batch, by number.
+        sequences: All sequences of the optimizer batch, by number.
         row: From `plan_rows`.
         length: The row is padded to this, and then to a multiple of `ROW_MULTIPLE`; 0 pads nothing.
+        samples: The sample of each sequence; None: each is a sample.
     """
-    builder = _RowBuilder()
+    builder = _RowBuilder(range(len(sequences)) if samples is None else samples)
     for block in row:
         builder.add(sequences, block)
     if length:
@@ -102,7 +105,8 @@ def padded_length(num_tokens: int, length: int) -> int:
 class _RowBuilder:
     """Puts blocks behind each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Sequence[int]) -> None:
+        self._samples = samples
         self._length = 0
         self._segments: list[Segment] = []
         self._ids: list[np.ndarray] = []
@@ -114,19 +118,19 @@ class _RowBuilder:
         self._num_padded = 0
 
     def add(self, sequences: Sequence[TrainSequence], block: Block) -> None:
-        """Append the block's prefix, then what each of its samples has behind it."""
+        """Append the block's prefix, then what each of its sequences has behind it."""
         prefix = block.prefix_length
-        positions = {number: _positions(sequences[number]) for number in block.samples}
-        first = block.samples[0]
+        positions = {number: _positions(sequences[number]) for number in block.sequences}
+        first = block.sequences[0]
         prefix_start, prefix_stop = self._append(sequences[first], positions[first], 0, prefix, 0, 0)
-        for number in block.samples:
+        for number in block.sequences:
             sequence = sequences[number]
             start, _ = self._append(sequence, positions[number], prefix, sequence.num_inputs, prefix_start, prefix_stop)
             own = np.flatnonzero(sequence.loss_mask_X)
             read = own - 1
             self._own["predict"].append(np.where(read < prefix, prefix_start + read, start + read - prefix))
             self._own["targets"].append(sequence.token_ids_X[own])
-            self._own["sample"].append(np.full(len(own), number, dtype=np.int64))
+            self._own["sample"].append(np.full(len(own), self._samples[number], dtype=np.int64))
             self._own["engine_logprobs"].append(sequence.engine_logprobs_X[own])
             self._own["versions"].append(sequence.versions_X[own])
 

@@ -22,7 +22,7 @@ from services.trainer.batching.images import ImagePatcher, ImagePatches
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSequence:
-    """One sample, expanded."""
+    """One sequence of a sample, expanded."""
 
     token_ids_X: np.ndarray
     """int64[X]."""
@@ -65,17 +65,23 @@ class TrainGroup:
     index: int
     attempt: int
     oldest_version: int
-    sequences: tuple[TrainSequence, ...]
+    samples: tuple[tuple[TrainSequence, ...], ...]
+    """The sequences of each sample, at least one."""
     rewards: tuple[float, ...]
     """NaN for a sample that was not judged: it has no gradient and does not count in its group's mean."""
     masked: tuple[bool, ...] = ()
     """Samples without gradient, which count in their group's mean and in denominators all the same; empty: none."""
 
+    @property
+    def sequences(self) -> tuple[TrainSequence, ...]:
+        """Of all samples, sample by sample."""
+        return tuple(sequence for sample in self.samples for sequence in sample)
+
     def screened(self, screening: Screening) -> "TrainGroup":
         """Return the group as the filters leave it."""
         return replace(
             self,
-            sequences=tuple(self.sequences[number] for number in screening.kept),
+            samples=tuple(self.samples[number] for number in screening.kept),
             rewards=screening.rewards,
             masked=screening.masked,
         )
@@ -105,7 +111,7 @@ class GroupReader:
         """Return the group expanded.
 
         Args:
-            group: The group, whose samples have one sequence each.
+            group: The group.
             images: Encoded images by content hash: at least the group's.
 
         Raises:
@@ -115,24 +121,24 @@ class GroupReader:
         if group.error:
             raise InvalidRequestError(f"group {group.id.group} failed and has no samples: {group.error}")
         patches: dict[str, ImagePatches] = {}
-        sequences = []
+        samples = []
         for number, sample in enumerate(group.samples):
             try:
-                if len(sample.sequences) != 1:
-                    raise InvalidRequestError(
-                        f"it has {len(sample.sequences)} sequences, but the trainer takes samples of one; choose an "
-                        "environment whose conversations neither fork nor are rewritten"
+                samples.append(
+                    tuple(
+                        self._expand(
+                            sequence, tuple(self._patches(sha256, images, patches) for sha256 in sequence.images)
+                        )
+                        for sequence in sample.sequences
                     )
-                [sequence] = sample.sequences
-                shown = tuple(self._patches(sha256, images, patches) for sha256 in sequence.images)
-                sequences.append(self._expand(sequence, shown))
+                )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"group {group.id.group}, sample {number}: {error}") from None
         return TrainGroup(
             index=group.id.index,
             attempt=group.id.attempt,
             oldest_version=group.oldest_version,
-            sequences=tuple(sequences),
+            samples=tuple(samples),
             rewards=tuple(math.nan if sample.reward is None else sample.reward for sample in group.samples),
         )
 

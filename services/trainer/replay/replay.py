@@ -174,7 +174,7 @@ def _filter_metrics(
     num_played = {group.id.index: len(group.samples) for group in recording.groups}
     return {
         "num_masked_samples": float(sum(sum(group.masked) for group in trained)),
-        "num_dropped_samples": float(sum(num_played[group.index] - len(group.sequences) for group in trained)),
+        "num_dropped_samples": float(sum(num_played[group.index] - len(group.samples) for group in trained)),
         **{f"num_groups_{reason}": float(count) for reason, count in filtered.items()},
     }
 

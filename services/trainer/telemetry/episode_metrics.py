@@ -34,9 +34,12 @@ def describe_episodes(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def num_observation_tokens(sample: Sample) -> int:
-    """Tokens, images expanded, that stand between the turns of a sample and are not the policy's own."""
+    """Tokens, images expanded, that stand between the turns of a sample and are not the policy's own.
+
+    A turn of an agent that begins again where an earlier one did adds none.
+    """
     return sum(
-        later.num_prompt_tokens - turn.num_prompt_tokens - turn.num_output_tokens
+        max(0, later.num_prompt_tokens - turn.num_prompt_tokens - turn.num_output_tokens)
         for turn, later in pairwise(sample.turns)
     )
 

@@ -79,7 +79,7 @@ def describe_filters(played: Sequence[Group], ready: Sequence[TrainGroup], since
     metrics = {
         "num_masked_samples": sum(sum(group.masked) for group in ready),
         "num_dropped_samples": sum(
-            len(group.samples) - len(trained.sequences) for group, trained in zip(played, ready, strict=True)
+            len(group.samples) - len(trained.samples) for group, trained in zip(played, ready, strict=True)
         ),
         "filtered_group_fraction": since.num_filtered / since.num_groups if since.num_groups else 0.0,
     }

@@ -121,7 +121,7 @@ def test_a_group_without_finite_numbers_is_taken_out_of_the_sum(
     """Wherever the group comes whose forward pass gives no number: the step is that of one chunk without it."""
     [image] = groups[0].sequences[0].images
     broken = replace(image, pixel_values_PD=torch.full_like(image.pixel_values_PD, math.nan))
-    bad = replace(groups[0], sequences=tuple(replace(each, images=(broken,)) for each in groups[0].sequences))
+    bad = replace(groups[0], samples=tuple((replace(each, images=(broken,)),) for each in groups[0].sequences))
     batch = [bad, *groups[1:]]
     cut = [[1, 3], [2, 4]]
     cut.insert(place, [0])

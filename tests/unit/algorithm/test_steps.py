@@ -70,14 +70,14 @@ def with_logprob(group: TrainGroup, value: float) -> TrainGroup:
     sequence = group.sequences[0]
     logprobs = sequence.engine_logprobs_X.copy()
     logprobs[sequence.loss_mask_X.argmax()] = value
-    return replace(group, sequences=(replace(sequence, engine_logprobs_X=logprobs), *group.sequences[1:]))
+    return replace(group, samples=((replace(sequence, engine_logprobs_X=logprobs),), *group.samples[1:]))
 
 
 def with_broken_picture(group: TrainGroup) -> TrainGroup:
     """The group with a picture for which the model computes no number."""
     [image] = group.sequences[0].images
     broken = replace(image, pixel_values_PD=torch.full_like(image.pixel_values_PD, math.nan))
-    return replace(group, sequences=tuple(replace(sequence, images=(broken,)) for sequence in group.sequences))
+    return replace(group, samples=tuple((replace(sequence, images=(broken,)),) for sequence in group.sequences))
 
 
 @pytest.mark.parametrize(

@@ -181,24 +181,12 @@ def test_refuses_what_no_model_can_read(tiny_model_path: Path, reader: GroupRead
         reader.read(with_sample(group, loss_mask=np.ones(length, bool), version_spans=spans), IMAGES)
     with pytest.raises(ValueError, match="reward = nan must be a finite number"):
         make_group(tiny_model_path, rewards=[1.0, float("nan")])
-    twice = msgspec.structs.replace(group.samples[0], sequences=group.samples[0].sequences * 2)
-    with pytest.raises(InvalidRequestError, match="sample 0: it has 2 sequences"):
-        reader.read(msgspec.structs.replace(group, samples=(twice, *group.samples[1:])), IMAGES)
     with pytest.raises(InvalidRequestError, match=r"sample 0: its image [0-9a-f]{64} is missing"):
         reader.read(pair, {})
     with pytest.raises(InvalidRequestError, match=r"group run/0 failed .* because"):
         reader.read(msgspec.structs.replace(group, samples=(), error="because"), IMAGES)
     with pytest.raises(InvalidRequestError, match=r"sample 0: image \(3 bytes\) cannot be decoded"):
         reader.read(make_group(tiny_model_path, images=[b"abc"], placeholders=[9]), IMAGES)
-
-
-def test_refuses_samples_of_several_sequences(tiny_model_path: Path, reader: GroupReader) -> None:
-    """The record allows them; the group fails by name instead of training on a part of the sample."""
-    group = make_group(tiny_model_path)
-    forked = msgspec.structs.replace(group.samples[1], sequences=group.samples[1].sequences * 2)
-    samples = (group.samples[0], forked, *group.samples[2:])
-    with pytest.raises(InvalidRequestError, match=r"sample 1: it has 2 sequences, .* neither fork nor"):
-        reader.read(msgspec.structs.replace(group, samples=samples), IMAGES)
 
 
 def test_reward_of_a_response_that_was_not_judged_is_no_zero(tiny_model_path: Path, reader: GroupReader) -> None:

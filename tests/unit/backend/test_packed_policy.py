@@ -273,7 +273,7 @@ def test_rows_of_a_fixed_length_change_nothing(family: str, images: list[Any]) -
 
     policy, _ = policies(family)
     group = groups_for(family, images)[0]
-    blocks = (Block(samples=(0, 1, 2), prefix_length=common_prefix_length(group)),)
+    blocks = (Block(sequences=(0, 1, 2), prefix_length=common_prefix_length(group)),)
     padded, plain = build_row(group, blocks, length=200), build_row(group, blocks)
     assert padded.num_padded > 0
     torch.testing.assert_close(policy(padded).logprobs_N, policy(plain).logprobs_N, rtol=0, atol=1e-5)

@@ -47,12 +47,12 @@ def test_every_sample_is_in_one_row_within_the_budget(
     lengths, groups, prefixes = flat(batch)
     rows = plan_rows(lengths, groups, prefixes, max_tokens, fill=fill)
     blocks = [block for row in rows for block in row]
-    assert sorted(number for block in blocks for number in block.samples) == list(range(len(lengths)))
+    assert sorted(number for block in blocks for number in block.sequences) == list(range(len(lengths)))
     for row in rows:
-        assert num_row_tokens(row, lengths) <= max_tokens or [len(block.samples) for block in row] == [1]
+        assert num_row_tokens(row, lengths) <= max_tokens or [len(block.sequences) for block in row] == [1]
     for block in blocks:
-        assert len({groups[number] for number in block.samples}) == 1
-        shared = prefixes[block.samples[0]] if len(block.samples) > 1 else 0
+        assert len({groups[number] for number in block.sequences}) == 1
+        shared = prefixes[block.sequences[0]] if len(block.sequences) > 1 else 0
         assert block.prefix_length in (0, shared)
 
 
@@ -64,20 +64,20 @@ def test_a_group_that_fits_into_a_row_is_never_cut(batch: list[tuple[int, list[i
     rows = plan_rows(lengths, groups, prefixes, max_tokens)
     for group, (prompt, responses) in enumerate(batch):
         if prompt and prompt + sum(responses) <= max_tokens:
-            assert sum(any(groups[block.samples[0]] == group for block in row) for row in rows) == 1
+            assert sum(any(groups[block.sequences[0]] == group for block in row) for row in rows) == 1
 
 
 def test_a_large_group_fills_rows_and_leaves_its_rest_to_others() -> None:
     """By hand: a budget of 20; a group of 4 + 9 + 8 + 7 + 3, and one of 2 + 5."""
     lengths, groups, prefixes = flat([(4, [9, 8, 7, 3]), (2, [5])])
     assert plan_rows(lengths, groups, prefixes, 20) == [
-        (Block(samples=(0, 2), prefix_length=4),),
-        (Block(samples=(1, 3), prefix_length=4),),
-        (Block(samples=(4,), prefix_length=0),),
+        (Block(sequences=(0, 2), prefix_length=4),),
+        (Block(sequences=(1, 3), prefix_length=4),),
+        (Block(sequences=(4,), prefix_length=0),),
     ]
     assert plan_rows(lengths, groups, [0] * 5, 20)[0] == (
-        Block(samples=(0,), prefix_length=0),
-        Block(samples=(3,), prefix_length=0),
+        Block(sequences=(0,), prefix_length=0),
+        Block(sequences=(3,), prefix_length=0),
     )
 
 
@@ -173,7 +173,9 @@ def test_a_row_has_the_prompt_once_and_each_own_token_at_its_place(reader: Group
     """Ids, positions, predicting rows and per-token values are those of the samples."""
     sequences = read(reader, tiny_model_path, images=2)
     prefix = common_prefix_length(sequences)
-    row = build_row(sequences, (Block(samples=(2, 0, 1), prefix_length=prefix), Block(samples=(3,), prefix_length=0)))
+    row = build_row(
+        sequences, (Block(sequences=(2, 0, 1), prefix_length=prefix), Block(sequences=(3,), prefix_length=0))
+    )
     lengths = [s.num_inputs for s in sequences]
     assert row.num_tokens == prefix + sum(lengths[number] - prefix for number in (2, 0, 1)) + lengths[3]
     assert [(s.stop - s.start, s.prefix_stop - s.prefix_start) for s in row.segments] == [
@@ -203,7 +205,7 @@ def test_answers_that_begin_alike_share_rows_of_their_own_tokens(reader: GroupRe
     first = read(reader, tiny_model_path)[0]
     samples = [with_ids(first, ids, own=range(2, len(ids))) for ids in ([1, 2, 5, 6, 7], [1, 2, 5, 6, 8], [1, 2, 5, 6])]
     prefix = common_prefix_length(samples)
-    row = build_row(samples, (Block(samples=(0, 1, 2), prefix_length=prefix),))
+    row = build_row(samples, (Block(sequences=(0, 1, 2), prefix_length=prefix),))
     assert row.input_ids_T.tolist() == [1, 2, 5, 6, 6]
     assert row.targets_N.tolist() == [5, 6, 7, 5, 6, 8, 5, 6]
     assert row.predict_N.tolist() == [1, 2, 3, 1, 2, 4, 1, 2]
@@ -213,7 +215,7 @@ def test_answers_that_begin_alike_share_rows_of_their_own_tokens(reader: GroupRe
 def test_padding_is_a_segment_of_its_own(reader: GroupReader, tiny_model_path: Path) -> None:
     """Up to the length, then to a multiple of 64; a row that is longer is padded to a multiple only."""
     sequences = read(reader, tiny_model_path)
-    block = Block(samples=(0,), prefix_length=0)
+    block = Block(sequences=(0,), prefix_length=0)
     for length, expected in ((100, 128), (10, 64)):
         row = build_row(sequences, (block,), length=length)
         assert len(row.input_ids_T) == row.positions_AT.shape[1] == expected

@@ -222,7 +222,7 @@ def broken(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     logprobs = sequence.engine_logprobs_X.copy()
     logprobs[sequence.loss_mask_X] = math.nan
     bad = replace(sequence, engine_logprobs_X=logprobs)
-    return [replace(groups[0], sequences=(bad, *groups[0].sequences[1:]))]
+    return [replace(groups[0], samples=((bad,), *groups[0].samples[1:]))]
 
 
 def test_a_loss_that_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import ModelConfig, NetworkConfig, SamplingConfig
+from penstock.config import ModelConfig, NetworkConfig, SamplingConfig, SecurityConfig
 from penstock.errors import ConfigError
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.settings import server_args
+from services.rollout.worker.agents.config import AgentConfig
+from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.data.config import DataConfig
@@ -90,6 +92,24 @@ def test_a_worker_finds_router_and_reward_service_on_its_machine(model: ModelCon
         service_settings.for_worker(Recipe(model=model))
     with pytest.raises(ConfigError, match=r"worker\.reward_address is empty and reward\.port is 0"):
         service_settings.for_worker(Recipe(model=model, router=RouterConfig(port=1)))
+
+
+def test_a_worker_with_agents_finds_the_routers_http_api(model: ModelConfig) -> None:
+    """By its port, unless a URL is given; agents without either are refused, and others need neither."""
+    agents = WorkerConfig(agents={"a": AgentConfig(function="os:getcwd")})
+    reward, router = RewardConfig(port=7002), RouterConfig(port=7001, http_port=7080)
+    found = Recipe(model=model, worker=agents, reward=reward, router=router)
+    assert service_settings.for_worker(found).router_url == "http://127.0.0.1:7080"
+    secured = found.model_copy(update={"security": SecurityConfig(tls_ca=Path("ca.pem"))})
+    assert service_settings.for_worker(secured).router_url == "https://127.0.0.1:7080"
+    given = found.model_copy(update={"worker": agents.model_copy(update={"router_url": "http://elsewhere:1"})})
+    assert service_settings.for_worker(given).router_url == "http://elsewhere:1"
+    without = found.model_copy(update={"router": RouterConfig(port=7001)})
+    with pytest.raises(
+        ConfigError, match=r"worker\.agents needs .* router\.http_port is None; set it to a port, or give"
+    ):
+        service_settings.for_worker(without)
+    assert service_settings.for_worker(without.model_copy(update={"worker": WorkerConfig()})).router_url == ""
 
 
 @pytest.mark.parametrize("is_set", [True, False])

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SessionOverError
 from penstock.http.app import describe, make_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import body_of, error_body, error_response, status_for
@@ -18,6 +18,8 @@ from services.router.frontends.openai.schema.constraint import FORMAT_TYPES
 from services.router.frontends.openai.schema.messages import PART_TYPES, TOOL_CHOICE_TAGS
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
+from services.router.frontends.openai.sessions.routes import add_session_routes
+from services.router.frontends.openai.sessions.session_api import SessionApi
 
 _DESCRIPTION = """
 Talk to the policy that is being trained, as to any OpenAI-compatible server. Each answer says which policy version
@@ -28,7 +30,7 @@ _Session = Annotated[str, Header(description="Names the session: its calls go to
 _Recorded = Annotated[str, Header(description="Names the session, and records the call under it.")]
 
 
-def make_openai_app(api: ChatApi) -> FastAPI:
+def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
     """The application."""
     version = importlib.metadata.version("penstock")
     app = make_app(title="Penstock policy", description=_DESCRIPTION, version=version)
@@ -52,13 +54,13 @@ def make_openai_app(api: ChatApi) -> FastAPI:
     @app.get("/v1/models", tags=["policy"])
     async def list_models() -> dict[str, Any]:
         """List the served policy."""
-        return {"object": "list", "data": [_model(api)]}
+        return {"object": "list", "data": [api.describe()]}
 
     @app.get("/v1/models/{model}", tags=["policy"])
     async def find_model(model: str) -> dict[str, Any]:
         """Describe the served policy by its name."""
         api.find_model(model)
-        return _model(api)
+        return api.describe()
 
     @app.post("/tokenize", tags=["policy"])
     @app.post("/v1/tokenize", tags=["policy"], name="tokenize_v1")
@@ -87,6 +89,8 @@ def make_openai_app(api: ChatApi) -> FastAPI:
         await api.forget(session)
         return {"session_id": session}
 
+    add_session_routes(app, api, sessions)
+
     @app.get("/healthz", tags=["operation"])
     @app.get("/health", tags=["operation"], name="health")
     @app.get("/ping", tags=["operation"], name="ping")
@@ -102,18 +106,11 @@ def make_openai_app(api: ChatApi) -> FastAPI:
     return app
 
 
-def _model(api: ChatApi) -> dict[str, Any]:
-    return {
-        "id": api.model,
-        "object": "model",
-        "created": api.created,
-        "owned_by": "penstock",
-        "max_model_len": api.context_length,
-    }
-
-
 async def _answer_error(_: Request, error: Exception) -> Response:
-    return error_response(status_for(error), body_of(error))
+    response = error_response(status_for(error), body_of(error))
+    if isinstance(error, SessionOverError):
+        response.headers["x-should-retry"] = "false"  # else OpenAI's clients repeat what answers 409
+    return response
 
 
 async def _answer_http_error(_: Request, error: Exception) -> Response:

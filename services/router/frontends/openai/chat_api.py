@@ -1,9 +1,10 @@
 """Answers the requests of OpenAI's clients with what the policy says."""
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
@@ -34,6 +35,9 @@ from services.router.frontends.openai.responses import ChatFormat, CompletionFor
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
 from services.router.tuning import OpenAITuning
+
+Keep: TypeAlias = Callable[[Sequence[Choice]], Awaitable[None]]
+"""Records the choices of an answer."""
 
 _CHUNK_TOKENS = 64
 """Tokens per chunk of answers that nobody reads before they are whole."""
@@ -93,6 +97,20 @@ class ChatApi:
         """Most tokens of prompt and answer together; None: the leases do not say."""
         return self._forwarder.context_length
 
+    def describe(self) -> dict[str, Any]:
+        """The policy, as lists of models show it."""
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "penstock",
+            "max_model_len": self.context_length,
+        }
+
+    async def parse(self, parse: Callable[[RequestParser], ParsedRequest], *, size_bytes: int) -> ParsedRequest:
+        """What `parse` makes of a text of `size_bytes`, in a thread that may take its time."""
+        return await self._parsing.run(parse, size_bytes=size_bytes)
+
     def close(self) -> None:
         """End the threads that parse requests."""
         self._parsing.close()
@@ -101,21 +119,21 @@ class ChatApi:
         """Answer /v1/chat/completions; `session` and `recorded_session` come from headers."""
         self._require_model(body)
         session_id, is_recorded = _find_session(body, session=session, recorded_session=recorded_session)
-        request = await self._parsing.run(
+        request = await self.parse(
             lambda parser: parser.parse_chat(body, session_id=session_id, is_recorded=is_recorded),
             size_bytes=size_of_chat(body),
         )
-        return await self._answer(request, ChatFormat, is_streamed=body.stream)
+        return await self.answer(request, ChatFormat, is_streamed=body.stream)
 
     async def complete(self, body: CompletionRequest, *, session: str, recorded_session: str) -> Response:
         """Answer /v1/completions."""
         self._require_model(body)
         session_id, is_recorded = _find_session(body, session=session, recorded_session=recorded_session)
-        request = await self._parsing.run(
+        request = await self.parse(
             lambda parser: parser.parse_completion(body, session_id=session_id, is_recorded=is_recorded),
             size_bytes=size_of_completion(body),
         )
-        return await self._answer(request, CompletionFormat, is_streamed=body.stream)
+        return await self.answer(request, CompletionFormat, is_streamed=body.stream)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer /tokenize: the ids that a call with this prompt would have."""
@@ -175,20 +193,34 @@ class ChatApi:
                 "model", f"model = {body.model!r} is not served here; send {self.model!r}, as /v1/models says"
             )
 
-    async def _answer(
-        self, request: ParsedRequest, make_format: type[ResponseFormat], *, is_streamed: bool
+    async def answer(
+        self,
+        request: ParsedRequest,
+        make_format: type[ResponseFormat],
+        *,
+        is_streamed: bool,
+        keep: Keep | None = None,
     ) -> Response:
+        """Answer a parsed request. It ends, for the client, when `keep` has recorded its choices.
+
+        Args:
+            request: What to generate.
+            make_format: How to write it.
+            is_streamed: Whether as events.
+            keep: Records whole choices; None: as recorded calls, if the request asks for it.
+        """
+        keep = keep or functools.partial(self._record, request)
         choices = [self._make_choice(request) for _ in range(request.num_all)]
         form = make_format(request, choices, self._texts, model=self.model)
         if is_streamed:
-            return EventStream(lambda send: self._stream(request, choices, form, send), lambda: form.headers)
+            return EventStream(lambda send: self._stream(request, choices, form, keep, send), lambda: form.headers)
         chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
         async with generating(
             self._forwarder, request, choices, timeout_s=self._tuning.timeout_s, chunk_tokens=chunk_tokens
         ) as deltas:
             async for _ in deltas:
                 pass
-        await self._record(request, choices)
+        await keep(choices)
         return JSONResponse(form.whole(), headers=form.headers)
 
     def _make_choice(self, request: ParsedRequest) -> Choice:
@@ -204,7 +236,7 @@ class ChatApi:
         )
 
     async def _stream(
-        self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, send: SendEvent
+        self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, keep: Keep, send: SendEvent
     ) -> None:
         """Send the answer while it is generated; the last choice's end is sent once the call is recorded."""
         opened: set[int] = set()
@@ -221,12 +253,12 @@ class ChatApi:
                 num_left -= delta.is_last
                 if delta.is_last and num_left:
                     await send(form.closing(index, is_last=False))
-        await self._record(request, choices)
+        await keep(choices)
         await send(form.closing(index, is_last=True))
         if request.shows_usage:
             await send(form.usage())
 
-    async def _record(self, request: ParsedRequest, choices: list[Choice]) -> None:
+    async def _record(self, request: ParsedRequest, choices: Sequence[Choice]) -> None:
         if not request.is_recorded:
             return
         try:

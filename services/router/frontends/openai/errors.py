@@ -5,7 +5,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from penstock.errors import InvalidRequestError, PenstockError, PoisonError, PromptTooLongError, UserError
+from penstock.errors import (
+    InvalidRequestError,
+    PenstockError,
+    PoisonError,
+    PromptTooLongError,
+    SessionOverError,
+    UserError,
+)
 from penstock.http.json_body import printable
 from penstock.http.status import headers_of, status_of
 
@@ -15,6 +22,8 @@ _CODE_OF_STATUS = {
     401: "invalid_api_key",
     404: "not_found",
     405: "method_not_allowed",
+    409: "session_superseded",
+    410: "session_closed",
     413: "too_large",
     429: "overloaded",
     500: "internal",
@@ -44,10 +53,20 @@ class UnknownModelError(ParameterError):
     """The request names a model that is not served."""
 
 
+class UnknownSessionError(InvalidRequestError):
+    """The URL names a session that never was."""
+
+
+class SessionLimitError(InvalidRequestError):
+    """The session has used up its answers or tokens."""
+
+
 def status_for(error: BaseException) -> int:
     """The HTTP status that OpenAI's clients expect."""
-    if isinstance(error, UnknownModelError):
+    if isinstance(error, UnknownModelError | UnknownSessionError):
         return 404
+    if isinstance(error, SessionOverError):
+        return 409 if error.is_superseded else 410
     if isinstance(error, InvalidRequestError | UserError | PoisonError):  # a 5xx would be retried
         return 400
     return status_of(error)
@@ -61,6 +80,8 @@ def body_of(error: BaseException) -> dict[str, Any]:
         code = "model_not_found"
     elif isinstance(error, PromptTooLongError):
         code = "context_length_exceeded"
+    elif isinstance(error, SessionLimitError):
+        code = "session_limit_reached"
     if isinstance(error, PenstockError):
         message = str(error)
     else:

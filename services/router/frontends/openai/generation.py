@@ -71,8 +71,14 @@ def _serialize(request: ParsedRequest, index: int) -> bytes:
     return generate_pb2.GenerateRequest(
         session_id=request.session_id,
         input_ids=prompt.input_ids,
-        images=[common_pb2.Image(data=image) for image in prompt.images],
+        images=[
+            *(common_pb2.Image(data=image) for image in prompt.images),
+            *(common_pb2.Image(stored=image) for image in prompt.stored_images),
+        ],
         sampling=request.sampling,
         num_top_logprobs=max(request.num_top_logprobs, request.num_prompt_logprobs or 0),
         prompt_logprobs=request.scores_prompt,
+        group_id=request.group_id,
+        min_policy_version=request.min_policy_version,
+        exact_policy_version=request.exact_policy_version,
     ).SerializeToString()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.model.call_block import CallFormat
-from penstock.v1 import generate_pb2
+from penstock.v1 import common_pb2, generate_pb2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,8 @@ class PromptIds:
 
     input_ids: Sequence[int]
     images: Sequence[bytes] = ()
+    stored_images: Sequence[common_pb2.StoredImage] = ()
+    """In place of `images`: those that the engine fetches itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,12 @@ class ParsedRequest:
     is_recorded: bool
     ignored: Sequence[str]
     """Parameters that were accepted though they have no effect."""
+    group_id: str = ""
+    """Group whose first calls go to the same replica; empty: none."""
+    min_policy_version: int = 0
+    """The oldest policy version that may answer."""
+    exact_policy_version: int = 0
+    """The only one that may; 0: any."""
 
     def prompt_of(self, choice: int) -> PromptIds:
         """The prompt that the choice answers."""

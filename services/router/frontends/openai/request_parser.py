@@ -3,9 +3,10 @@
 Invariant: a text that cannot fit into the context is refused by its size, before it is rendered or tokenised.
 """
 
+import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from penstock.config import SamplingConfig
 from penstock.model.chat_template import Renderer
@@ -25,6 +26,31 @@ from services.router.tuning import OpenAITuning
 _MAX_NAME_CHARS = 256
 _UNBOUNDED = 2**20
 """Tokens of an answer that may take what the context leaves, where its length is not known; engines cut it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChat:
+    """What a chat says, before it is rendered."""
+
+    messages: Sequence[Message]
+    images: Sequence[bytes]
+    """In the order of the messages' image parts."""
+    tools: Sequence[Mapping[str, Any]]
+    """What the policy sees of the tools."""
+    template_kwargs: Mapping[str, Any]
+    """Further variables of the chat template."""
+
+
+Compose: TypeAlias = Callable[[Renderer, ReadChat], PromptIds]
+"""Makes the prompt of a chat."""
+
+
+def compose_whole(renderer: Renderer, chat: ReadChat) -> PromptIds:
+    """The prompt with all of the chat rendered."""
+    ids = renderer.render_prompt(
+        chat.messages, num_images=len(chat.images), tools=chat.tools, template_kwargs=chat.template_kwargs
+    )
+    return PromptIds(input_ids=ids, images=chat.images)
 
 
 class RequestParser:
@@ -61,8 +87,10 @@ class RequestParser:
         self._context_length = context_length
         self._longest_token_bytes = longest_token_bytes
 
-    def parse_chat(self, body: ChatRequest, *, session_id: str, is_recorded: bool) -> ParsedRequest:
-        """Parse a chat.
+    def parse_chat(
+        self, body: ChatRequest, *, session_id: str, is_recorded: bool, compose: Compose = compose_whole
+    ) -> ParsedRequest:
+        """Parse a chat, whose prompt `compose` makes.
 
         Raises:
             InvalidRequestError: something in it is invalid.
@@ -79,18 +107,18 @@ class RequestParser:
         begun = _take_begun(messages) if body.continue_final_message else begun_call
         if begun_call and body.continue_final_message:
             raise ParameterError("continue_final_message", "continue_final_message and tool_choice exclude each other")
-        ids = self._renderer.render_prompt(
-            messages, num_images=len(images), tools=tools, template_kwargs=body.chat_template_kwargs
+        prompt = compose(
+            self._renderer,
+            ReadChat(messages=messages, images=images, tools=tools, template_kwargs=body.chat_template_kwargs),
         )
         thinks = self._renderer.opens_thinking(body.chat_template_kwargs)
         if thinks and begun:
             begun, thinks = f"\n{CLOSE}\n\n{begun}", False
-        if begun:
-            ids = [*ids, *self._renderer.render_text(begun)]
+        ids = [*prompt.input_ids, *self._renderer.render_text(begun)] if begun else prompt.input_ids
         separates = self._separates_reasoning if body.separate_reasoning is None else body.separate_reasoning
         return self._parsed(
             body,
-            [PromptIds(input_ids=self._truncated(body, ids, num_images=len(images)), images=images)],
+            [dataclasses.replace(prompt, input_ids=self._truncated(body, ids, num_images=len(images)))],
             name="chatcmpl",
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             session_id=session_id,
@@ -181,7 +209,7 @@ class RequestParser:
             **rest,
         )
 
-    def _truncated(self, body: GenerationRequest, ids: list[int], *, num_images: int) -> list[int]:
+    def _truncated(self, body: GenerationRequest, ids: Sequence[int], *, num_images: int) -> Sequence[int]:
         """The last tokens of a prompt, if the request wants no more."""
         if body.truncate_prompt_tokens is None:
             return ids

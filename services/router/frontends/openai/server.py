@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Self
 
 from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
 from penstock.bus.recordings import Recordings
+from penstock.bus.sessions import Sessions
 from penstock.config import SamplingConfig
 from penstock.http.server import HttpServer
 from penstock.model.chat_template import Renderer
@@ -20,6 +22,8 @@ from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import error_body
 from services.router.frontends.openai.parsing_threads import NUM_THREADS
+from services.router.frontends.openai.sessions.routes import session_of
+from services.router.frontends.openai.sessions.session_api import SessionApi
 from services.router.tuning import OpenAITuning
 
 
@@ -63,7 +67,9 @@ async def serving(
     Raises:
         SetupError: the port is in use, or NATS does not create the stream of recorded calls.
     """
-    recordings = Recordings(bus)
+    recordings, sessions, images = Recordings(bus), Sessions(bus), ImageStore(bus)
+    await sessions.ensure()
+    await images.ensure()
     await recordings.ensure(max_age_s=tuning.recordings_max_age_s, max_bytes=config.openai.recordings_max_mb * 2**20)
     api = ChatApi(
         tuning,
@@ -75,13 +81,14 @@ async def serving(
         recordings=recordings,
     )
     server = HttpServer(
-        make_openai_app(api),
+        make_openai_app(api, SessionApi(api, sessions, images)),
         host=host,
         port=config.http_port or 0,
         key="router.http_port",
         max_body_bytes=tuning.max_body_bytes,
         make_error_body=error_body,
         security=security,
+        name_of_key=session_of,
     )
     try:
         await server.start()

@@ -1,4 +1,4 @@
-"""Samples packed into rows, each of which is built when its forward pass comes."""
+"""Sequences packed into rows, each of which is built when its forward pass comes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from services.trainer.config import BackendConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedRows:
-    """Rows of some samples of a batch."""
+    """Rows of some sequences of a batch."""
 
     sequences: Sequence[TrainSequence]
     """Of all samples of the batch."""
+    samples: Sequence[int]
+    """The sample of each."""
     plan: Sequence[Row]
     row_length: int
     """To which rows are padded; 0 pads nothing."""
@@ -28,17 +30,19 @@ class PlannedRows:
         cls,
         sequences: Sequence[TrainSequence],
         groups: Sequence[int],
+        samples: Sequence[int],
         chosen: Sequence[int],
         config: BackendConfig,
         device: torch.device,
     ) -> Self:
-        """Plan rows of the chosen samples.
+        """Plan rows of the chosen sequences.
 
         Args:
             sequences: Of all samples of the batch.
             groups: The group of each.
-            chosen: Numbers of the samples.
-            config: How samples are packed.
+            samples: The sample of each.
+            chosen: Numbers of the sequences, with all of a sample or none.
+            config: How they are packed.
             device: Where the rows are computed.
         """
         plan = pack(
@@ -48,9 +52,10 @@ class PlannedRows:
             max_tokens=config.micro_batch_tokens,
             share_prompts=config.share_prompts,
             fill=config.fixed_rows,
+            samples=samples,
         )
         row_length = config.micro_batch_tokens if config.fixed_rows else 0
-        return cls(sequences=sequences, plan=plan, row_length=row_length, device=device)
+        return cls(sequences=sequences, samples=samples, plan=plan, row_length=row_length, device=device)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -59,7 +64,7 @@ class PlannedRows:
     def __iter__(self) -> Iterator[PackedRow]:
         """Build one row after the other, on the device."""
         for row in self.plan:
-            yield build_row(self.sequences, row, length=self.row_length).to(self.device)
+            yield build_row(self.sequences, row, length=self.row_length, samples=self.samples).to(self.device)
 
     @property
     def token_counts(self) -> "TokenCounts":
@@ -68,7 +73,7 @@ class PlannedRows:
         read = [num_row_tokens(row, lengths) for row in self.plan]
         computed = [padded_length(tokens, self.row_length) if self.row_length else tokens for tokens in read]
         return TokenCounts(
-            planned=sum(lengths[number] for row in self.plan for block in row for number in block.samples),
+            planned=sum(lengths[number] for row in self.plan for block in row for number in block.sequences),
             read=sum(read),
             computed=sum(computed),
         )
@@ -79,9 +84,9 @@ class TokenCounts:
     """Tokens of rows."""
 
     planned: int = 0
-    """Of the samples, each by itself."""
+    """Of the sequences, each by itself."""
     read: int = 0
-    """Of these, in the rows: what samples of a group share stands there once."""
+    """Of these, in the rows: what sequences of a group share stands there once."""
     computed: int = 0
     """Of the rows, with what pads them."""
 

@@ -1,0 +1,272 @@
+"""Plays one sample by an agent: opens a session, calls the runner, and takes what the session recorded.
+
+Invariants: a sample that has tokens is never thrown away; whatever ended it early is its finish reason, and it has a
+reward only if its runner came to its end. What is recorded after the session was closed is nobody's. A sample without
+any token fails its group: its runner is called again a few times first, in a session of its own each time.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import structlog
+
+from penstock.agents import AgentResult, AgentSession
+from penstock.bus.sessions import OpenedSession, Sessions
+from penstock.errors import DeadlineError, OverloadedError, PenstockError, UnavailableError
+from penstock.model.chat_template import Renderer
+from penstock.records import Prompt, Sample, SessionCall, SessionId, SessionState, Verdict
+from services.rollout.worker.agents.linearize import linearize, turns_of
+from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
+from services.rollout.worker.clock import EpisodeClock
+from services.rollout.worker.grading import Grading
+from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.judge import Judge
+from services.rollout.worker.tasks import make_task
+
+log = structlog.get_logger()
+
+Ending: TypeAlias = Literal["stop", "length", "deadline", "error"]
+
+MAX_ATTEMPTS = 3
+"""Calls of a runner that asked the policy nothing. A container that does not start may start the second time."""
+_PAUSE_S = 1.0
+_BUS_TIMEOUT_S = 60.0
+"""How long a server that is away is waited for after a sample has ended, before its group is put back."""
+_ABANDON_S = 2.0
+_END_S = 10.0
+"""How long a cancelled runner may take to end."""
+_MAX_MESSAGE_CHARS = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEpisode:
+    """A sample that an agent played, and that has no verdict yet."""
+
+    calls: Sequence[tuple[int, SessionCall]]
+    texts: Sequence[str]
+    """What the policy said in each."""
+    result: AgentResult
+    finish_reason: Ending
+    started_at: float
+    """Seconds since 1970."""
+    elapsed_s: float
+
+    @property
+    def answer(self) -> str:
+        """The text of the session's last answer, which the reward service judges."""
+        return self.texts[-1]
+
+    @property
+    def error(self) -> str:
+        """Why the sample cannot be judged."""
+        return self.result.error
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether the reward service decides its reward."""
+        return self.result.reward is None and not self.error
+
+    def to_sample(self, verdict: Verdict | None) -> Sample:
+        """The finished sample; `verdict` is the reward service's, if it was asked."""
+        judged = None if verdict is None or not verdict.is_judged else verdict.score
+        given = None if self.error else self.result.reward
+        return Sample(
+            sequences=linearize(self.calls),
+            reward=judged if given is None else float(given),
+            metrics={name: float(value) for name, value in self.result.metrics.items()},
+            finish_reason=self.finish_reason,
+            error=self.error,
+            verdict=verdict,
+            turns=turns_of(self.calls),
+            started_at=self.started_at,
+            elapsed_s=self.elapsed_s,
+            text="\n".join(self.texts),
+        )
+
+
+class AgentPlayer:
+    """Plays samples by agents, at a router."""
+
+    def __init__(
+        self,
+        agents: Mapping[str, RunnerCaller],
+        *,
+        judge: Judge,
+        sessions: Sessions,
+        renderer: Renderer,
+        router_url: str,
+        key_of: Callable[[str], str],
+        episode_timeout_s: float,
+    ) -> None:
+        """Play with these parts.
+
+        Args:
+            agents: What calls the runner of each agent, by the agent's name.
+            judge: Whom runners ask what an answer is worth.
+            sessions: Where the router records what the policy says.
+            renderer: The model's tokenizer.
+            router_url: http(s)://host:port of the router's OpenAI-compatible API.
+            key_of: The key that opens a session (`Security.key_of`).
+            episode_timeout_s: What a sample may take; its prompt may allow less.
+        """
+        self._agents = agents
+        self._judge = judge
+        self._sessions = sessions
+        self._renderer = renderer
+        self._router_url = router_url.rstrip("/")
+        self._key_of = key_of
+        self._episode_timeout_s = episode_timeout_s
+
+    def plays(self, name: str) -> bool:
+        """Whether there is an agent of that name."""
+        return name in self._agents
+
+    async def play(self, prompt: Prompt, number: int, images: GroupImages) -> AgentEpisode:
+        """Play sample `number` of `prompt`; `images` are the group's.
+
+        Raises:
+            DeadlineError: the time was over before the policy was asked anything.
+            UnavailableError: the runner ended a few times without asking it anything, or NATS is away.
+            SessionOverError: another worker plays the sample.
+            InvalidRequestError: the prompt's golds cannot be judged, and the runner had one judged.
+            PenstockError: an answer contradicts what the session allows.
+        """
+        item_id, problem = f"{prompt.id.message}/{number}", ""
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(_PAUSE_S)
+            episode, problem = await self._attempt(prompt, number, images)
+            if episode is not None:
+                return episode
+            log.warning("runner.asked_nothing", sample=item_id, agent=prompt.environment, reason=problem)
+        raise UnavailableError(
+            f"agent {prompt.environment!r} asked the policy nothing in {MAX_ATTEMPTS} attempts at sample {number}: "
+            f"{problem}; see that its runner starts and calls the base_url that it is given"
+        )
+
+    async def _attempt(self, prompt: Prompt, number: int, images: GroupImages) -> tuple[AgentEpisode | None, str]:
+        """Have the runner play the sample once; None if nothing was said, with the reason."""
+        session = SessionId.new(prompt.id, number)
+        opened = await self._sessions.open(session, _state_of(prompt, session))
+        started_at, started = time.time(), time.monotonic()
+        timeout_s = min(prompt.limits.episode_timeout_s or math.inf, self._episode_timeout_s)
+        clock, item_id = EpisodeClock(timeout_s), f"{prompt.id.message}/{number}"
+        grading = Grading(self._judge, prompt, item_id, clock)
+        ending: Ending = "stop"
+        given = AgentSession(
+            base_url=f"{self._router_url}/sessions/{session}/v1",
+            api_key=self._key_of(str(session)) or "none",
+            task=make_task(prompt, item_id, images, grading, clock),
+            timeout_s=timeout_s,
+        )
+        try:
+            result = await _limited(self._agents[prompt.environment].run(given), clock)
+        except RunnerError as error:
+            result = AgentResult(error=f"agent {prompt.environment!r}: {error}"[:_MAX_MESSAGE_CHARS])
+        except asyncio.CancelledError:
+            await self._abandon(opened)
+            raise
+        if result is None:
+            why = f"agent {prompt.environment!r}: its runner was ended after {timeout_s:g} s, before it gave a reward"
+            result, ending = AgentResult(error="" if prompt.golds else why), "deadline"
+        elapsed_s = time.monotonic() - started
+        calls = await self._end(opened)
+        grading.require_sound()
+        if (unjudged := grading.take_unjudged()) and not result.error:
+            result = AgentResult(error=f"an answer that its reward may rest on was not judged: {unjudged}")
+        if not calls:
+            if ending == "deadline":
+                raise DeadlineError(
+                    f"agent {prompt.environment!r} asked the policy nothing within {timeout_s:g} s; see why its runner "
+                    "hangs, or raise worker.episode_timeout_s"
+                )
+            return None, result.error or "its runner returned without a call"
+        _check(calls, prompt)
+        if result.error:
+            ending = "deadline" if ending == "deadline" else "error"
+            log.warning("sample.failed", sample=item_id, error=result.error)
+        elif ending == "stop" and calls[-1][1].finish_reason == "length":
+            ending = "length"
+        episode = AgentEpisode(
+            calls=calls,
+            texts=[self._renderer.decode(call.output_ids.tolist()) for _, call in calls],
+            result=result,
+            finish_reason=ending,
+            started_at=started_at,
+            elapsed_s=elapsed_s,
+        )
+        return episode, ""
+
+    async def _abandon(self, opened: OpenedSession) -> None:
+        """Close the session of a group that is not played on."""
+        with contextlib.suppress(PenstockError, TimeoutError):
+            async with asyncio.timeout(_ABANDON_S):
+                await self._sessions.close(opened)
+
+    async def _end(self, opened: OpenedSession) -> Sequence[tuple[int, SessionCall]]:
+        """Close the session and return all that was said in it; its record is removed.
+
+        Raises:
+            SessionOverError: another session plays the sample.
+            PenstockError: NATS is away for too long, or has no room.
+        """
+        give_up_at = time.monotonic() + _BUS_TIMEOUT_S
+        while True:
+            try:
+                await self._sessions.close(opened)
+                calls = await self._sessions.read(opened.id)
+            except (UnavailableError, OverloadedError):
+                if time.monotonic() >= give_up_at:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                await self._sessions.forget(opened.id)
+                return calls
+
+
+async def _limited(running: Coroutine[Any, Any, AgentResult], clock: EpisodeClock) -> AgentResult | None:
+    """What a runner returns; None if its time was over. One that does not let itself be ended is left behind."""
+    task = asyncio.create_task(running)
+    try:
+        with contextlib.suppress(DeadlineError):
+            async with clock.limit("the runner"):
+                await asyncio.wait({task})
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_END_S)
+        if not task.done():
+            log.warning("runner.left_behind", reason="it does not end when it is cancelled")
+        elif not task.cancelled():
+            task.exception()  # known, or of a runner that nobody waits for
+
+
+def _state_of(prompt: Prompt, session: SessionId) -> SessionState:
+    return SessionState(
+        nonce=session.nonce,
+        group=prompt.id.message,
+        scope=prompt.id.scope,
+        images=prompt.images,
+        sampling=prompt.sampling,
+        min_version=prompt.min_version,
+        exact_version=prompt.exact_version,
+        tools=prompt.tools,
+        chat_template_kwargs=prompt.chat_template_kwargs,
+        limits=prompt.limits,
+    )
+
+
+def _check(calls: Sequence[tuple[int, SessionCall]], prompt: Prompt) -> None:
+    """Check that only policy versions answered that may; what engines say is not trusted."""
+    newest = math.inf if prompt.exact_version is None else prompt.exact_version
+    versions = {span.policy_version for _, call in calls for span in call.version_spans}
+    if wrong := sorted(version for version in versions if not prompt.min_version <= version <= newest):
+        raise PenstockError(
+            f"policy versions {wrong} answered in a session of versions {prompt.min_version} to {newest}; an engine or "
+            "router breaks its contract"
+        )

@@ -1,0 +1,44 @@
+"""Calls runners that are services: one POST for each sample."""
+
+import json
+
+import httpx
+
+from penstock.agents import AgentResult, AgentSession
+from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, read_result
+
+_CONNECT_S = 10.0
+_MAX_TOLD_BYTES = 500
+
+
+class HttpRunner:
+    """Posts the session to a URL. The answer is the result; leaving early closes the connection."""
+
+    def __init__(self, url: str) -> None:
+        """Post to `url`."""
+        self._url = url
+
+    async def run(self, session: AgentSession) -> AgentResult:
+        """See `RunnerCaller`."""
+        text = bytearray()
+        try:
+            async with (
+                httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S)) as client,
+                client.stream("POST", self._url, json=session.to_json()) as answer,
+            ):
+                async for part in answer.aiter_bytes():
+                    text += part
+                    if len(text) > MAX_OUTPUT_BYTES:
+                        raise RunnerError(
+                            f"{self._url} answered more than {MAX_OUTPUT_BYTES} bytes; return a result only"
+                        )
+        except httpx.HTTPError as error:
+            raise RunnerError(f"{self._url} does not answer: {type(error).__name__} {error}".rstrip()) from None
+        told = text[:_MAX_TOLD_BYTES].decode(errors="replace")
+        if answer.status_code != 200:
+            raise RunnerError(f"{self._url} answered {answer.status_code}: {told}")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise RunnerError(f"{self._url} answered {told!r}, which is not JSON") from None
+        return read_result(value)

@@ -1,0 +1,55 @@
+"""Whoever plays a prompt's samples: its environment, turn by turn, or an agent, by itself."""
+
+from typing import Protocol
+
+from penstock.records import Prompt, Sample, Verdict
+from services.rollout.worker.agents.agent_player import AgentPlayer
+from services.rollout.worker.episode import EpisodePlayer
+from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.shared_prefill import SharedPrefill
+
+
+class Played(Protocol):
+    """A sample that was played and has no verdict yet."""
+
+    @property
+    def answer(self) -> str:
+        """What the reward service judges."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be judged; empty if it can."""
+        ...
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether the reward service decides its reward."""
+        ...
+
+    def to_sample(self, verdict: Verdict | None) -> Sample:
+        """The finished sample; `verdict` is the reward service's, if it was asked."""
+        ...
+
+
+class Player(Protocol):
+    """Plays samples."""
+
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Played:
+        """Play sample `number` of `prompt`; `images` and `prefill` are the group's."""
+        ...
+
+
+class Players:
+    """Has each prompt played by the one it names."""
+
+    def __init__(self, episodes: EpisodePlayer, agents: AgentPlayer) -> None:
+        """Prompts whose environment is the name of an agent are played by `agents`, all others by `episodes`."""
+        self._episodes = episodes
+        self._agents = agents
+
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Played:
+        """See `Player`."""
+        if self._agents.plays(prompt.environment):
+            return await self._agents.play(prompt, number, images)
+        return await self._episodes.play(prompt, number, images, prefill)

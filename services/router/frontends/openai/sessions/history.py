@@ -1,0 +1,178 @@
+"""What the policy has said in one session, and the prompt of its next answer. Pure but for the rendering.
+
+Invariant: what the policy said is never tokenised again. A prompt begins with the ids of the longest recorded
+conversation that its messages go on with; after it, and in conversations that were rewritten, each answer that the
+policy gave in this session stands as the ids that it sampled.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.model.chat_template import Renderer
+from penstock.records import ImagePart, Message, SessionCall
+from services.router.frontends.openai.sessions.digests import digest_next, digest_start
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What a client sent."""
+
+    messages: Sequence[Message]
+    images: Sequence[str]
+    """Content hashes, as the messages' image parts number them."""
+    tools: Sequence[Mapping[str, Any]]
+    template_kwargs: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NextPrompt:
+    """The prompt of an answer, and what its record will say of it."""
+
+    continues: int
+    """Number of the call whose tokens come first; 0: none."""
+    prefix_ids: Sequence[int]
+    """That call's prompt and answer."""
+    prefix_images: Sequence[str]
+    added_ids: Sequence[int]
+    added_images: Sequence[str]
+    num_expanded: int
+    """Tokens that the engine added to the prompt of that call for its images."""
+    conversation: str
+    """Digest of the messages."""
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.prefix_ids, *self.added_ids]
+
+    @property
+    def images(self) -> list[str]:
+        """Content hashes of the whole prompt's images."""
+        return [*self.prefix_images, *self.added_images]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt as far as it is known: an image that is new in it counts 1."""
+        return len(self.prefix_ids) + len(self.added_ids) + self.num_expanded
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A recorded call, as far as prompts need it."""
+
+    continues: int
+    input_ids: np.ndarray
+    output_ids: np.ndarray
+    images: tuple[str, ...]
+    num_prompt_tokens: int
+
+
+class SessionHistory:
+    """The recorded calls of one session. They can be added in one thread while another renders."""
+
+    def __init__(self) -> None:
+        """Nothing was said."""
+        self._answers: dict[int, _Answer] = {}
+        self._by_conversation: dict[str, int] = {}
+        self._by_answer: dict[str, int] = {}
+        self.last_number = 0
+        """Number of the last call that was added."""
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        """The number of calls."""
+        return len(self._answers)
+
+    def add(self, number: int, call: SessionCall) -> None:
+        """Take a call; one that is known is passed over."""
+        if number <= self.last_number:
+            return
+        self._answers[number] = _Answer(
+            continues=call.continues,
+            input_ids=call.input_ids,
+            output_ids=call.output_ids,
+            images=call.images,
+            num_prompt_tokens=call.num_prompt_tokens,
+        )
+        # Of several that said the same, the last: an agent that asks again goes on with the new answer.
+        self._by_conversation[call.conversation] = number
+        self._by_answer[call.answer] = number
+        self.last_number = number
+        self.size_bytes += call.input_ids.nbytes + call.output_ids.nbytes
+
+    def next_prompt(self, chat: Chat, renderer: Renderer) -> NextPrompt:
+        """The prompt of the answer to `chat`.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or cannot continue a conversation.
+        """
+        digests = [digest_start(chat.tools, chat.template_kwargs)]
+        for message in chat.messages:
+            digests.append(digest_next(digests[-1], message, chat.images))
+        known = (place for place in range(len(chat.messages), 0, -1) if digests[place] in self._by_conversation)
+        place = next(known, 0)
+        number = self._by_conversation[digests[place]] if place else 0
+        prefix_ids, prefix_images = self._tokens_of(number)
+        added_ids, added_images = self._render(chat, place, prefix_ids, len(prefix_images), renderer)
+        return NextPrompt(
+            continues=number,
+            prefix_ids=prefix_ids,
+            prefix_images=prefix_images,
+            added_ids=added_ids,
+            added_images=added_images,
+            num_expanded=self._num_expanded(number),
+            conversation=digests[-1],
+        )
+
+    def _tokens_of(self, number: int) -> tuple[list[int], list[str]]:
+        """Prompt and answer of a call, with the images; nothing for 0."""
+        ids, images = list[list[int]](), list[tuple[str, ...]]()
+        while number:
+            answer = self._answers[number]
+            ids += [answer.output_ids.tolist(), answer.input_ids.tolist()]
+            images.append(answer.images)
+            number = answer.continues
+        return [each for part in reversed(ids) for each in part], [each for part in reversed(images) for each in part]
+
+    def _num_expanded(self, number: int) -> int:
+        if not number:
+            return 0
+        prompt_and_answer, _ = self._tokens_of(number)
+        answer = self._answers[number]
+        return answer.num_prompt_tokens + len(answer.output_ids) - len(prompt_and_answer)
+
+    def _render(
+        self, chat: Chat, place: int, prefix_ids: Sequence[int], num_prefix_images: int, renderer: Renderer
+    ) -> tuple[list[int], list[str]]:
+        """The ids of the messages from `place` on, behind `prefix_ids`, and their images."""
+        ids, images = list[int](), list[str]()
+        texts = list[Message]()
+
+        def render() -> None:
+            shown = [chat.images[index] for index in _images_of(texts)]
+            template: dict[str, Any] = {"num_images": len(shown), "template_kwargs": chat.template_kwargs}
+            if last_id := (ids or prefix_ids)[-1:]:
+                num_earlier = num_prefix_images + len(images)
+                ids.extend(renderer.render_continuation(last_id[0], texts, num_earlier_images=num_earlier, **template))
+            else:
+                ids.extend(renderer.render_prompt(texts, tools=chat.tools, **template))
+            images.extend(shown)
+
+        for index, message in enumerate(chat.messages[place:], start=place):
+            number = self._by_answer.get(digest_next("", message)) if message.role == "assistant" and index else None
+            if number is None:
+                texts.append(message)
+                continue
+            render()
+            ids.extend(self._answers[number].output_ids.tolist())
+            texts.clear()
+        render()
+        return ids, images
+
+
+def _images_of(messages: Sequence[Message]) -> list[int]:
+    """The numbers of the images that messages show, in order."""
+    return [part.index for message in messages for part in message.parts if isinstance(part, ImagePart)]

@@ -1,0 +1,40 @@
+"""The histories that a router has read, so that a session's next call reads only what was said since.
+
+Invariant: a history is read on from the bus before each use, so what other routers recorded is in it. What was read
+stays true, because answers are only ever added to a session.
+"""
+
+from collections import OrderedDict
+
+from penstock.bus.sessions import Sessions
+from penstock.records import SessionId
+from services.router.frontends.openai.sessions.history import SessionHistory
+
+
+class HistoryCache:
+    """The last used histories."""
+
+    def __init__(self, sessions: Sessions, *, max_bytes: int) -> None:
+        """Read them from `sessions`, and keep as many as fit into `max_bytes`, at least one."""
+        self._sessions = sessions
+        self._max_bytes = max_bytes
+        self._histories: OrderedDict[str, SessionHistory] = OrderedDict()
+
+    async def current(self, session: SessionId) -> SessionHistory:
+        """The session's history, with all that is recorded.
+
+        Raises:
+            UnavailableError: the server does not answer.
+        """
+        history = self._histories.setdefault(str(session), SessionHistory())
+        self._histories.move_to_end(str(session))
+        for number, call in await self._sessions.read(session, after=history.last_number):
+            history.add(number, call)
+        num_bytes = sum(each.size_bytes for each in self._histories.values())
+        while num_bytes > self._max_bytes and len(self._histories) > 1:
+            num_bytes -= self._histories.popitem(last=False)[1].size_bytes
+        return history
+
+    def forget(self, session: SessionId) -> None:
+        """Drop the session's history: it is over."""
+        self._histories.pop(str(session), None)

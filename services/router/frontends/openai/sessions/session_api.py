@@ -1,0 +1,200 @@
+"""Answers the calls of agents' sessions.
+
+Any router can answer any call: state and answers are on the bus. Invariants: how tokens are drawn is the session's, not
+the caller's; an answer ends, for the client, when it is recorded; of a call whose client left nothing is recorded.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pydantic
+from starlette.responses import Response
+
+from penstock.bus.image_store import ImageStore, hash_of
+from penstock.bus.sessions import OpenedSession, Sessions
+from penstock.errors import SessionOverError
+from penstock.model.chat_template import Renderer
+from penstock.records import Message, SessionCall, SessionId, TextPart
+from penstock.v1 import common_pb2
+from services.router.frontends.openai.chat_api import ChatApi
+from services.router.frontends.openai.choice import Choice
+from services.router.frontends.openai.errors import ParameterError, SessionLimitError, UnknownSessionError
+from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
+from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_of_chat
+from services.router.frontends.openai.responses import ChatFormat
+from services.router.frontends.openai.schema.messages import Tool
+from services.router.frontends.openai.schema.requests import ChatRequest
+from services.router.frontends.openai.sessions.digests import digest_next
+from services.router.frontends.openai.sessions.history import Chat, NextPrompt, SessionHistory
+from services.router.frontends.openai.sessions.history_cache import HistoryCache
+
+_MAX_HISTORY_BYTES = 256 * 2**20
+"""Ids that a router keeps of sessions: those of 60 million tokens."""
+
+
+class SessionApi:
+    """The sessions of a run, answered by its policy."""
+
+    def __init__(self, chat: ChatApi, sessions: Sessions, images: ImageStore) -> None:
+        """Answer with `chat`, record in `sessions`, keep images in `images`."""
+        self._chat = chat
+        self._sessions = sessions
+        self._images = images
+        self._histories = HistoryCache(sessions, max_bytes=_MAX_HISTORY_BYTES)
+
+    async def require_open(self, name: str) -> OpenedSession:
+        """The session of that name.
+
+        Raises:
+            UnknownSessionError: there never was one.
+            SessionOverError: it was closed or superseded.
+        """
+        session = SessionId.parse(name)
+        try:
+            opened = None if session is None else await self._sessions.find(session)
+        except SessionOverError:
+            assert session is not None
+            self._histories.forget(session)
+            raise
+        if opened is None:
+            raise UnknownSessionError("there is no such session; use the base URL that the runner was given")
+        return opened
+
+    async def answer(self, name: str, body: ChatRequest) -> Response:
+        """Answer a chat of the session."""
+        opened = await self.require_open(name)
+        history = await self._histories.current(opened.id)
+        max_turns = opened.state.limits.max_turns
+        if max_turns is not None and len(history) + body.n > max_turns:
+            raise SessionLimitError(
+                f"the session has {len(history)} answers, and {body.n} more are over its max_turns = {max_turns}; end "
+                "the agent's loop earlier, or raise the limit"
+            )
+        call = _Call(opened, history)
+        request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_of_chat(body))
+        await self._store_images(opened, call)
+        keep = functools.partial(self._keep, opened, call, request)
+        return await self._chat.answer(request, ChatFormat, is_streamed=body.stream, keep=keep)
+
+    async def _store_images(self, opened: OpenedSession, call: "_Call") -> None:
+        """Store what neither the prompt nor the conversation has shown so far."""
+        shown = {*opened.state.images, *call.prompt.prefix_images}
+        for sha256, data in zip(call.hashes, call.images, strict=True):
+            if sha256 not in shown:
+                shown.add(sha256)
+                await self._images.put(opened.state.scope, data)
+
+    async def _keep(
+        self, opened: OpenedSession, call: "_Call", request: ParsedRequest, choices: Sequence[Choice]
+    ) -> None:
+        for index, choice in enumerate(choices):
+            if choice.tokens:
+                await self._sessions.keep(opened, call.record(request, index, choice))
+
+
+class _Call:
+    """One call of a session: its prompt, and the record of its answers."""
+
+    def __init__(self, opened: OpenedSession, history: SessionHistory) -> None:
+        self._id = opened.id
+        self._state = opened.state
+        self._history = history
+        self.images: Sequence[bytes] = ()
+        self.hashes: Sequence[str] = ()
+        """Content hashes of `images`."""
+        self._prompt: NextPrompt | None = None
+
+    @property
+    def prompt(self) -> NextPrompt:
+        """What the policy is asked to continue; only after `parse`."""
+        assert self._prompt is not None
+        return self._prompt
+
+    def parse(self, parser: RequestParser, body: ChatRequest) -> ParsedRequest:
+        """The request with the session's prompt and sampling."""
+        state, forced = self._state, self._state.sampling
+        given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        overridden = [name for name, value in given.items() if value not in (None, getattr(forced, name))]
+        for name in ("continue_final_message", "truncate_prompt_tokens"):
+            if getattr(body, name):
+                raise ParameterError(name, f"{name} is not supported in a session, whose prompts go on; leave it out")
+        changes: dict[str, object] = {name: getattr(forced, name) for name in given}
+        changes["chat_template_kwargs"] = {**state.chat_template_kwargs, **body.chat_template_kwargs}
+        if not body.tools and state.tools:
+            changes["tools"] = _tools_of(state.tools)
+        parsed = parser.parse_chat(
+            body.model_copy(update=changes),
+            session_id=self._id.place,
+            is_recorded=forced.temperature > 0,
+            compose=self._compose,
+        )
+        wanted = body.max_completion_tokens or body.max_tokens or forced.max_new_tokens
+        parsed.sampling.max_new_tokens = min(wanted, forced.max_new_tokens, self._room())
+        return dataclasses.replace(
+            parsed,
+            is_recorded=True,
+            ignored=[*parsed.ignored, *overridden],
+            group_id=state.group,
+            min_policy_version=state.min_version,
+            exact_policy_version=state.exact_version or 0,
+        )
+
+    def record(self, request: ParsedRequest, index: int, choice: Choice) -> SessionCall:
+        """The record of one answer."""
+        prompt = self.prompt
+        parts = (TextPart(text=choice.content),) if choice.content else ()
+        answer = Message(role="assistant", parts=parts, tool_calls=tuple(choice.calls))
+        assert choice.ending is not None
+        return SessionCall(
+            request_id=request.request_id,
+            choice=index,
+            continues=prompt.continues,
+            conversation=digest_next(prompt.conversation, answer),
+            answer=digest_next("", answer),
+            input_ids=np.array(request.prompt_of(index).input_ids[len(prompt.prefix_ids) :], "<i4"),
+            images=tuple(prompt.added_images),
+            output_ids=np.array([token.number for token in choice.tokens], "<i4"),
+            logprobs=np.array([token.logprob for token in choice.tokens], "<f4"),
+            version_spans=choice.version_spans,
+            finish_reason=choice.ending,
+            num_prompt_tokens=choice.num_prompt_tokens,
+            num_cached_tokens=choice.num_cached_tokens,
+        )
+
+    def _compose(self, renderer: Renderer, chat: ReadChat) -> PromptIds:
+        self.images, self.hashes = chat.images, [hash_of(image) for image in chat.images]
+        self._prompt = self._history.next_prompt(
+            Chat(
+                messages=chat.messages,
+                images=self.hashes,
+                tools=chat.tools,
+                template_kwargs=chat.template_kwargs,
+            ),
+            renderer,
+        )
+        stored = [common_pb2.StoredImage(sha256=each, scope=self._state.scope) for each in self._prompt.images]
+        return PromptIds(input_ids=self._prompt.input_ids, stored_images=stored)
+
+    def _room(self) -> int:
+        """Tokens that the answer may have by the session's limit."""
+        limit = self._state.limits.max_tokens
+        if limit is None:
+            return self._state.sampling.max_new_tokens
+        if self.prompt.num_tokens >= limit:
+            raise SessionLimitError(
+                f"the conversation has {self.prompt.num_tokens} tokens, and the session's max_tokens is {limit}; "
+                "shorten it, or raise the limit"
+            )
+        return limit - self.prompt.num_tokens
+
+
+def _tools_of(tools: Sequence[dict[str, object]]) -> list[Tool]:
+    try:
+        return [Tool.model_validate(tool) for tool in tools]
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise ParameterError(
+            "tools", f"tools of the row are wrong: {first['msg']}; correct the row, or send tools"
+        ) from None

@@ -1,0 +1,275 @@
+"""Runners: whatever people's code does becomes a result or a reason."""
+
+import asyncio
+import contextlib
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from penstock.agents import AgentResult, AgentSession
+from penstock.config import SecurityConfig
+from penstock.environments import Task
+from penstock.errors import ConfigError
+from penstock.http.server import HttpServer
+from penstock.records import ImagePart, Message, TextPart, ToolCall, Verdict
+from penstock.runtime.security import Security
+from services.rollout.worker.agents import agent_player
+from services.rollout.worker.agents.config import AgentConfig
+from services.rollout.worker.agents.runners import CommandRunner, FunctionRunner, RunnerError, load_runner, read_result
+from services.rollout.worker.clock import EpisodeClock
+from services.rollout.worker.config import WorkerConfig
+from tests.support.waiting import until
+
+ROOT = Path(__file__).parents[3]
+
+
+async def no_grade(text: str) -> Verdict:
+    raise AssertionError(text)
+
+
+SESSION = AgentSession(
+    base_url="http://router/sessions/x/v1",
+    api_key="key",
+    timeout_s=7.0,
+    task=Task(
+        id="run/0/0/a/1",
+        seed=5,
+        messages=(
+            Message(role="user", parts=(TextPart(text="Look: "), ImagePart(index=0))),
+            Message(role="assistant", parts=(), tool_calls=(ToolCall(name="add", arguments={"a": 1}),)),
+            Message(role="tool", parts=(TextPart(text="2"),)),
+        ),
+        images=(b"\xff\xd8\xff jpeg",),
+        golds=("3",),
+        extra={"level": 2},
+        grade=no_grade,
+    ),
+)
+
+
+def program(tmp_path: Path, code: str) -> CommandRunner:
+    """A runner that runs this code."""
+    file = tmp_path / "runner.py"
+    file.write_text(f"import json, os, sys, time\n{code}\n")
+    return CommandRunner([sys.executable, "-S", str(file)])
+
+
+def test_the_row_is_shown_in_openais_form() -> None:
+    """As a client sends it: images inside, calls with ids and JSON."""
+    user, assistant, tool = SESSION.messages
+    assert user["content"][0] == {"type": "text", "text": "Look: "}
+    assert user["content"][1]["image_url"]["url"] == "data:image/jpeg;base64,/9j/IGpwZWc="
+    [call] = assistant["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+    assert tool == {"role": "tool", "content": "2"}
+    assert json.loads(json.dumps(SESSION.to_json()))["task"]["messages"] == SESSION.messages
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "metrics"),
+    [
+        (None, None, {}),
+        (1, 1, {}),
+        (np.float32(0.5), 0.5, {}),
+        ({"reward": 0.5, "metrics": {"n": 2}}, 0.5, {"n": 2}),
+        ({"reward": None, "metrics": None, "error": None}, None, {}),
+        (AgentResult(reward=2.0), 2.0, {}),
+    ],
+)
+def test_what_a_runner_may_return(value: object, reward: float | None, metrics: dict[str, float]) -> None:
+    """A number, nothing, or the fields of a result."""
+    result = read_result(value)
+    assert (result.reward, result.metrics, result.error) == (reward, metrics, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, "reward = nan must be a finite number"),
+        (True, "reward = True must be a finite number"),
+        ("1.0", "not str"),
+        ([1.0], "not list"),
+        ({"reward": "1"}, "reward = '1' must be a finite number"),
+        ({"score": 1}, r"unknown fields \['score'\]"),
+        ({"metrics": {"n": math.inf}}, "must be finite numbers; leave out"),
+        ({"metrics": [1]}, "must map names to numbers"),
+    ],
+)
+def test_what_is_no_result_is_named(value: object, reason: str) -> None:
+    """With what it should be."""
+    with pytest.raises(RunnerError, match=reason):
+        read_result(value)
+
+
+async def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:
+    """The event loop goes on, and any number of them can wait at once."""
+    everyone = threading.Barrier(40, timeout=60.0)
+
+    def wait(session: AgentSession) -> float:
+        return float(everyone.wait() >= 0)
+
+    runner = FunctionRunner(wait)
+    results = await asyncio.gather(*(runner.run(SESSION) for _ in range(40)))
+    assert {result.reward for result in results} == {1.0}
+
+
+async def test_a_runner_that_will_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It catches its own cancellation; its sample ends all the same."""
+    monkeypatch.setattr(agent_player, "_END_S", 0.05)
+    released, tasks = asyncio.Event(), list[asyncio.Task[None] | None]()
+
+    async def cling(session: AgentSession) -> float:
+        tasks.append(asyncio.current_task())
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()
+        return 1.0
+
+    assert await agent_player._limited(FunctionRunner(cling).run(SESSION), EpisodeClock(0.05)) is None
+    [task] = tasks
+    assert task is not None
+    assert not task.done()
+    released.set()
+    await asyncio.wait({task})
+
+
+async def test_an_object_can_be_a_runner() -> None:
+    """Whose call is a coroutine."""
+
+    class Agent:
+        async def __call__(self, session: AgentSession) -> float:
+            return 0.25
+
+    assert (await FunctionRunner(Agent()).run(SESSION)).reward == 0.25
+
+
+async def test_what_a_function_raises_is_the_reason() -> None:
+    """Also what would end the process."""
+
+    def leave(session: AgentSession) -> None:
+        sys.exit("bye")
+
+    async def fail(session: AgentSession) -> None:
+        raise TimeoutError("of its own")
+
+    with pytest.raises(RunnerError, match="SystemExit: bye"):
+        await FunctionRunner(leave).run(SESSION)
+    with pytest.raises(RunnerError, match="TimeoutError: of its own"):
+        await FunctionRunner(fail).run(SESSION)
+
+
+async def test_a_program_reads_the_session_and_writes_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it logs is its own, and it does not see the services' token."""
+    monkeypatch.setenv("PENSTOCK_TOKEN", "secret")
+    runner = program(
+        tmp_path,
+        "given = json.load(sys.stdin)\nprint('x' * 10**6, file=sys.stderr)\n"
+        "assert 'secret' not in str(os.environ)\n"
+        "print(json.dumps({'reward': given['task']['extra']['level'], 'metrics': {'seed': given['task']['seed']}}, "
+        "indent=2))",
+    )
+    result = await runner.run(SESSION)
+    assert (result.reward, result.metrics) == (2, {"seed": 5})
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('{}')\nprint('{}')", "it answered 2 times; write one JSON object to the output"),
+        ("", "it answered 0 times"),
+        ("print('hello')\nprint('{}')", r"holds something beside the result: 'hello\\n\{\}'; write logs to the errors"),
+        ("print('[1]')", r"it wrote b'\[1\]\\n'; write one JSON object"),
+        ("print('{}')\nsys.exit(3)", "exit code 3: it wrote nothing to its errors"),
+        ("os.kill(os.getpid(), 9)", "ended with signal 9"),
+        ("raise ValueError('no')", "exit code 1: Traceback.*ValueError: no"),
+        ("print('x' * 3 * 10**6)\ntime.sleep(100)", "more than 1048576 bytes"),
+    ],
+)
+async def test_what_goes_wrong_in_a_program_is_told(tmp_path: Path, code: str, reason: str) -> None:
+    """Whether it read its input or not."""
+    with pytest.raises(RunnerError, match=f"(?s){reason}"):
+        await program(tmp_path, code).run(SESSION)
+
+
+async def test_a_program_that_is_cancelled_is_gone_with_its_children(tmp_path: Path) -> None:
+    """The whole process group is killed."""
+    file = tmp_path / "pids"
+    code = f"child = os.fork()\nopen({str(file)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(3600)"
+    task = asyncio.create_task(program(tmp_path, code).run(SESSION))
+    await until(lambda: file.exists() and len(file.read_text().split()) == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not any(_runs(int(pid)) for pid in file.read_text().split()))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_service_gets_the_session_and_answers_with_the_result() -> None:
+    """What it does not do right is told with what it said."""
+    app, heard = FastAPI(), list[Any]()
+
+    @app.post("/{what}")
+    async def play(what: str, request: Request) -> Response:
+        heard.append(await request.json())
+        if what == "fails":
+            return Response("no browser left", status_code=500)
+        return Response("nonsense" if what == "nonsense" else '{"reward": 0.5}')
+
+    server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
+    await server.start()
+    try:
+        result = await load_runner("a", AgentConfig(url=f"{server.url}/play")).run(SESSION)
+        assert (result.reward, heard) == (0.5, [SESSION.to_json()])
+        for what, reason in (("fails", "answered 500: no browser left"), ("nonsense", "'nonsense', which is not JSON")):
+            with pytest.raises(RunnerError, match=reason):
+                await load_runner("a", AgentConfig(url=f"{server.url}/{what}")).run(SESSION)
+    finally:
+        await server.drain(0.0)
+    with pytest.raises(RunnerError, match="does not answer: ConnectError"):
+        await load_runner("a", AgentConfig(url=f"{server.url}/play")).run(SESSION)
+
+
+def test_an_agent_is_one_of_three() -> None:
+    """Names that cannot be loaded are refused at the start."""
+    config = WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}})
+    assert config.agents["a"] == AgentConfig(function="os:getcwd")
+    with pytest.raises(ValueError, match=r"exactly one of function, command and url, not \['function', 'url'\]"):
+        AgentConfig(function="a:b", url="http://x")
+    with pytest.raises(ValueError, match="must begin with http"):
+        AgentConfig(url="agents:9000")
+    with pytest.raises(ValueError, match=r"\['a'\] are names of agents and of environments; rename one"):
+        WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}, "environments": {"a": "os:getcwd"}})
+    for path in ("os", "os:nothing", "nowhere:f"):
+        with pytest.raises(ConfigError, match=rf'worker.agents.x.function = "{path}" cannot be loaded'):
+            load_runner("x", AgentConfig(function=path))
+
+
+def test_a_session_key_opens_its_session_and_says_nothing_of_the_token() -> None:
+    """Without a token nothing is asked for."""
+    security = Security.load(SecurityConfig(), {"PENSTOCK_TOKEN": "secret"})
+    key = security.key_of("one")
+    assert security.admits(f"Bearer {key}".encode(), key_name="one")
+    assert security.admits(b"Bearer secret", key_name="one")
+    assert not security.admits(f"Bearer {key}".encode(), key_name="two")
+    assert not security.admits(f"Bearer {key}".encode())
+    assert not security.admits(b"", key_name="one")
+    assert key != Security.load(SecurityConfig(), {"PENSTOCK_TOKEN": "other"}).key_of("one")
+    assert Security().key_of("one") == ""
+
+
+def test_the_guide_shows_the_example() -> None:
+    """Line for line."""
+    assert (ROOT / "examples/agent.py").read_text() in (ROOT / "docs/agents.md").read_text()
