@@ -70,6 +70,14 @@ async def test_the_picture_is_inside_the_tools_reply() -> None:
     assert (result.reward, result.metrics) == (None, {"num_calls": 1, "num_failed_calls": 0, "tool_use": 1})
 
 
+async def test_blanked_parts_show_nothing() -> None:
+    """All else stays: what a policy earns less with them, it owed to what it saw."""
+    shown, blank = [await zoom({"bbox_2d": [0.4, 0.4, 0.7, 0.8]}, blank=blank) for blank in (False, True)]
+    assert set(crop(blank).get_flattened_data()) == {(128, 128, 128)}
+    assert crop(blank).size == crop(shown).size
+    assert texts(blank.observation) == texts(shown.observation)
+
+
 async def test_the_whole_picture_comes_back_as_it_is() -> None:
     """Pixel by pixel."""
     image = crop(await zoom({"bbox_2d": [0, 0, 1, 1]}))

@@ -28,6 +28,7 @@ _MAX_ASPECT: Final = 100
 """Longest crop, edge to edge: image processors refuse strips beyond 200."""
 _MIN_PIXELS: Final = 32 * 32
 _MAX_SHOWN: Final = 120
+_GREY: Final = (128, 128, 128)
 
 
 class Geo3kZoom(ToolEnvironment):
@@ -42,6 +43,7 @@ class Geo3kZoom(ToolEnvironment):
         max_calls_per_turn: int = 4,
         max_turns: int | None = None,
         show_tools: bool = True,
+        blank: bool = False,
     ) -> None:
         """Play one episode.
 
@@ -52,6 +54,7 @@ class Geo3kZoom(ToolEnvironment):
             max_calls_per_turn: As in `ToolEnvironment`.
             max_turns: As in `ToolEnvironment`.
             show_tools: As in `ToolEnvironment`.
+            blank: Give grey pictures in place of the enlarged parts: what a policy loses by that, it owed to them.
 
         Raises:
             ValueError: an argument is out of its range.
@@ -65,6 +68,7 @@ class Geo3kZoom(ToolEnvironment):
         )
         self._unit: Unit = unit
         self._max_pixels = max_pixels
+        self._is_blank = blank
         self._images: tuple[bytes, ...] = ()
 
     async def reset(self, task: Task) -> Observation:
@@ -85,10 +89,15 @@ class Geo3kZoom(ToolEnvironment):
 
     async def _zoom(self, bbox_2d: list[float], image: float = 1) -> ToolResult:
         box = _checked(bbox_2d, self._unit)
-        png, size = await asyncio.to_thread(_crop, self._images[int(image) - 1], box, self._max_pixels)
+        png, size = await asyncio.to_thread(self._enlarge, self._images[int(image) - 1], box)
         which = f"picture {int(image)}" if len(self._images) > 1 else "the picture"
         shown = ", ".join(f"{value:g}" for value in bbox_2d)
         return ToolResult(text=f"Part [{shown}] of {which}, as {size[0]} x {size[1]} pixels:", images=(png,))
+
+    def _enlarge(self, picture: bytes, box: tuple[float, float, float, float]) -> tuple[bytes, tuple[int, int]]:
+        """The PNG file of the part, and its size."""
+        part = _crop(picture, box, self._max_pixels)
+        return _to_png(Image.new("RGB", part.size, _GREY) if self._is_blank else part), part.size
 
 
 _DESCRIPTION = (
@@ -144,8 +153,8 @@ def _checked(given: Sequence[float], unit: Unit) -> tuple[float, float, float, f
     return left, top, right, bottom
 
 
-def _crop(data: bytes, box: tuple[float, float, float, float], max_pixels: int) -> tuple[bytes, tuple[int, int]]:
-    """The part as a PNG file, with the picture's own long edge, or smaller if that has too many pixels; and its size.
+def _crop(data: bytes, box: tuple[float, float, float, float], max_pixels: int) -> Image.Image:
+    """The part, with the picture's own long edge, or smaller if that has too many pixels.
 
     Raises:
         ToolError: the part is a strip that no image processor takes.
@@ -159,7 +168,10 @@ def _crop(data: bytes, box: tuple[float, float, float, float], max_pixels: int) 
         raise ToolError(f"a part of {width} x {height} pixels is too narrow: make its short edge longer")
     scale = min(max(picture.size) / max(width, height), math.sqrt(max_pixels / (width * height)))
     size = (max(1, int(width * scale + 1e-6)), max(1, int(height * scale + 1e-6)))
-    part = picture.crop((left, top, right, bottom)).resize(size, Image.Resampling.BICUBIC)
+    return picture.crop((left, top, right, bottom)).resize(size, Image.Resampling.BICUBIC)
+
+
+def _to_png(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    part.save(file, format="PNG")
-    return file.getvalue(), size
+    image.save(file, format="PNG")
+    return file.getvalue()
