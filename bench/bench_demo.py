@@ -1,6 +1,7 @@
-"""Runs the demo recipe with several seeds and prints a table: does GRPO learn, and what does a step cost?
+"""Runs a demo recipe with several seeds and prints a table: does GRPO learn, and what does a step cost?
 
     python bench/bench_demo.py --seeds 0 1 2
+    python bench/bench_demo.py --recipe tiny-multi-turn
 
 Every run is a whole `penstock train` with all its real processes, one after the other.
 """
@@ -16,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
-
 COLUMNS = (
     "seed", "steps", "first 10", "last 10", "gain", "wall s", "s/step", "train s", "wait s", "push s", "pause s",
     "samples/s", "max staleness", "max dlogp, same version", "stale", "failed", "trained twice",
@@ -28,6 +27,7 @@ def main() -> int:
     """Return 0 if every run ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--recipe", default="tiny-cpu", help="its name, or a file; default: tiny-cpu")
     parser.add_argument("--runs", type=Path, help="where to keep the run folders; default: a folder that is removed")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> int:
             started = time.monotonic()
             overrides = [f"--run.seed={seed}", f"--run.dir={runs / f'seed-{seed}'}", *arguments.overrides]
             ended = subprocess.run(
-                [sys.executable, "-m", "services.cli", "train", str(RECIPE), *overrides],
+                [sys.executable, "-m", "services.cli", "train", arguments.recipe, *overrides],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
             )

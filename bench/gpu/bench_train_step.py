@@ -105,7 +105,7 @@ def make_groups(model: Path, arguments: argparse.Namespace) -> list[TrainGroup]:
                 index=index,
                 attempt=0,
                 oldest_version=1,
-                sequences=tuple(_sample(prompt, rng.integers(0, 256, n).tolist(), image, image_id) for n in lengths),
+                samples=tuple((_sample(prompt, rng.integers(0, 256, n).tolist(), image, image_id),) for n in lengths),
                 rewards=REWARDS,
             )
         )

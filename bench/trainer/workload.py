@@ -126,7 +126,7 @@ def read_groups(model: Path, workload: Workload) -> list[Any]:
                 index=index,
                 attempt=0,
                 oldest_version=1,
-                sequences=tuple(sequences),
+                samples=tuple((sequence,) for sequence in sequences),
                 rewards=tuple(workload.rewards),
             )
         )
