@@ -210,10 +210,33 @@ async def test_a_program_that_is_cancelled_is_gone_with_its_children(tmp_path: P
     await until(lambda: not any(_runs(int(pid)) for pid in file.read_text().split()))
 
 
+async def test_a_program_that_is_cancelled_while_it_starts_is_gone_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may run already when nobody has heard of it yet."""
+    start, goes_on = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def start_slowly(*arguments: Any, **settings: Any) -> asyncio.subprocess.Process:
+        process = await start(*arguments, **settings)
+        await goes_on.wait()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
+    file = tmp_path / "pids"
+    code = f"child = os.fork()\nopen({str(file)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(3600)"
+    task = asyncio.create_task(program(tmp_path, code).run(SESSION))
+    await until(lambda: file.exists() and len(file.read_text().split()) == 2)
+    task.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not any(_runs(int(pid)) for pid in file.read_text().split()))
+
+
 def _runs(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ended between opening and reading
         return False
 
 

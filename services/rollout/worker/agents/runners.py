@@ -100,18 +100,14 @@ class CommandRunner:
 
     async def run(self, session: AgentSession) -> AgentResult:
         """See `RunnerCaller`."""
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        starting = asyncio.create_task(self._start())
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RunnerError(f"{self._command[0]} does not start: {error.strerror}; correct its command") from None
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio would kill the program alone, and wait for all that its children hold open.
+            with contextlib.suppress(RunnerError):
+                await _end(await asyncio.shield(starting))
+            raise
         try:
             output, complaints = await _talk(process, json.dumps(session.to_json()).encode())
             status = await process.wait()
@@ -121,6 +117,20 @@ class CommandRunner:
             how = f"exit code {status}" if status > 0 else f"signal {-status}"
             raise RunnerError(f"the program ended with {how}: {_tail(complaints) or 'it wrote nothing to its errors'}")
         return read_result(_read_one(output))
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RunnerError(f"{self._command[0]} does not start: {error.strerror}; correct its command") from None
 
 
 def read_result(value: object) -> AgentResult:
