@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.records.record import Envelope
-from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
+from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan, check_sampled
 
 
 class RecordedCall(Envelope, frozen=True, kw_only=True):
@@ -45,13 +45,7 @@ class RecordedCall(Envelope, frozen=True, kw_only=True):
     """What the client was told, without stop string and calls of tools."""
 
     def __post_init__(self) -> None:
-        length = len(self.output_ids)
-        for name, dtype in (("input_ids", "<i4"), ("output_ids", "<i4"), ("logprobs", "<f4")):
-            array = getattr(self, name)
-            if array.dtype.str != dtype or array.shape != (len(array) if name == "input_ids" else length,):
-                raise ValueError(f"{name} must be {dtype}[{length}], not {array.dtype.str}{list(array.shape)}")
-        if sum(span.num_tokens for span in self.version_spans) != length or length == 0:
-            raise ValueError(f"{length} tokens were sampled, and version spans cover {self.version_spans}")
+        check_sampled(self.input_ids, self.output_ids, self.logprobs, self.version_spans)
 
     def to_sample(self, verdict: Verdict, image_hashes: tuple[str, ...]) -> Sample:
         """The call as a sample to train on.

@@ -26,6 +26,34 @@ class VersionSpan(Record, frozen=True, kw_only=True, array_like=True):
             raise ValueError(f"a version span needs num_tokens >= 1 and policy_version >= 0, not {self}")
 
 
+def check_sampled(
+    input_ids: np.ndarray, output_ids: np.ndarray, logprobs: np.ndarray, version_spans: tuple[VersionSpan, ...]
+) -> None:
+    """Refuse an answer whose parts do not fit each other.
+
+    Args:
+        input_ids: int32[P], of the prompt.
+        output_ids: int32[S], what was sampled: at least one token.
+        logprobs: float32[S], finite.
+        version_spans: They add up to S.
+
+    Raises:
+        ValueError: one does not.
+    """
+    length = len(output_ids)
+    for name, array, dtype, wanted in (
+        ("input_ids", input_ids, "<i4", len(input_ids)),
+        ("output_ids", output_ids, "<i4", length),
+        ("logprobs", logprobs, "<f4", length),
+    ):
+        if array.dtype.str != dtype or array.shape != (wanted,):
+            raise ValueError(f"{name} must be {dtype}[{wanted}], not {array.dtype.str}{list(array.shape)}")
+    if sum(span.num_tokens for span in version_spans) != length or length == 0:
+        raise ValueError(f"{length} tokens were sampled, and version spans cover {version_spans}")
+    if not np.isfinite(logprobs).all():
+        raise ValueError("logprobs hold a value that is not finite")
+
+
 class Verdict(Record, frozen=True, kw_only=True):
     """The reward service's judgement of a sample."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.records.prompt import GroupId, Limits, Sampling, check_hashes
 from penstock.records.record import Envelope, Record
-from penstock.records.sample import VersionSpan
+from penstock.records.sample import VersionSpan, check_sampled
 
 _ID = re.compile(r"([A-Za-z0-9_-]{1,200})\.([0-9a-f]{32})")
 
@@ -97,13 +97,5 @@ class SessionCall(Envelope, frozen=True, kw_only=True):
     num_cached_tokens: int
 
     def __post_init__(self) -> None:
-        length = len(self.output_ids)
-        for name, dtype in (("input_ids", "<i4"), ("output_ids", "<i4"), ("logprobs", "<f4")):
-            array = getattr(self, name)
-            if array.dtype.str != dtype or array.shape != (len(array) if name == "input_ids" else length,):
-                raise ValueError(f"{name} must be {dtype}[{length}], not {array.dtype.str}{list(array.shape)}")
-        if sum(span.num_tokens for span in self.version_spans) != length or length == 0:
-            raise ValueError(f"{length} tokens were sampled, and version spans cover {self.version_spans}")
-        if not np.isfinite(self.logprobs).all():
-            raise ValueError("logprobs hold a value that is not finite")
+        check_sampled(self.input_ids, self.output_ids, self.logprobs, self.version_spans)
         check_hashes(self.images)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import CorruptMessageError
 from penstock.records import Group, GroupId, Sample, TokenSequence, Turn, Verdict, VersionSpan
 from penstock.records.codec import DTYPES, decode, encode
+from penstock.records.sample import check_sampled
 
 
 class Box(msgspec.Struct):
@@ -216,6 +217,31 @@ def test_a_record_that_breaks_its_own_rules_is_refused(sequence: TokenSequence, 
     broken = msgspec.msgpack.decode(encode(msgspec.defstruct("Change", list(change))(**change)))
     with pytest.raises(CorruptMessageError, match=what):
         decode(msgspec.msgpack.encode(wire | broken), TokenSequence)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "output_ids", "logprobs", "num_spanned", "what"),
+    [
+        ([5.0], [6, 7], [-0.5, -1.0], 2, "input_ids must be <i4"),
+        ([5], [[6, 7]], [-0.5], 1, r"output_ids must be <i4\[1\]"),
+        ([5], [6, 7], [-0.5], 2, r"logprobs must be <f4\[2\], not <f4\[1\]"),
+        ([5], [6, 7], [-0.5, -1.0], 3, "2 tokens were sampled, and version spans cover"),
+        ([5], [], [], 0, "0 tokens were sampled"),
+        ([5], [6, 7], [-0.5, np.nan], 2, "not finite"),
+    ],
+)
+def test_an_answer_whose_parts_do_not_fit_is_refused(
+    input_ids: list, output_ids: list, logprobs: list, num_spanned: int, what: str
+) -> None:
+    """Whether it is a recorded call or one of an agent's session."""
+    arrays = (
+        np.array(input_ids, "<f4" if float in map(type, input_ids) else "<i4"),
+        np.array(output_ids, "<i4"),
+        np.array(logprobs, "<f4"),
+    )
+    spans = (VersionSpan(num_tokens=num_spanned, policy_version=3),) if num_spanned else ()
+    with pytest.raises(ValueError, match=what):
+        check_sampled(*arrays, spans)
 
 
 @pytest.mark.parametrize("wrong", [{"num_prompt_tokens": "one"}, {"images": ["x"]}, {"token_ids": None}])
