@@ -159,8 +159,9 @@ def test_a_template_that_cannot_continue_says_so(renderer: Renderer) -> None:
     template = loud._tokenizer.chat_template
     loud._tokenizer.chat_template = (
         "{% for message in messages %}{{ message.role | upper }}: "
-        "{{ (message.content if message.content is string else message.content | map(attribute='text') | join) | upper "
-        "| replace('\ue002', '') }}{% endfor %}"
+        "{% set text = message.content if message.content is string "
+        "else message.content | map(attribute='text') | join %}"
+        "{{ (text | upper | replace('\ue002', '')) if message.role == 'assistant' else text }}{% endfor %}"
     )
     assert loud._tokenizer.chat_template != template
     history = SessionHistory()
