@@ -5,23 +5,19 @@ environment's answers, and the policy's own ids are never made from text. A samp
 whatever ends it early is its finish reason. Only a sample without any token fails its group.
 """
 
-import asyncio
 import dataclasses
 import functools
-import itertools
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Literal, TypeAlias
 
 import structlog
 
-from penstock.environments import Environment, Observation, StepResult, Task
+from penstock.environments import Observation, StepResult
 from penstock.errors import (
     DeadlineError,
-    EnvironmentFailedError,
     InvalidRequestError,
     MissingImageError,
     NotReadyError,
@@ -35,7 +31,8 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import generate_pb2
-from services.rollout.worker.budget import Budget, OverBudgetError
+from services.rollout.worker.beginning import Beginning, EpisodeStarter, describe_failure
+from services.rollout.worker.budget import OverBudgetError
 from services.rollout.worker.clock import EpisodeClock
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
@@ -50,11 +47,6 @@ from services.rollout.worker.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator
 log = structlog.get_logger()
 
 Ending: TypeAlias = Literal["stop", "length", "deadline", "environment", "error"]
-
-_CLOSE_TIMEOUT_S = 5.0
-_MAX_RESETS = 3
-"""How often an environment is made and reset before it counts as broken. No token was sampled, so that nothing is
-selected; and a sample that fails without one takes its group with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +127,11 @@ class EpisodePlayer:
         self._config = config
         self._renderer = renderer
         self._turns = TurnPlayer(generator, wait_timeout_s=wait_timeout_s)
-        self._environments = environments
+        self._starter = EpisodeStarter(
+            renderer=renderer, environments=environments, context_length=context_length, grid=grid
+        )
         self._judge = judge
         self._forbidden_ids = frozenset(forbidden_ids)
-        self._context_length = context_length
-        self._grid = grid
 
     async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Episode:
         """Play sample `number` of `prompt`; `images` and `prefill` are the group's.
@@ -160,10 +152,9 @@ class EpisodePlayer:
         item_id = f"{prompt.id.message}/{number}"
         grading = Grading(self._judge, prompt, item_id, clock)
         task = make_task(prompt, item_id, images, grading, clock)
-        async with self._begun(prompt, task, clock, grading, prefill) as (environment, first, ids, budget):
-            trajectory.add_observation(ids, await images.add(first.images))
-            episode = _Episode(prompt, item_id, environment, trajectory, images, clock, grading, budget)
-            episode.tools = first.tools
+        async with self._starter.begun(prompt, task, clock, grading, prefill) as begun:
+            trajectory.add_observation(begun.ids, await images.add(begun.first.images))
+            episode = _Episode(prompt, item_id, begun, trajectory, images, clock, grading)
             waiting = time.monotonic()
             async with prefill.first_turn() as note_prefill:
                 clock.stop_for(time.monotonic() - waiting)
@@ -182,68 +173,6 @@ class EpisodePlayer:
                 elapsed_s=time.monotonic() - started,
             )
 
-    @asynccontextmanager
-    async def _begun(
-        self, prompt: Prompt, task: Task, clock: EpisodeClock, grading: Grading, prefill: SharedPrefill
-    ) -> AsyncIterator[tuple[Environment, Observation, list[int], Budget]]:
-        """An environment that was reset, what it shows first, the ids of that, and what is left of the budget.
-
-        Raises:
-            InvalidRequestError: the prompt, or how the environment begins, can never be played.
-            PoisonError: every environment that was made for it failed.
-            UnavailableError: the same, for want of something outside: an error of the operating system or the network.
-            DeadlineError: it took too long.
-        """
-        factory = self._environments.find(prompt.environment)
-        for num_tried in itertools.count(1):
-            async with AsyncExitStack() as stack:
-                try:
-                    environment = await stack.enter_async_context(_opened(factory()))
-                    async with clock.limit(f"the reset of environment {prompt.environment!r}"):
-                        first = await environment.reset(task)
-                    grading.require_sound()
-                    budget = self._budget(prompt)
-                    ids = self._render_first(first, prompt, task, budget, prefill)
-                except OverBudgetError as error:
-                    raise PromptTooLongError(
-                        f"environment {prompt.environment!r} begins with {error}; see data.limits"
-                    ) from None
-                except Exception as error:  # a boundary: environments are other people's code
-                    if isinstance(error, PenstockError) and not isinstance(error, EnvironmentFailedError):
-                        raise
-                    grading.require_sound()
-                    reason = _describe_failure(prompt.environment, error)
-                    log.warning("environment.reset_failed", sample=task.id, error=reason, num_tried=num_tried)
-                    if num_tried < _MAX_RESETS:
-                        continue
-                    kind = UnavailableError if isinstance(error, OSError) else PoisonError
-                    raise kind(f"{reason}; its reset failed {num_tried} times") from None
-                yield environment, first, ids, budget
-                return
-
-    def _render_first(
-        self, first: Observation, prompt: Prompt, task: Task, budget: Budget, prefill: SharedPrefill
-    ) -> list[int]:
-        if not isinstance(first, Observation):
-            raise TypeError(f"its reset returned {type(first).__name__}; return an Observation")
-        _check_prompt_images(first, prompt, task)
-        render = functools.partial(
-            self._renderer.render_prompt,
-            first.messages,
-            num_images=len(first.images),
-            tools=first.tools,
-            template_kwargs=prompt.chat_template_kwargs,
-        )
-        return budget.add_prompt(first, lambda: prefill.ids_of(first, render))
-
-    def _budget(self, prompt: Prompt) -> Budget:
-        return Budget(
-            prompt.limits,
-            context_length=self._context_length,
-            grid=self._grid,
-            longest_token_bytes=self._renderer.longest_token_bytes,
-        )
-
     async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
         """Append a turn of the policy; return how it ended the episode, or None if it did not."""
         trajectory, prompt = episode.trajectory, episode.prompt
@@ -260,7 +189,7 @@ class EpisodePlayer:
                 temperature=prompt.sampling.temperature,
                 top_p=prompt.sampling.top_p,
                 top_k=prompt.sampling.top_k,
-                max_new_tokens=episode.budget.max_new_tokens(prompt.sampling.max_new_tokens),
+                max_new_tokens=episode.begun.budget.max_new_tokens(prompt.sampling.max_new_tokens),
             ),
             min_policy_version=prompt.min_version,
             exact_policy_version=prompt.exact_version or 0,
@@ -284,7 +213,7 @@ class EpisodePlayer:
     def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
         trajectory = episode.trajectory
         trajectory.add_turn(turn.response, waited_s=turn.waited_s, generated_s=turn.generated_s)
-        episode.budget.add_turn(trajectory.num_context_tokens)
+        episode.begun.budget.add_turn(trajectory.num_context_tokens)
         episode.texts.append(self._renderer.decode(turn.response.output_ids))
         if turn.failure:
             episode.error = turn.failure
@@ -303,9 +232,11 @@ class EpisodePlayer:
         try:
             async with episode.clock.limit("the environment's step"):
                 turn = self._renderer.parse_turn(
-                    episode.texts[-1], tools=episode.tools, template_kwargs=episode.prompt.chat_template_kwargs
+                    episode.texts[-1],
+                    tools=episode.begun.first.tools,
+                    template_kwargs=episode.prompt.chat_template_kwargs,
                 )
-                result = await episode.environment.step(turn)
+                result = await episode.begun.environment.step(turn)
             episode.grading.require_sound()
             if not isinstance(result, StepResult):
                 raise TypeError(f"its step returned {type(result).__name__}; return a StepResult")
@@ -328,7 +259,7 @@ class EpisodePlayer:
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
             episode.grading.require_sound()
             # What they raise may depend on what the policy said; playing the group again would select against that.
-            episode.error = _describe_failure(episode.prompt.environment, error)
+            episode.error = describe_failure(episode.prompt.environment, error)
             return "error"
         try:
             hashes = await episode.images.add(result.observation.images)
@@ -357,7 +288,7 @@ class EpisodePlayer:
             num_earlier_images=len(episode.trajectory.images),
             template_kwargs=episode.prompt.chat_template_kwargs,
         )
-        return episode.budget.add_observation(observation, render)
+        return episode.begun.budget.add_observation(observation, render)
 
 
 @dataclasses.dataclass(slots=True)
@@ -366,15 +297,12 @@ class _Episode:
 
     prompt: Prompt
     session_id: str
-    environment: Environment
+    begun: Beginning
     trajectory: Trajectory
     images: GroupImages
     clock: EpisodeClock
     grading: Grading
-    budget: Budget
     texts: list[str] = dataclasses.field(default_factory=list)
-    tools: Sequence[Mapping[str, Any]] = ()
-    """What the policy may call."""
     error: str = ""
 
 
@@ -390,29 +318,3 @@ def _end_by(error: PenstockError, episode: _Episode) -> Ending:
         case DeadlineError() | UnavailableError() | OverloadedError() | NotReadyError():
             return "deadline"
     raise error
-
-
-def _describe_failure(environment: str, error: Exception) -> str:
-    said = str(error) if isinstance(error, EnvironmentFailedError) else f"{type(error).__name__}: {error}"
-    return f"environment {environment!r}: {said}"
-
-
-def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:
-    """The first observation's images begin with the prompt's: placeholders and images are paired by their order."""
-    if first.images[: len(task.images)] != task.images:
-        raise InvalidRequestError(
-            f"environment {prompt.environment!r} began with {len(first.images)} images that do not start with the "
-            f"prompt's {len(task.images)}; show the prompt's images first, unchanged"
-        )
-
-
-@asynccontextmanager
-async def _opened(environment: Environment) -> AsyncIterator[Environment]:
-    try:
-        yield environment
-    finally:
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await environment.close()
-        except Exception as error:  # noqa: BLE001 - a boundary, as above; the sample is complete
-            log.warning("environment.close_failed", environment=type(environment).__name__, error=repr(error))

@@ -37,8 +37,8 @@ async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
     async with EnvironmentRegistry(WorkerConfig(environments=paths).environments) as registry:
 
         async def play_with(name: str) -> Episode:
-            player = make_player(renderer, ScriptedPolicy(renderer, [("stop" + END, 4)]))
-            player._environments = registry
+            policy = ScriptedPolicy(renderer, [("stop" + END, 4)])
+            player = make_player(renderer, policy, environments=registry)
             limits = Limits(episode_timeout_s=8.0) if name == "Sleeps" else Limits()
             return await play(player, make_prompt(name, limits=limits))
 

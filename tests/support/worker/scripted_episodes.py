@@ -230,16 +230,18 @@ def make_player(
     context_length: int | None = None,
     grid: ImageGrid | None = None,
     verifier: Verifier | None = None,
-    environments: Mapping[str, str] = ENVIRONMENTS,
+    environments: Mapping[str, str] | EnvironmentRegistry = ENVIRONMENTS,
     wait_timeout_s: float = WAIT_TIMEOUT_S,
     **config: Any,
 ) -> EpisodePlayer:
     """A player whose environments may have `verifier` judge answers."""
+    if not isinstance(environments, EnvironmentRegistry):
+        environments = EnvironmentRegistry(WorkerConfig(environments=environments).environments)
     return EpisodePlayer(
         WorkerConfig(**config),
         renderer=renderer,
         generator=generator,
-        environments=EnvironmentRegistry(WorkerConfig(environments=environments).environments),
+        environments=environments,
         judge=Judge(verifier or NoVerifier(), wait_timeout_s=wait_timeout_s),
         forbidden_ids=forbidden_ids,
         context_length=context_length,

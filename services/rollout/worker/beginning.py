@@ -1,0 +1,159 @@
+"""Begins an episode: makes its environment, resets it, and renders what it shows first.
+
+Invariant: an environment that was made is closed, once, however its episode ends. No token was sampled yet, so a
+failure here selects nothing: another environment is tried.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import structlog
+
+from penstock.environments import Environment, Observation, Task
+from penstock.errors import (
+    EnvironmentFailedError,
+    InvalidRequestError,
+    PenstockError,
+    PoisonError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from penstock.model.chat_template import Renderer
+from penstock.model.families.qwen_vl import ImageGrid
+from penstock.records import Prompt
+from services.rollout.worker.budget import Budget, OverBudgetError
+from services.rollout.worker.clock import EpisodeClock
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.grading import Grading
+from services.rollout.worker.shared_prefill import SharedPrefill
+
+log = structlog.get_logger()
+
+_CLOSE_TIMEOUT_S = 5.0
+_MAX_RESETS = 3
+"""How often an environment is made and reset before it counts as broken: a sample that fails without a token takes its
+group with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """An episode before its first turn."""
+
+    environment: Environment
+    """It was reset."""
+    first: Observation
+    ids: list[int]
+    """Of the first observation."""
+    budget: Budget
+    """What is left after it."""
+
+
+class EpisodeStarter:
+    """Begins episodes."""
+
+    def __init__(
+        self,
+        *,
+        renderer: Renderer,
+        environments: EnvironmentRegistry,
+        context_length: int | None,
+        grid: ImageGrid | None,
+    ) -> None:
+        """Begin with these parts; they are those of `EpisodePlayer`."""
+        self._renderer = renderer
+        self._environments = environments
+        self._context_length = context_length
+        self._grid = grid
+
+    @asynccontextmanager
+    async def begun(
+        self, prompt: Prompt, task: Task, clock: EpisodeClock, grading: Grading, prefill: SharedPrefill
+    ) -> AsyncIterator[Beginning]:
+        """An episode of `prompt`, whose environment is closed when the context ends.
+
+        Raises:
+            InvalidRequestError: the prompt, or how the environment begins, can never be played.
+            PoisonError: every environment that was made for it failed.
+            UnavailableError: the same, for want of something outside: an error of the operating system or the network.
+            DeadlineError: it took too long.
+        """
+        factory = self._environments.find(prompt.environment)
+        for num_tried in itertools.count(1):
+            async with AsyncExitStack() as stack:
+                try:
+                    environment = await stack.enter_async_context(_closing(factory()))
+                    async with clock.limit(f"the reset of environment {prompt.environment!r}"):
+                        first = await environment.reset(task)
+                    grading.require_sound()
+                    budget = self._budget(prompt)
+                    ids = self._render(first, prompt, task, budget, prefill)
+                except OverBudgetError as error:
+                    raise PromptTooLongError(
+                        f"environment {prompt.environment!r} begins with {error}; see data.limits"
+                    ) from None
+                except Exception as error:  # a boundary: environments are other people's code
+                    if isinstance(error, PenstockError) and not isinstance(error, EnvironmentFailedError):
+                        raise
+                    grading.require_sound()
+                    reason = describe_failure(prompt.environment, error)
+                    log.warning("environment.reset_failed", sample=task.id, error=reason, num_tried=num_tried)
+                    if num_tried < _MAX_RESETS:
+                        continue
+                    kind = UnavailableError if isinstance(error, OSError) else PoisonError
+                    raise kind(f"{reason}; its reset failed {num_tried} times") from None
+                yield Beginning(environment=environment, first=first, ids=ids, budget=budget)
+                return
+
+    def _render(
+        self, first: Observation, prompt: Prompt, task: Task, budget: Budget, prefill: SharedPrefill
+    ) -> list[int]:
+        if not isinstance(first, Observation):
+            raise TypeError(f"its reset returned {type(first).__name__}; return an Observation")
+        _check_prompt_images(first, prompt, task)
+        render = functools.partial(
+            self._renderer.render_prompt,
+            first.messages,
+            num_images=len(first.images),
+            tools=first.tools,
+            template_kwargs=prompt.chat_template_kwargs,
+        )
+        return budget.add_prompt(first, lambda: prefill.ids_of(first, render))
+
+    def _budget(self, prompt: Prompt) -> Budget:
+        return Budget(
+            prompt.limits,
+            context_length=self._context_length,
+            grid=self._grid,
+            longest_token_bytes=self._renderer.longest_token_bytes,
+        )
+
+
+def describe_failure(environment: str, error: Exception) -> str:
+    """What an environment did wrong, in words."""
+    said = str(error) if isinstance(error, EnvironmentFailedError) else f"{type(error).__name__}: {error}"
+    return f"environment {environment!r}: {said}"
+
+
+def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:
+    """The first observation's images begin with the prompt's: placeholders and images are paired by their order."""
+    if first.images[: len(task.images)] != task.images:
+        raise InvalidRequestError(
+            f"environment {prompt.environment!r} began with {len(first.images)} images that do not start with the "
+            f"prompt's {len(task.images)}; show the prompt's images first, unchanged"
+        )
+
+
+@asynccontextmanager
+async def _closing(environment: Environment) -> AsyncIterator[Environment]:
+    try:
+        yield environment
+    finally:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await environment.close()
+        except Exception as error:  # noqa: BLE001 - a boundary, as above; the sample is complete
+            log.warning("environment.close_failed", environment=type(environment).__name__, error=repr(error))
