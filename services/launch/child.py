@@ -13,8 +13,8 @@ from pathlib import Path
 
 from penstock.errors import SetupError
 from penstock.runtime.ports import held_ports
+from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
-from services.launch.reaper import Reaper
 
 
 class StopStage(IntEnum):

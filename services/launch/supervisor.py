@@ -15,9 +15,9 @@ from pathlib import Path
 from penstock.errors import PenstockError, UserError
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import EXIT_USER_ERROR
+from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopStage
-from services.launch.reaper import Reaper
 
 MAX_RESTARTS = 10
 """A process that dies more often than this within `_RESTART_WINDOW_S`, while no step is trained, ends the run. A group

@@ -13,7 +13,7 @@ _READERS = {
     "services/cli/evaluation/run.py",
     "services/launch/run_folder.py",
     "services/rollout/worker/agents/agent_player.py",
-    "services/rollout/worker/episode.py",
+    "services/rollout/worker/episodes/episode.py",
     "services/router/frontends/openai/chat_api.py",
     "services/router/frontends/openai/recording.py",
     "services/router/frontends/openai/responses.py",

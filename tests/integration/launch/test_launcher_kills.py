@@ -28,7 +28,7 @@ import asyncio, os, sys
 from pathlib import Path
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, StopStage
-from services.launch.reaper import Reaper
+from penstock.runtime.reaper import Reaper
 
 async def main():
     command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)

@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch import launcher
@@ -22,7 +23,6 @@ from services.launch.child import Child, ProcessSpec, State, StopStage
 from services.launch.launcher import run_processes
 from services.launch.metrics import MetricsFollower
 from services.launch.readiness import serves_grpc, serves_nats
-from services.launch.reaper import Reaper
 from services.launch.run_folder import RunFolder
 from services.launch.run_status import describe_phase, fetch_run
 from services.trainer.telemetry.progress import Progress, TrainerServicer

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from penstock.config import load
 from penstock.errors import SetupError
+from penstock.runtime.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
@@ -19,7 +20,6 @@ from services.launch.child import StopStage
 from services.launch.display import LiveDisplay
 from services.launch.launcher import addressed, child_environment, process_specs
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
-from services.launch.reaper_process import groups_left
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import make_plan
 from services.launch.run_status import describe_phase

@@ -1,8 +1,8 @@
-"""Kills the OS process groups of a launcher that is gone. Run as a script; imports the standard library only.
+"""Kills the OS process groups of a process that is gone. Run as a script; imports the standard library only.
 
-The launcher holds the other end of standard input. A process of the run writes `+<group>` there as it starts, and the
-launcher `-<group>` when nothing of the group is left. When the launcher ends, however it ends, its end closes, and
-every group that was named and not taken back is killed.
+That process, the owner, holds the other end of standard input. Each child writes `+<group>` there as it starts, and the
+owner `-<group>` when nothing of the group is left. When the owner ends, however it ends, its end closes, and every
+group that was named and not taken back is killed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The launcher's side of the process that kills the run's processes if the launcher itself is killed."""
+"""Kills the process groups that a process has started when it ends, however it ends: its side of the one that kills."""
 
 import asyncio
 import os
@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from penstock.runtime import reaper_process
 from penstock.runtime.parent_death import dying_with_parent
-from services.launch import reaper_process
 
 
 class Reaper:
-    """Knows the OS process groups of the run, and kills those left when the launcher ends. Use `start`."""
+    """Knows the OS process groups of this process's children, and kills those left when this one ends. Use `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, pipe: socket.socket) -> None:
         self._process = process
