@@ -27,15 +27,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from bench.async_loop.measured_loop import ENGINES, LoopError, Measured, run_loop  # noqa: E402
-from bench.async_loop.peer_loops import one_step_off, synchronous  # noqa: E402
-from bench.async_loop.perfect_loop import step_ends  # noqa: E402
-from bench.async_loop.routed_loop import run_routed  # noqa: E402
-from bench.async_loop.workload import Scenario, scenario  # noqa: E402
-from services.trainer.config import TrainerConfig  # noqa: E402
+from bench.async_loop.measured_loop import ENGINES, LoopError, Measured, run_loop
+from bench.async_loop.peer_loops import one_step_off, synchronous
+from bench.async_loop.perfect_loop import step_ends
+from bench.async_loop.routed_loop import run_routed
+from bench.async_loop.workload import Scenario, scenario
+from services.trainer.config import TrainerConfig
 
 MIN_OF_BEST = 0.95
 MAX_CORES = 0.5

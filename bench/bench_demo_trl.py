@@ -25,16 +25,15 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+from bench.bench_trainer import trl_python
+from bench.demo.penstock_run import RECIPE, follow, training
+from bench.demo.processor_time import core_seconds
+from bench.demo.task import write_task
+from penstock import config as configuration
+from services.launch.metrics import StepRow
+from services.recipe import Recipe
 
-from bench.bench_trainer import trl_python  # noqa: E402
-from bench.demo.penstock_run import RECIPE, follow, training  # noqa: E402
-from bench.demo.processor_time import core_seconds  # noqa: E402
-from bench.demo.task import write_task  # noqa: E402
-from penstock import config as configuration  # noqa: E402
-from services.launch.metrics import StepRow  # noqa: E402
-from services.recipe import Recipe  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 _WINDOW = 5
 """Steps over which the mean reward is taken."""

@@ -21,12 +21,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from bench.async_loop.measured_loop import LoopError, Measured, run_loop  # noqa: E402
-from bench.async_loop.perfect_loop import step_ends  # noqa: E402
-from bench.async_loop.workload import Scenario, scenario  # noqa: E402
+from bench.async_loop.measured_loop import LoopError, Measured, run_loop
+from bench.async_loop.perfect_loop import step_ends
+from bench.async_loop.workload import Scenario, scenario
 
 MARGIN = 0.03
 _SLOTS = 8

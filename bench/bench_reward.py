@@ -14,12 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from reward import accuracy, many_clients, serving, soak, throughput
-from reward.report import Report
-from reward.service_process import ServiceProcess
-
+from bench.reward import accuracy, many_clients, serving, soak, throughput
+from bench.reward.report import Report
+from bench.reward.service_process import ServiceProcess
 from penstock.clients import RewardClient
 
 ROOT = Path(__file__).resolve().parent.parent

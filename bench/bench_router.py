@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from awake import StolenTime, cores_awake
-from router_subjects import Subject, cpu_s, pss_mib, subjects
 
+from bench.support.awake import StolenTime, cores_awake
+from bench.support.router_subjects import Subject, cpu_s, pss_mib, subjects
 from penstock.config import LogConfig
 from penstock.errors import PenstockError
 from penstock.telemetry import log

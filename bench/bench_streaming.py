@@ -31,23 +31,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from bench.async_loop.perfect_loop import Push, step_ends  # noqa: E402
-from bench.async_loop.workload import Scenario, Workload  # noqa: E402
-from penstock.runtime.process import end_task  # noqa: E402
-from services.trainer.admission.gate import Gate  # noqa: E402
-from services.trainer.admission.group_state import Arrival  # noqa: E402
-from services.trainer.admission.ledger import GroupLedger  # noqa: E402
-from services.trainer.config import TrainerConfig  # noqa: E402
-from services.trainer.flow.batch_source import BatchSource  # noqa: E402
-from services.trainer.flow.changes import Changes  # noqa: E402
-from services.trainer.flow.crash_record import CrashRecord  # noqa: E402
-from services.trainer.loop import TrainingLoop  # noqa: E402
-from services.trainer.position import Position  # noqa: E402
-from services.trainer.telemetry.progress import Progress  # noqa: E402
-from services.trainer.weight_sync.push_report import PushReport  # noqa: E402
+from bench.async_loop.perfect_loop import Push, step_ends
+from bench.async_loop.workload import Scenario, Workload
+from penstock.runtime.process import end_task
+from services.trainer.admission.gate import Gate
+from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.ledger import GroupLedger
+from services.trainer.config import TrainerConfig
+from services.trainer.flow.batch_source import BatchSource
+from services.trainer.flow.changes import Changes
+from services.trainer.flow.crash_record import CrashRecord
+from services.trainer.loop import TrainingLoop
+from services.trainer.position import Position
+from services.trainer.telemetry.progress import Progress
+from services.trainer.weight_sync.push_report import PushReport
 
 GROUPS_PER_STEP = 32
 GROUP_S = 0.03

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+from bench.trainer.workload import HIDDEN, LAYERS, RESPONSES, VOCABULARY, write_model, write_workload
 
-from bench.trainer.workload import HIDDEN, LAYERS, RESPONSES, VOCABULARY, write_model, write_workload  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 SUBJECTS = {
     "group_rows": "Penstock, group rows",

@@ -1,8 +1,9 @@
 """Kills and freezes processes of a real run at random and counts what it cost: groups lost, groups trained twice, time.
 
     python bench/chaos.py [--kills 50] [--freezes 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto]
+    python bench/chaos.py --recipe tiny-multi-turn --kills 8 --freezes 8 --prefill 0 --decode 0 --replicas 2
 
-A whole `penstock train` of the tiny recipe, every process the real one. A victim is drawn among the services, trainer
+A whole `penstock train` of a tiny recipe, every process the real one. A victim is drawn among the services, trainer
 and nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with
 all its descendants by SIGSTOP and continued after 2 to 20 s. The next is due when the run has trained `--steps-between`
 steps more, whether or not the last is back. Every group index is trained exactly once, or a bar fails. It is the
@@ -26,10 +27,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from penstock.testing.train_process import RECIPE, TrainProcess, started  # noqa: E402
+from penstock.testing.train_process import RECIPE, TrainProcess, started
 
 GROUPS_PER_STEP = 8
 SERVICES = ("rollout", "prefill", "decode", "router", "worker", "reward", "trainer", "nats")
@@ -95,7 +93,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         overrides = [f"--{key}={value}" for key, value in {**settings, "run.dir": folder / "runs"}.items()]
         begun = time.monotonic()
-        with started(folder, str(RECIPE), *overrides) as train:
+        with started(folder, arguments.recipe, *overrides) as train:
             faults = break_at_random(train, services, arguments)
             exit_code = train.wait(STALL_S + 5.0 * num_steps)
             wall_s = time.monotonic() - begun
@@ -105,6 +103,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default=str(RECIPE), help="its name, or a file; default: tiny-cpu")
     parser.add_argument("--kills", type=int, default=50, help="kill -9")
     parser.add_argument("--freezes", type=int, default=50, help="SIGSTOP for 2 to 20 s")
     parser.add_argument("--steps-between", type=int, default=4)

@@ -36,9 +36,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from churn_measures import Life, Turn, affinity, shares
-from router_subjects import RUN, cpu_s, penstock_router, pss_mib
-
+from bench.support.churn_measures import Life, Turn, affinity, shares
+from bench.support.router_subjects import RUN, cpu_s, penstock_router, pss_mib
 from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient
 from penstock.config import LogConfig

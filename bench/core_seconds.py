@@ -17,12 +17,9 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from bench.demo.penstock_run import follow, training  # noqa: E402
-from bench.demo.processor_time import core_seconds  # noqa: E402
-from services.launch.metrics import StepRow  # noqa: E402
+from bench.demo.penstock_run import follow, training
+from bench.demo.processor_time import core_seconds
+from services.launch.metrics import StepRow
 
 _TIMES = ("step_s", "train_s", "wait_s", "push_s", "prefill_ratio")
 

@@ -30,7 +30,8 @@ from services.recipe import Recipe
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
-from services.trainer.config import DataConfig, TrainerConfig
+from services.trainer.config import TrainerConfig
+from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.evaluation import MAX_IN_PLAY
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from bench.async_loop.workload import Scenario
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import Arrival, GroupLedger
+from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.ledger import GroupLedger
 
 _MANY_STEPS = 1 << 30
 """The run goes on after the steps that are looked at, so that the gate does not close towards the end."""

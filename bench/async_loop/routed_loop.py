@@ -25,7 +25,8 @@ from services.router.slot_pool import SlotPool
 from services.router.tuning import Tuning
 from services.router.wait_queue import Ticket
 from services.trainer.admission.gate import Gate
-from services.trainer.admission.ledger import Arrival, GroupLedger
+from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.ledger import GroupLedger
 from services.trainer.flow.batch_source import is_chunk
 
 _REFRESH_S = 0.2

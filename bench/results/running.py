@@ -55,9 +55,9 @@ def run(experiment: Experiment, runs: Path, *, shortened_to: int | None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     if code == 0:
-        file = runs / experiment.name / MADE_FILE
-        file.with_suffix(".tmp").write_text(json.dumps(made_with(commits), indent=2) + "\n")
-        os.replace(file.with_suffix(".tmp"), file)
+        made = runs / experiment.name / MADE_FILE
+        made.with_suffix(".tmp").write_text(json.dumps(made_with(commits), indent=2) + "\n")
+        os.replace(made.with_suffix(".tmp"), made)
     return code
 
 

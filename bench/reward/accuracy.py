@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.reward.items import Question
+from bench.reward.peers import PEERS, Peer
+from bench.reward.report import Report
 from penstock.clients import RewardClient
 from penstock.v1 import reward_pb2
-from reward.items import Question
-from reward.peers import PEERS, Peer
-from reward.report import Report
 
 _PROFILES = ("math", "geo3k")
 ACCURACY_BAR = 0.98

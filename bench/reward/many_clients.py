@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import grpc
 import grpc.aio
 
+from bench.reward.http_connection import HttpConnection
+from bench.reward.report import Report, percentile
+from bench.reward.service_process import ServiceProcess
 from penstock.v1 import reward_pb2, reward_pb2_grpc
-from reward.http_connection import HttpConnection
-from reward.report import Report, percentile
-from reward.service_process import ServiceProcess
 
 _TIMEOUT_S = 120.0
 
@@ -91,7 +91,7 @@ async def _rpc_client(address: str, number: int, num_calls: int, outcomes: list[
         return verdict.item_id, verdict.extracted
 
     await _calling(ask, number, num_calls, outcomes, times_s)
-    await channel.close()
+    await channel.close(None)
 
 
 async def _http_client(address: str, number: int, num_calls: int, outcomes: list[str], times_s: list[float]) -> None:

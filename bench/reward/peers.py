@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from reward.items import Question
+from bench.reward.items import Question
 
 _MEMORY_BYTES = 4 * 2**30
 

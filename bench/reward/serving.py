@@ -4,13 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from bench.reward.http_connection import HttpConnection
+from bench.reward.items import typical
+from bench.reward.report import Report, percentile
+from bench.reward.service_process import ServiceProcess
 from penstock.clients import RewardClient
 from penstock.rpc.channel import connect
 from penstock.v1 import reward_pb2, reward_pb2_grpc
-from reward.http_connection import HttpConnection
-from reward.items import typical
-from reward.report import Report, percentile
-from reward.service_process import ServiceProcess
 
 _BATCH = 500
 _BATCH_BAR_MS = 60
@@ -91,7 +91,7 @@ async def _unary(address: str, num_calls: int) -> float:
     try:
         return await _shared(num_calls, lambda: _always(ask))
     finally:
-        await channel.close()
+        await channel.close(None)
 
 
 async def _stream(address: str, num_calls: int) -> float:
@@ -110,7 +110,7 @@ async def _stream(address: str, num_calls: int) -> float:
         answered.add(answer.verdict.item_id)
         places.release()
     elapsed_s = time.perf_counter() - started
-    await channel.close()
+    await channel.close(None)
     assert len(answered) == num_calls
     return elapsed_s
 

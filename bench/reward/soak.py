@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.reward.items import Question, typical
+from bench.reward.report import Report
+from bench.reward.service_process import ServiceProcess
 from penstock.clients import RewardClient
 from penstock.testing.hostile_answers import generated_items, stored_items
 from penstock.v1 import reward_pb2
-from reward.items import Question, typical
-from reward.report import Report
-from reward.service_process import ServiceProcess
 
 _STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _BATCH = 500

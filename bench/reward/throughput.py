@@ -3,11 +3,11 @@
 import statistics
 import time
 
+from bench.reward.items import Question, symbolic, typical
+from bench.reward.peers import PEERS, Peer
+from bench.reward.report import Report
+from bench.reward.service_process import ServiceProcess
 from penstock.clients import RewardClient
-from reward.items import Question, symbolic, typical
-from reward.peers import PEERS, Peer
-from reward.report import Report
-from reward.service_process import ServiceProcess
 from services.reward.config import RewardConfig
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
