@@ -5,31 +5,21 @@ never to make room: a full stream rejects new calls. A page that is read is boun
 the images of its conversation.
 """
 
-import asyncio
 import base64
 import dataclasses
-import time
 from collections.abc import Sequence
 
-import nats.js.errors
-import structlog
-from nats.js import api
-
 from penstock.bus.connection import Bus
-from penstock.bus.failures import BUS_ERRORS, describe, setting_up
-from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
+from penstock.bus.kept_stream import KeptStream, Wording
 from penstock.records import RecordedCall
 from penstock.records.codec import decode, encode
 
-log = structlog.get_logger()
-
-_KEEP_TIMEOUT_S = 15.0
-_RETRY_S = 0.25
-_DUPLICATE_WINDOW_S = 120.0
-_IS_FULL = (10077, 10122, 10023)
-"""JetStream's codes for a stream, or a server, that is full."""
-
-
+_WORDING = Wording(
+    record="the call",
+    stream="the recordings",
+    when_large="send smaller images",
+    when_full="read and delete some, or raise router.openai.recordings_max_mb",
+)
 _MAX_PAGE_BYTES = 16 * 2**20
 """A page ends before it exceeds this, unless its first call alone does."""
 
@@ -49,9 +39,7 @@ class Recordings:
 
     def __init__(self, bus: Bus) -> None:
         """Keep them on `bus`."""
-        self._bus = bus
-        self._js = bus.jetstream
-        self._stream = bus.calls
+        self._stream = KeptStream(bus, bus.calls, _WORDING)
 
     async def ensure(self, *, max_age_s: float, max_bytes: int) -> None:
         """Create the stream, or give an existing one these bounds.
@@ -59,21 +47,7 @@ class Recordings:
         Raises:
             SetupError: the server does not create it.
         """
-        config = api.StreamConfig(
-            name=self._stream.name,
-            subjects=[f"{self._stream.subject}.*"],
-            retention=self._stream.retention,
-            storage=api.StorageType.FILE,
-            discard=api.DiscardPolicy.NEW,
-            max_age=max_age_s,
-            max_bytes=max_bytes,
-            duplicate_window=min(_DUPLICATE_WINDOW_S, max_age_s),
-        )
-        with setting_up(f"stream {self._stream.name}", self._bus.config.url):
-            try:
-                await self._js.add_stream(config)
-            except nats.js.errors.BadRequestError:
-                await self._js.update_stream(config)
+        await self._stream.ensure("*", max_age_s=max_age_s, max_bytes=max_bytes)
 
     async def keep(self, call: RecordedCall) -> None:
         """Store the call.
@@ -83,31 +57,8 @@ class Recordings:
             OverloadedError: the recordings are full.
             UnavailableError: the server did not store it in time.
         """
-        payload, message_id = encode(call), f"{call.request_id}/{call.choice}"
-        if len(payload) > self._bus.max_payload_bytes(message_id):
-            raise InvalidRequestError(
-                f"the recorded call has {len(payload)} bytes, and the NATS server takes "
-                f"{self._bus.max_payload_bytes(message_id)}; send smaller images, or raise its max_payload"
-            )
-        headers, deadline = {"Nats-Msg-Id": message_id}, time.monotonic() + _KEEP_TIMEOUT_S
-        while True:
-            try:
-                await self._js.publish(
-                    self._subject(call.session), payload, timeout=_KEEP_TIMEOUT_S / 3, headers=headers
-                )
-            except BUS_ERRORS as error:
-                why = describe(error)
-                if getattr(error, "err_code", None) in _IS_FULL:
-                    raise OverloadedError(
-                        f"the call was not recorded, the recordings are full ({why}); read and delete some, or raise "
-                        "router.openai.recordings_max_mb"
-                    ) from None
-                if time.monotonic() >= deadline:
-                    raise UnavailableError(f"the call was not recorded: {why}") from None
-                log.warning("call.keep_retried", session=call.session, error=why)
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return
+        message_id = f"{call.request_id}/{call.choice}"
+        await self._stream.publish(_subject(call.session), encode(call), message_id=message_id)
 
     async def read(
         self, session: str, *, after: int = 0, limit: int = 100, max_bytes: int = _MAX_PAGE_BYTES
@@ -124,21 +75,16 @@ class Recordings:
             UnavailableError: the server does not answer.
         """
         calls: list[tuple[int, RecordedCall]] = []
-        subject, num_bytes = self._subject(session), 0
-        try:
-            while len(calls) < limit:
-                message = await self._js.get_msg(self._stream.name, seq=after + 1, subject=subject, next=True)
-                assert message.seq is not None
-                payload = message.data or b""
-                num_bytes += len(payload)
-                if calls and num_bytes > max_bytes:
-                    break
-                calls.append((message.seq, decode(payload, RecordedCall)))
-                after = message.seq
-        except nats.js.errors.NotFoundError:
-            return RecordedPage(calls=calls, has_more=False)
-        except BUS_ERRORS as error:
-            raise UnavailableError(f"the recordings cannot be read: {describe(error)}") from None
+        num_bytes = 0
+        while len(calls) < limit:
+            found = await self._stream.next(_subject(session), after=after)
+            if found is None:
+                return RecordedPage(calls=calls, has_more=False)
+            after, payload = found
+            num_bytes += len(payload)
+            if calls and num_bytes > max_bytes:
+                break
+            calls.append((after, decode(payload, RecordedCall)))
         return RecordedPage(calls=calls, has_more=True)
 
     async def remove(self, session: str) -> None:
@@ -147,11 +93,9 @@ class Recordings:
         Raises:
             UnavailableError: the server does not answer.
         """
-        try:
-            await self._js.purge_stream(self._stream.name, subject=self._subject(session))
-        except BUS_ERRORS as error:
-            raise UnavailableError(f"the recordings cannot be removed: {describe(error)}") from None
+        await self._stream.remove(_subject(session))
 
-    def _subject(self, session: str) -> str:
-        """The session's subject; base64, because names may hold any character."""
-        return f"{self._stream.subject}.{base64.urlsafe_b64encode(session.encode()).decode().rstrip('=')}"
+
+def _subject(session: str) -> str:
+    """The session's subject; base64, because names may hold any character."""
+    return base64.urlsafe_b64encode(session.encode()).decode().rstrip("=")

@@ -6,20 +6,16 @@ that was said. Invariants: an answer for which `keep` has returned was stored wh
 if the session's state is still the message that the router saw.
 """
 
-import asyncio
 import dataclasses
-import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-import nats.js.errors
 import structlog
-from nats.js import api
 
 from penstock.bus.connection import Bus
-from penstock.bus.failures import BUS_ERRORS, describe, setting_up
-from penstock.errors import InvalidRequestError, OverloadedError, SessionOverError, UnavailableError
+from penstock.bus.kept_stream import KeptStream, OtherMessageError, Wording
+from penstock.errors import SessionOverError, UnavailableError
 from penstock.records import SessionCall, SessionId, SessionState
 from penstock.records.codec import decode, encode
 
@@ -30,19 +26,12 @@ MAX_AGE_S: Final = 24 * 3600.0
 never was."""
 _MAX_BYTES: Final = 2 * 2**30
 """Room for all sessions that are open, which hold ids and log-probabilities, no images: about 100 million tokens."""
-_DUPLICATE_WINDOW_S = 120.0
-_TIMEOUT_S = 15.0
-_RETRY_S = 0.25
-_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-"""The message is stored only if the last one of its subject, or of that in `...-Subject`, has this number."""
-_WRONG_SEQUENCE = 10071
-"""JetStream's code for a state that is no longer the one that was seen."""
-_IS_FULL = (10077, 10122, 10023)
-"""JetStream's codes for a stream, or a server, that is full."""
-
-
-class _OtherStateError(Exception):
-    """The session's state is no longer the one that was seen."""
+_WORDING = Wording(
+    record="the session's record",
+    stream="the sessions",
+    when_large="make prompts or answers shorter",
+    when_full="run fewer agents",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,29 +49,15 @@ class Sessions:
 
     def __init__(self, bus: Bus) -> None:
         """Keep them on `bus`."""
-        self._bus = bus
-        self._js = bus.jetstream
-        self._stream = bus.sessions
+        self._stream = KeptStream(bus, bus.sessions, _WORDING)
 
     async def ensure(self) -> None:
         """Create the stream if it does not exist.
 
         Raises:
-            SetupError: it exists with other settings, or the server does not make it.
+            SetupError: the server does not create it.
         """
-        with setting_up(f"stream {self._stream.name}", self._bus.config.url):
-            await self._js.add_stream(
-                api.StreamConfig(
-                    name=self._stream.name,
-                    subjects=[f"{self._stream.subject}.*.*"],
-                    retention=self._stream.retention,
-                    storage=api.StorageType.FILE,
-                    discard=api.DiscardPolicy.NEW,
-                    max_age=MAX_AGE_S,
-                    max_bytes=_MAX_BYTES,
-                    duplicate_window=_DUPLICATE_WINDOW_S,
-                )
-            )
+        await self._stream.ensure("*.*", max_age_s=MAX_AGE_S, max_bytes=_MAX_BYTES)
 
     async def open(self, session: SessionId, state: SessionState) -> OpenedSession:
         """Make `session` the current one of its sample; the one before is superseded, and its answers are removed.
@@ -92,7 +67,7 @@ class Sessions:
             UnavailableError: the server did not store it in time.
         """
         before = await self._find_state(session)
-        number = await self._write_state(session, state, {})
+        number = await self._write_state(session, state)
         if before is not None and before[1].nonce != session.nonce:
             await self.forget(SessionId(place=session.place, nonce=before[1].nonce))
         return OpenedSession(id=session, state=state, number=number)
@@ -106,8 +81,8 @@ class Sessions:
         """
         closed = msgspec.structs.replace(opened.state, is_closed=True)
         try:
-            await self._write_state(opened.id, closed, {_EXPECTED: str(opened.number)})
-        except _OtherStateError:
+            await self._write_state(opened.id, closed, seen=_seen(opened))
+        except OtherMessageError:
             try:
                 await self.find(opened.id)
             except SessionOverError as error:
@@ -148,11 +123,12 @@ class Sessions:
             OverloadedError: there is no room for it.
             UnavailableError: the server did not store it in time.
         """
-        headers = {_EXPECTED: str(opened.number), f"{_EXPECTED}-Subject": self._state_subject(opened.id)}
         message_id = f"{opened.id}/{call.request_id}/{call.choice}"
         try:
-            return await self._publish(self._calls_subject(opened.id), encode(call), message_id, headers)
-        except _OtherStateError:
+            return await self._stream.publish(
+                _calls_subject(opened.id), encode(call), message_id=message_id, seen=_seen(opened)
+            )
+        except OtherMessageError:
             await self.find(opened.id)
             raise UnavailableError("the session's state is gone from the server; start its sample again") from None
 
@@ -163,70 +139,36 @@ class Sessions:
             UnavailableError: the server does not answer.
         """
         calls: list[tuple[int, SessionCall]] = []
-        subject = self._calls_subject(session)
-        while True:
-            request = self._js.get_msg(self._stream.name, seq=after + 1, subject=subject, next=True)
-            found = await _found(request, "the session's answers cannot be read")
-            if found is None:
-                return calls
-            assert found.seq is not None
-            after = found.seq
-            calls.append((after, decode(found.data or b"", SessionCall)))
+        while found := await self._stream.next(_calls_subject(session), after=after):
+            after, data = found
+            calls.append((after, decode(data, SessionCall)))
+        return calls
 
     async def forget(self, session: SessionId) -> None:
         """Remove the session's answers; a failure is logged, for age removes them too."""
         try:
-            await self._js.purge_stream(self._stream.name, subject=self._calls_subject(session))
-        except BUS_ERRORS as error:
-            log.warning("session.remove_failed", session=session.place, error=describe(error))
+            await self._stream.remove(_calls_subject(session))
+        except UnavailableError as error:
+            log.warning("session.remove_failed", session=session.place, error=str(error))
 
     async def _find_state(self, session: SessionId) -> tuple[int, SessionState] | None:
-        request = self._js.get_last_msg(self._stream.name, self._state_subject(session))
-        found = await _found(request, "the session cannot be read")
-        if found is None:
-            return None
-        assert found.seq is not None
-        return found.seq, decode(found.data or b"", SessionState)
+        found = await self._stream.last(_state_subject(session))
+        return None if found is None else (found[0], decode(found[1], SessionState))
 
-    async def _write_state(self, session: SessionId, state: SessionState, headers: Mapping[str, str]) -> int:
+    async def _write_state(
+        self, session: SessionId, state: SessionState, *, seen: tuple[str, int] | None = None
+    ) -> int:
         message_id = f"{session}/{state.is_closed}"
-        return await self._publish(self._state_subject(session), encode(state), message_id, headers)
-
-    async def _publish(self, subject: str, payload: bytes, message_id: str, headers: Mapping[str, str]) -> int:
-        if len(payload) > self._bus.max_payload_bytes(message_id):
-            raise InvalidRequestError(
-                f"the session's record has {len(payload)} bytes, and the NATS server takes "
-                f"{self._bus.max_payload_bytes(message_id)}; make prompts or answers shorter, or raise its max_payload"
-            )
-        headers, deadline = {**headers, "Nats-Msg-Id": message_id}, time.monotonic() + _TIMEOUT_S
-        while True:
-            try:
-                ack = await self._js.publish(subject, payload, timeout=_TIMEOUT_S / 3, headers=headers)
-            except BUS_ERRORS as error:
-                code, why = getattr(error, "err_code", None), describe(error)
-                if code == _WRONG_SEQUENCE:
-                    raise _OtherStateError from None
-                if code in _IS_FULL:
-                    raise OverloadedError(f"stream {self._stream.name} has no room ({why}); run fewer agents") from None
-                if time.monotonic() >= deadline:
-                    raise UnavailableError(f"the session's record was not stored: {why}") from None
-                log.warning("session.store_retried", subject=subject, error=why)
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return int(ack.seq)
-
-    def _state_subject(self, session: SessionId) -> str:
-        return f"{self._stream.subject}.{session.place}.state"
-
-    def _calls_subject(self, session: SessionId) -> str:
-        return f"{self._stream.subject}.{session.place}.{session.nonce}"
+        return await self._stream.publish(_state_subject(session), encode(state), message_id=message_id, seen=seen)
 
 
-async def _found(request: Awaitable[api.RawStreamMsg], failure: str) -> api.RawStreamMsg | None:
-    """What the server has; None if it has no such message."""
-    try:
-        return await request
-    except nats.js.errors.NotFoundError:
-        return None
-    except BUS_ERRORS as error:
-        raise UnavailableError(f"{failure}: {describe(error)}") from None
+def _seen(opened: OpenedSession) -> tuple[str, int]:
+    return _state_subject(opened.id), opened.number
+
+
+def _state_subject(session: SessionId) -> str:
+    return f"{session.place}.state"
+
+
+def _calls_subject(session: SessionId) -> str:
+    return f"{session.place}.{session.nonce}"

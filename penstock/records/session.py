@@ -67,6 +67,9 @@ class SessionState(Envelope, frozen=True, kw_only=True):
     """Arguments of the chat template, under those of a call."""
     limits: Limits = Limits()
     """`max_turns`: most answers; `max_tokens`: most tokens of a conversation, images expanded."""
+    timeout_s: float = 0.0
+    """How long it stays open at most, from when it was opened: so long its calls may wait for a replica. 0: it is not
+    known."""
 
 
 class SessionCall(Envelope, frozen=True, kw_only=True):

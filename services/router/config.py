@@ -54,7 +54,7 @@ class RouterConfig(Config):
     """How long a call may wait, in total or since its last tokens, while no replica can take it; then it fails with
     UNAVAILABLE, or with RESOURCE_EXHAUSTED if replicas keep rejecting it. While replicas are merely at their limit, it
     waits until its deadline, and so does a call that has just broken a replica: after three replicas in a row it fails
-    with ABORTED."""
+    with ABORTED. A call of an agent's session waits as long as its episode has time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,14 @@ Unary calls and streams both run as streams on the engine, so that a replica tha
 it had not delivered. Invariant: the caller sees one answer, as of one engine.
 """
 
+import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import structlog
 
 from penstock.clients.turn import RetryBudget, run_turn
-from penstock.errors import NotReadyError, OverloadedError, PenstockError
+from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PenstockError
 from services.router.balancing import UNBOUNDED, Query
 from services.router.resumable_stream import ResumableStream
 from services.router.slot import Slot
@@ -35,19 +36,58 @@ class RequestForwarder:
         largest = self._slots.view.largest()
         return None if largest == UNBOUNDED else largest
 
-    def forward(self, stream: ResumableStream, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
+    def forward(
+        self,
+        stream: ResumableStream,
+        *,
+        timeout_s: float,
+        wait_s: float = 0.0,
+        restore_images: Callable[[], Awaitable[None]] | None = None,
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the chunks of the answer, from one replica after another until it is whole. Leaving early aborts the
         request in the engine.
 
+        Args:
+            stream: The call.
+            timeout_s: Its deadline.
+            wait_s: How long it may wait while no replica can take it, if longer than `router.wait_for_replica_s`.
+            restore_images: Stores the images that the call names, for the case that an engine misses one.
+
         Raises:
+            MissingImageError: an image is not stored, also after it was restored.
             InvalidRequestError: the request is invalid; raised by the call itself, the following by the iteration.
             PoisonError: too many replicas failed.
             PenstockError: no replica could answer it to the end.
         """
         query = stream.read_query(with_blocks=self._slots.balancer.reads_blocks)
-        ticket = Ticket(query=query, deadline=time.monotonic() + timeout_s, size_bytes=stream.size_bytes)
+        deadline = time.monotonic() + timeout_s
+        ticket = Ticket(query=query, deadline=deadline, size_bytes=stream.size_bytes, wait_s=wait_s)
         budget = RetryBudget(self._tuning.max_attempts)
-        return run_turn(_Slots(self._slots, ticket, budget), stream, budget=budget, deadline=ticket.deadline)
+        slots = _Slots(self._slots, ticket, budget)
+
+        def run() -> AsyncGenerator[bytes, None]:
+            return run_turn(slots, stream, budget=budget, deadline=deadline)
+
+        return run() if restore_images is None else _restoring(run, stream, restore_images)
+
+
+async def _restoring(
+    run: Callable[[], AsyncGenerator[bytes, None]], stream: ResumableStream, restore: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
+    """What `run` yields. An image that an engine misses is restored, once for each token that the stream got on."""
+    restored_at: int | None = None
+    while True:
+        try:
+            async with contextlib.aclosing(run()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        except MissingImageError as error:
+            if restored_at == stream.num_tokens:
+                raise
+            restored_at = stream.num_tokens
+            log.warning("image.restored", reason=str(error))
+        await restore()
 
 
 class _Slots:

@@ -111,8 +111,8 @@ class SlotPool:
         Raises:
             OverloadedError: the wait queue is full, or all replicas were full or rejected the call for as long as it
                 waited. A call that has had a slot may always wait: otherwise the tokens it already has would be lost.
-            UnavailableError: for `wait_for_replica_s` no replica could take the call, or up to the deadline of a
-                patient one.
+            UnavailableError: for `wait_for_replica_s`, or the ticket's own time, no replica could take the call, or up
+                to the deadline of a patient one.
             PromptTooLongError: no replica is large enough for it.
             InvalidRequestError: it is an evaluation's, and that has ended.
         """
@@ -352,7 +352,8 @@ class SlotPool:
 
     def _patience_s(self, ticket: Ticket, *, is_starved: bool) -> float:
         """How long to wait before looking again; 0 or less: no longer."""
-        allowed_s = math.inf if ticket.is_patient else self._config.wait_for_replica_s - ticket.waited_s
+        wait_s = max(self._config.wait_for_replica_s, ticket.wait_s)
+        allowed_s = math.inf if ticket.is_patient else wait_s - ticket.waited_s
         if allowed_s > 0 and not is_starved:
             # Look again often, so that a pool that becomes unusable is noticed before most of the time is over.
             allowed_s = min(max(allowed_s, _RECHECK_SOON_S), _RECHECK_S)

@@ -28,6 +28,8 @@ class Ticket:
     """Its number, ascending; 0 before it first asks."""
     waited_s: float = 0.0
     """How long it has waited while no replica could have taken it; a replica that gives it tokens resets this."""
+    wait_s: float = 0.0
+    """How much of that it may, if more than `router.wait_for_replica_s`."""
     is_patient: bool = False
     """Whether it waits to its deadline, however long there is no replica: it may be what breaks them, and the count of
     those that it broke ends with the call."""

@@ -11,33 +11,17 @@ from penstock.bus.connection import connect
 from penstock.bus.image_store import hash_of
 from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
-from penstock.model.tokens import forbidden_token_ids
-from penstock.records import Group, GroupId, RecordedCall, Verdict
+from penstock.records import Verdict
 from penstock.testing.engine_process import EngineProcess
-from services.trainer.backend.policy.load_model import load_policy
-from services.trainer.backend.policy.model import PolicyModel
 from tests.support.engine.reference import TOLERANCE, Reference, picture
+from tests.support.engine.trained_logprobs import policy_of, trained_logprobs
 from tests.support.router.openai_stage import data_url
 from tests.support.router.process import router_process
-from tests.support.trainer.read_groups import reader_of
-from tests.support.trainer.rows import row_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
 TEMPERATURE = 0.7
 NO_VERDICT = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
-
-
-@torch.no_grad()
-def trained_logprobs(policy: PolicyModel, call: RecordedCall, model_path: Path) -> torch.Tensor:
-    """What the trainer makes of a recorded call: read as a group, packed as a batch, scored by its model."""
-    images = {hash_of(data): data for data in call.images}
-    sample = call.to_sample(NO_VERDICT, tuple(map(hash_of, call.images)))
-    group_id = GroupId(run_id="r", index=0, attempt=0, trainer_epoch="a")
-    group = Group(id=group_id, num_samples=1, samples=(sample,), worker_id="w")
-    reader = reader_of(model_path, forbidden_ids=forbidden_token_ids(model_path))
-    [sequence] = reader.read(group, images).sequences
-    return policy(row_of(sequence)).logprobs_N
 
 
 async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
@@ -48,10 +32,7 @@ async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
     engine, which says so."""
     run = engine.log.parent.name
     version = (await engine.replica()).policy_version
-    policy = load_policy(
-        tiny_model_path, temperature=TEMPERATURE, forbidden_ids=forbidden_token_ids(tiny_model_path)
-    )  # fmt: skip
-    policy.model.load_state_dict(current.model.state_dict())
+    policy = policy_of(current, tiny_model_path, temperature=TEMPERATURE)
     images = [picture(150, 101, seed=1), picture(96, 96, format="JPEG")]
     parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
     looked = [{"role": "user", "content": [*parts, {"type": "text", "text": "Find x."}]}]
@@ -92,4 +73,6 @@ async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
         )
         assert call.num_prompt_tokens == num_prompt
         assert (recorded - expected).abs().max() < TOLERANCE
-        assert (recorded - trained_logprobs(policy, call, tiny_model_path)).abs().max() < TOLERANCE
+        sample = call.to_sample(NO_VERDICT, tuple(map(hash_of, call.images)))
+        shown = {hash_of(data): data for data in call.images}
+        assert (recorded - trained_logprobs(policy, sample, shown, tiny_model_path)).abs().max() < TOLERANCE

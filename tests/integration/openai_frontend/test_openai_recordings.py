@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from penstock.bus import recordings as recordings_module
+from penstock.bus import kept_stream
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.bus.recordings import Recordings
@@ -155,7 +155,7 @@ async def test_a_client_that_goes_away_leaves_no_record(stage: Stage) -> None:
 
 async def test_without_a_server_a_call_is_not_kept_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a bounded time."""
-    monkeypatch.setattr(recordings_module, "_KEEP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(kept_stream, "_TIMEOUT_S", 1.0)
     async with contextlib.AsyncExitStack() as stack:
         async with local_server(tmp_path) as url:
             bus = await stack.enter_async_context(connect(BusConfig(url=url), run="r"))

@@ -14,7 +14,7 @@ from penstock.errors import MissingImageError, NotReadyError, OverloadedError, P
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2
-from services.rollout.worker.turn import TurnPlayer
+from services.rollout.worker.episodes.turn import TurnPlayer
 from services.router.config import RouterConfig, RouterSettings
 from services.router.resumable_stream import ResumableStream
 from services.router.server import serve

@@ -101,6 +101,7 @@ class Stage:
         for engine in self.engines:
             engine.delay_s = engine.token_s = 0.0
             engine.scores = True
+            engine.image_store = None
             engine.error = engine.fail_after = engine.fail_with = None
             engine.requests.clear()
             engine.num_calls = engine.num_cancelled = 0
@@ -112,6 +113,10 @@ class Stage:
         """Wait until all routers know this many engines that may be given calls, and none that has one."""
         for router in self.routers:
             await until_idle(router.address, num_routable=count)
+
+    async def until_waiting(self, count: int) -> None:
+        """Wait until this many calls wait for an engine at the first router."""
+        await _until_pool(self.routers[0].address, lambda pool: pool.num_waiting == count)
 
     async def until_load(self, num_running: int) -> None:
         """Wait until all routers have heard that this many calls run, by what the engines say."""

@@ -21,7 +21,7 @@ from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, UnknownModelError
 from services.router.frontends.openai.event_stream import EventStream, SendEvent
-from services.router.frontends.openai.generation import generating
+from services.router.frontends.openai.generation import Terms, generating
 from services.router.frontends.openai.parsed_request import ParsedRequest
 from services.router.frontends.openai.parsing_threads import ParsingThreads
 from services.router.frontends.openai.recording import page_json, record
@@ -39,6 +39,7 @@ from services.router.tuning import OpenAITuning
 Keep: TypeAlias = Callable[[Sequence[Choice]], Awaitable[None]]
 """Records the choices of an answer."""
 
+_USUAL = Terms()
 _CHUNK_TOKENS = 64
 """Tokens per chunk of answers that nobody reads before they are whole."""
 
@@ -200,6 +201,7 @@ class ChatApi:
         *,
         is_streamed: bool,
         keep: Keep | None = None,
+        terms: Terms = _USUAL,
     ) -> Response:
         """Answer a parsed request. It ends, for the client, when `keep` has recorded its choices.
 
@@ -208,20 +210,26 @@ class ChatApi:
             make_format: How to write it.
             is_streamed: Whether as events.
             keep: Records whole choices; None: as recorded calls, if the request asks for it.
+            terms: What is done for it beyond the usual.
         """
         keep = keep or functools.partial(self._record, request)
         choices = [self._make_choice(request) for _ in range(request.num_all)]
         form = make_format(request, choices, self._texts, model=self.model)
         if is_streamed:
-            return EventStream(lambda send: self._stream(request, choices, form, keep, send), lambda: form.headers)
+            return EventStream(
+                lambda send: self._stream(request, choices, form, keep, terms, send), lambda: form.headers
+            )
         chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
         async with generating(
-            self._forwarder, request, choices, timeout_s=self._tuning.timeout_s, chunk_tokens=chunk_tokens
+            self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=chunk_tokens
         ) as deltas:
             async for _ in deltas:
                 pass
         await keep(choices)
         return JSONResponse(form.whole(), headers=form.headers)
+
+    def _timeout_s(self, terms: Terms) -> float:
+        return max(self._tuning.timeout_s, terms.wait_s)
 
     def _make_choice(self, request: ParsedRequest) -> Choice:
         return Choice(
@@ -236,13 +244,19 @@ class ChatApi:
         )
 
     async def _stream(
-        self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, keep: Keep, send: SendEvent
+        self,
+        request: ParsedRequest,
+        choices: list[Choice],
+        form: ResponseFormat,
+        keep: Keep,
+        terms: Terms,
+        send: SendEvent,
     ) -> None:
         """Send the answer while it is generated; the last choice's end is sent once the call is recorded."""
         opened: set[int] = set()
         num_left = len(choices)
         async with generating(
-            self._forwarder, request, choices, timeout_s=self._tuning.timeout_s, chunk_tokens=0
+            self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=0
         ) as deltas:
             async for index, delta in deltas:
                 if index not in opened and (event := form.opening(index)):

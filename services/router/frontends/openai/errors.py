@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse
 
 from penstock.errors import (
     InvalidRequestError,
+    MissingImageError,
     PenstockError,
     PoisonError,
     PromptTooLongError,
@@ -32,6 +33,10 @@ _CODE_OF_STATUS = {
 }
 
 
+_IMAGE_LOST = (
+    "an image of this conversation is stored no longer, and storing it again did not help; its group is settled, or "
+    "NATS loses what it stores: end this agent, or send the conversation again in a new session"
+)
 _PEER = re.compile(r"replica \S+ at \S+: ")
 """How errors of engines name the engine, which is nothing that clients outside should see."""
 
@@ -67,7 +72,7 @@ def status_for(error: BaseException) -> int:
         return 404
     if isinstance(error, SessionOverError):
         return 409 if error.is_superseded else 410
-    if isinstance(error, InvalidRequestError | UserError | PoisonError):  # a 5xx would be retried
+    if isinstance(error, InvalidRequestError | MissingImageError | UserError | PoisonError):  # a 5xx would be retried
         return 400
     return status_of(error)
 
@@ -82,8 +87,10 @@ def body_of(error: BaseException) -> dict[str, Any]:
         code = "context_length_exceeded"
     elif isinstance(error, SessionLimitError):
         code = "session_limit_reached"
+    elif isinstance(error, MissingImageError):
+        code = "image_lost"
     if isinstance(error, PenstockError):
-        message = str(error)
+        message = _IMAGE_LOST if isinstance(error, MissingImageError) else str(error)
     else:
         message = "the deadline passed" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
     return error_body(status, message, param=getattr(error, "param", None), code=code)

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from penstock.errors import PenstockError
@@ -16,11 +17,22 @@ _MAX_AHEAD = 64
 """Deltas that wait to be sent; beyond it, a client that reads slowly holds up the engine, not this process's memory."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is done for an answer beyond the usual."""
+
+    wait_s: float = 0.0
+    """How long it may wait while no engine can take it, if longer than `router.wait_for_replica_s`."""
+    restore_images: Callable[[], Awaitable[None]] | None = None
+    """Stores the images that the request names, for the case that an engine misses one."""
+
+
 @asynccontextmanager
 async def generating(
     forwarder: RequestForwarder,
     request: ParsedRequest,
     choices: Sequence[Choice],
+    terms: Terms,
     *,
     timeout_s: float,
     chunk_tokens: int,
@@ -40,7 +52,10 @@ async def generating(
         choice, name = choices[index], generate_pb2.GenerateRequest(request_id=f"{request.request_id}/{index}")
         parts = name.SerializeToString(), prompts[index // request.num_choices]
         stream = ResumableStream(*parts, chunk_tokens=chunk_tokens)
-        async with contextlib.aclosing(forwarder.forward(stream, timeout_s=timeout_s)) as chunks:
+        forwarded = forwarder.forward(
+            stream, timeout_s=timeout_s, wait_s=terms.wait_s, restore_images=terms.restore_images
+        )
+        async with contextlib.aclosing(forwarded) as chunks:
             async for raw in chunks:
                 chunk = generate_pb2.GenerateChunk.FromString(raw)
                 if request.scores_prompt and not choice.tokens and not chunk.HasField("prompt_logprobs"):

@@ -73,8 +73,9 @@ class _Answer:
 class SessionHistory:
     """The recorded calls of one session. They can be added in one thread while another renders."""
 
-    def __init__(self) -> None:
-        """Nothing was said."""
+    def __init__(self, *, known_since: float = 0.0) -> None:
+        """Nothing was said; `known_since` is when the session was first heard of, by `time.monotonic()`."""
+        self.known_since = known_since
         self._answers: dict[int, _Answer] = {}
         self._by_conversation: dict[str, int] = {}
         self._by_answer: dict[str, int] = {}

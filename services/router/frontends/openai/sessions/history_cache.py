@@ -4,6 +4,7 @@ Invariant: a history is read on from the bus before each use, so what other rout
 stays true, because answers are only ever added to a session.
 """
 
+import time
 from collections import OrderedDict
 
 from penstock.bus.sessions import Sessions
@@ -26,8 +27,11 @@ class HistoryCache:
         Raises:
             UnavailableError: the server does not answer.
         """
-        history = self._histories.setdefault(str(session), SessionHistory())
-        self._histories.move_to_end(str(session))
+        name = str(session)
+        history = self._histories.get(name)
+        if history is None:
+            history = self._histories[name] = SessionHistory(known_since=time.monotonic())
+        self._histories.move_to_end(name)
         for number, call in await self._sessions.read(session, after=history.last_number):
             history.add(number, call)
         num_bytes = sum(each.size_bytes for each in self._histories.values())

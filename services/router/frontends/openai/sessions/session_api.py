@@ -6,7 +6,8 @@ the caller's; an answer ends, for the client, when it is recorded; of a call who
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pydantic
@@ -21,6 +22,7 @@ from penstock.v1 import common_pb2
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, SessionLimitError, UnknownSessionError
+from services.router.frontends.openai.generation import Terms
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
 from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_of_chat
 from services.router.frontends.openai.responses import ChatFormat
@@ -74,17 +76,23 @@ class SessionApi:
             )
         call = _Call(opened, history)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_of_chat(body))
-        await self._store_images(opened, call)
+        await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, call, request)
-        return await self._chat.answer(request, ChatFormat, is_streamed=body.stream, keep=keep)
+        return await self._chat.answer(
+            request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call)
+        )
 
-    async def _store_images(self, opened: OpenedSession, call: "_Call") -> None:
-        """Store what neither the prompt nor the conversation has shown so far."""
-        shown = {*opened.state.images, *call.prompt.prefix_images}
-        for sha256, data in zip(call.hashes, call.images, strict=True):
-            if sha256 not in shown:
-                shown.add(sha256)
-                await self._images.put(opened.state.scope, data)
+    def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call") -> Terms:
+        """A call may wait as long as its session stays open: an agent takes a refusal as its failure."""
+        left_s = opened.state.timeout_s - (time.monotonic() - history.known_since)
+        restore = functools.partial(self._store_images, opened, call, stored=frozenset())
+        return Terms(wait_s=max(0.0, left_s), restore_images=restore)
+
+    async def _store_images(self, opened: OpenedSession, call: "_Call", stored: Collection[str]) -> None:
+        """Store the images of the call's messages, but those that are `stored`."""
+        images = dict(zip(call.hashes, call.images, strict=True))
+        for sha256 in images.keys() - stored:
+            await self._images.put(opened.state.scope, images[sha256])
 
     async def _keep(
         self, opened: OpenedSession, call: "_Call", request: ParsedRequest, choices: Sequence[Choice]

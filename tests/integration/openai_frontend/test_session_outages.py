@@ -1,0 +1,88 @@
+"""Sessions of agents while engines are away, and after the bus has lost images: what a sample need not be lost for."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.bus.image_store import ImageStore, hash_of
+from penstock.errors import MissingImageError
+from penstock.v1 import common_pb2
+from tests.support.router.agent_session import agent_session, group_id
+from tests.support.router.openai_stage import HI, PNG, Stage, collect, data_url
+from tests.support.waiting import promptly
+
+LOOK: Any = [
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": data_url(PNG)}}, {"type": "text", "text": "look"}],
+    }
+]
+
+
+async def set_states(stage: Stage, state: common_pb2.ReplicaState.ValueType) -> None:
+    """Show all engines in this state."""
+    for engine in stage.engines:
+        await engine.update(state=state)
+
+
+async def test_a_call_of_a_session_waits_for_an_engine_while_the_session_is_open(stage: Stage) -> None:
+    """Longer than router.wait_for_replica_s, in which another client's call fails: an agent takes 503 as its end."""
+    async with agent_session(stage, timeout_s=600.0) as agent:
+        await set_states(stage, common_pb2.REPLICA_STATE_DRAINING)
+        await stage.until_routable(0)
+        once = agent.clients[0].with_options(max_retries=0).chat.completions
+        waiting = asyncio.create_task(once.create(model="any", messages=HI))
+        await stage.until_waiting(1)
+        with pytest.raises(openai.InternalServerError, match="no replica could take the request") as caught:
+            await stage.chat()
+        assert caught.value.status_code == 503
+        await set_states(stage, common_pb2.REPLICA_STATE_READY)
+        answer = await promptly(waiting)
+        assert answer.choices[0].message.content == "fine"
+        assert len(await agent.calls()) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 2.0])
+async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(stage: Stage, timeout_s: float) -> None:
+    """Then it answers 503; without a known time, after router.wait_for_replica_s."""
+    async with agent_session(stage, timeout_s=timeout_s) as agent:
+        await set_states(stage, common_pb2.REPLICA_STATE_DRAINING)
+        await stage.until_routable(0)
+        once = agent.clients[0].with_options(max_retries=0).chat.completions
+        with pytest.raises(openai.InternalServerError, match="no replica could take the request") as caught:
+            await promptly(once.create(model="any", messages=HI))
+        assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_lost_images_of_a_session_are_restored_from_its_next_call(stage: Stage, is_streamed: bool) -> None:
+    """The client sends the whole conversation again, and with it what the store has lost or let expire."""
+    images = ImageStore(stage.bus, cache_bytes=0)
+    for engine in stage.engines:
+        engine.image_store = images
+    group = group_id(stage.run)
+    async with agent_session(stage, group, images=(hash_of(PNG),)) as agent:  # the row's, which nobody stored
+        said = (await agent.ask(LOOK)).choices[0].message.model_dump(exclude_none=True)
+        assert await images.get(group.scope, hash_of(PNG)) == PNG
+        await images.remove(group.scope)
+        other = PNG + b"other"
+        new = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(other)}}]}
+        answer = await agent.ask([*LOOK, said, new], router=1, stream=is_streamed)
+        if is_streamed:
+            assert (await collect(answer))[-1].choices[0].finish_reason == "stop"
+        assert [await images.get(group.scope, hash_of(each)) for each in (PNG, other)] == [PNG, other]
+        assert [list(call.images) for call in await agent.calls()] == [[hash_of(PNG)], [hash_of(other)]]
+
+
+async def test_an_image_that_stays_lost_is_a_refusal_in_words(stage: Stage) -> None:
+    """Clients do not try that again."""
+    for engine in stage.engines:
+        engine.error = MissingImageError("image ab is not stored; store it again")
+    async with agent_session(stage) as agent:
+        with pytest.raises(openai.BadRequestError, match="end this agent, or send the conversation again") as caught:
+            await agent.ask(LOOK)
+        assert caught.value.code == "image_lost"
+        assert sum(engine.num_calls for engine in stage.engines) == 2
+        assert await agent.calls() == []
