@@ -4,22 +4,20 @@ A runner is given a base URL of its own and speaks the OpenAI API to it. What th
 its tokens, so a runner never deals in token ids, and returns no more than a reward.
 """
 
-import base64
 import dataclasses
-import json
 import math
 import numbers
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self, TypeAlias
 
 from penstock.environments import Task
-from penstock.records import Message, TextPart
+from penstock.environments.openai_messages import write_messages
 
 MODEL: Final = "policy"
 """What agents may send as `model`; sessions take any name."""
 
 _MAX_ERROR_CHARS = 2000
-_MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +34,16 @@ class AgentSession:
     """Seconds until the runner is ended and the session closed."""
     model: str = MODEL
     """To send as `model`."""
+    tls: ssl.SSLContext | None = None
+    """What a client in this process needs for an https `base_url` whose authority is the run's own, the certificate
+    that `security.mutual` asks for included; None: `security` has no TLS."""
+    tls_ca: str = ""
+    """Path of that authority's PEM file, for clients in other processes; empty: the system's authorities."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The row's conversation in OpenAI's form, with its images inside."""
-        return [_plain(message, self.task.images) for message in self.task.messages]
+        return write_messages(self.task.messages, self.task.images)
 
     def to_json(self) -> dict[str, Any]:
         """What runners in other processes are given."""
@@ -50,6 +53,7 @@ class AgentSession:
             "api_key": self.api_key,
             "model": self.model,
             "timeout_s": self.timeout_s,
+            "tls_ca": self.tls_ca,
             "task": {
                 "id": task.id,
                 "seed": task.seed,
@@ -113,31 +117,3 @@ Runner: TypeAlias = Callable[[AgentSession], Awaitable[Any] | Any]
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _plain(message: Message, images: tuple[bytes, ...]) -> dict[str, Any]:
-    has_text_alone = all(isinstance(part, TextPart) for part in message.parts)
-    content: Any = [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": _data_url(images[part.index])}}
-        for part in message.parts
-    ]
-    if has_text_alone:
-        content = "".join(part["text"] for part in content)
-    plain: dict[str, Any] = {"role": message.role, "content": content}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": f"call_{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for number, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _data_url(image: bytes) -> str:
-    kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), "png")
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"

@@ -13,7 +13,7 @@ from penstock.errors import InvalidRequestError, PenstockError
 from penstock.records import Prompt, Verdict
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
-from services.rollout.worker.turn import WAIT_TIMEOUT_S
+from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
 

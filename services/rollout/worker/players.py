@@ -4,7 +4,7 @@ from typing import Protocol
 
 from penstock.records import Prompt, Sample, Verdict
 from services.rollout.worker.agents.agent_player import AgentPlayer
-from services.rollout.worker.episode import EpisodePlayer
+from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
 

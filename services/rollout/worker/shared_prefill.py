@@ -9,7 +9,7 @@ begins with another observation gets a rendering of its own.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from penstock.environments import Observation
@@ -22,13 +22,15 @@ class SharedPrefill:
         """No sample has begun."""
         self._has_begun = False
         self._is_over = asyncio.Event()
+        self._rendering = asyncio.Lock()
         self._rendered: tuple[Observation, list[int]] | None = None
 
-    def ids_of(self, first: Observation, render: Callable[[], list[int]]) -> list[int]:
+    async def ids_of(self, first: Observation, render: Callable[[], Awaitable[list[int]]]) -> list[int]:
         """The ids of the observation with which a sample begins; `render` makes them unless a sample before it has."""
-        if self._rendered is None or self._rendered[0] != first:
-            self._rendered = first, render()
-        return list(self._rendered[1])
+        async with self._rendering:
+            if self._rendered is None or self._rendered[0] != first:
+                self._rendered = first, await render()
+            return list(self._rendered[1])
 
     @asynccontextmanager
     async def first_turn(self) -> AsyncIterator[Callable[[], None]]:

@@ -1,13 +1,10 @@
 """Agents play whole groups: through the router's sessions, token for token, whatever their runners do."""
 
-import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pytest
@@ -17,69 +14,12 @@ from penstock.bus.connection import Bus
 from penstock.bus.image_store import hash_of
 from penstock.bus.sessions import Sessions
 from penstock.model.chat_template import Renderer
-from penstock.records import Limits, Message, Sampling, SessionId, TextPart, VersionSpan
+from penstock.records import Limits, Sampling, SessionId, VersionSpan
 from penstock.testing.simulated_engine import SimulatedEngine
-from penstock.v1 import common_pb2, generate_pb2
-from services.cli import service_settings
-from services.recipe import Recipe
 from services.rollout.worker.agents import agent_player
-from services.router import server as router_server
-from services.router.config import RouterConfig
-from tests.support.waiting import promptly, until
 from tests.support.worker import agent_runners
-from tests.support.worker.prompts import PICTURE, free_port, make_prompt, publish, until_done, working
-
-RUNNERS = "tests.support.worker.agent_runners"
-END_ID = 356
-LONG = Sampling(temperature=1.0, max_new_tokens=500)
-PROGRAM = """
-import json, sys, urllib.request
-given = json.load(sys.stdin)
-body = json.dumps({"model": given["model"], "messages": given["task"]["messages"]}).encode()
-headers = {"Authorization": f"Bearer {given['api_key']}", "Content-Type": "application/json"}
-urllib.request.urlopen(urllib.request.Request(f"{given['base_url']}/chat/completions", body, headers)).read()
-"""
-QUESTION = (Message(role="user", parts=(TextPart(text="Guess."),)),)
-TEXT: dict[str, Any] = {"messages": QUESTION, "images": ()}
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model_path: Path) -> Renderer:
-    """The model's template and tokenizer."""
-    return Renderer.load(tiny_model_path)
-
-
-class Speaker:
-    """Answers by what the prompt says: the text of the first entry whose key is in it, letter by letter in tokens that
-    no tokenizer would choose."""
-
-    def __init__(self, renderer: Renderer, answers: Sequence[tuple[str, str]]) -> None:
-        self._renderer = renderer
-        self._answers = answers
-
-    def ids(self, text: str) -> list[int]:
-        return [number for letter in text for number in self._renderer.render_text(letter)] + [END_ID]
-
-    def __call__(
-        self, request: generate_pb2.GenerateRequest, replica: common_pb2.Replica
-    ) -> generate_pb2.GenerateResponse:
-        prompt = self._renderer.decode(request.input_ids)
-        ids = self.ids(next(text for key, text in self._answers if key in prompt))[: request.sampling.max_new_tokens]
-        is_whole = ids[-1] == END_ID
-        return generate_pb2.GenerateResponse(
-            output_ids=ids,
-            logprobs=[-(index + 1) / 64 for index in range(len(ids))],
-            version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=replica.policy_version)],
-            finish_reason=generate_pb2.FINISH_REASON_STOP if is_whole else generate_pb2.FINISH_REASON_LENGTH,
-            usage=generate_pb2.Usage(
-                num_prompt_tokens=len(request.input_ids) + 8 * len(request.images), num_output_tokens=len(ids)
-            ),
-            replica_id=replica.replica_id,
-        )
-
-
-def guess(number: int) -> str:
-    return f'<tool_call>\n{{"name": "guess",  "arguments": {{"number": {number}}}}}\n</tool_call>'
+from tests.support.worker.agent_stage import LONG, PROGRAM, RUNNERS, TEXT, Speaker, guess
+from tests.support.worker.prompts import PICTURE, make_prompt, publish, until_done, working
 
 
 @pytest.fixture
@@ -88,34 +28,6 @@ async def engine(bus: Bus, renderer: Renderer) -> AsyncIterator[SimulatedEngine]
     answers = [("Lower.", guess(3)), ("Higher.", guess(9)), ("guess", guess(1)), ("", "The answer is \\boxed{3}")]
     async with SimulatedEngine(bus, answer=Speaker(renderer, answers), policy_version=4).running() as engine:
         yield engine
-
-
-@pytest.fixture
-async def make_stage(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Callable[..., Any]]:
-    """Starts a router and returns the recipe of workers with these agents; a text is an agent's function."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def make(agents: dict[str, Any], **worker: Any) -> Recipe:
-            port, http_port, stop = free_port(), free_port(), asyncio.Event()
-            url = f"http://127.0.0.1:{http_port}"
-            tables = {name: {"function": agent} if isinstance(agent, str) else agent for name, agent in agents.items()}
-            recipe = make_recipe(f"127.0.0.1:{port}", agents=tables, router_url=url, **worker)
-            recipe = recipe.model_copy(update={"router": RouterConfig(port=port, http_port=http_port)})
-            router = asyncio.create_task(router_server.serve(service_settings.for_router(recipe), stop))
-            stack.push_async_callback(promptly, router)
-            stack.callback(stop.set)
-
-            async def is_up() -> bool:
-                try:
-                    async with httpx.AsyncClient() as client:
-                        return (await client.get(f"{url}/healthz")).status_code == 200
-                except httpx.HTTPError:
-                    return False
-
-            await until(is_up)
-            return recipe
-
-        yield make
 
 
 async def test_a_group_played_by_the_agent_of_the_guide(

@@ -21,6 +21,12 @@ async def ask(session: AgentSession, text: str = "hi", **options: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
+async def ask_once(session: AgentSession) -> float:
+    """One call, which is not tried again."""
+    await ask(session)
+    return 1.0
+
+
 async def leave_it_to_the_reward_service(session: AgentSession) -> None:
     """Show the row, and return nothing."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:

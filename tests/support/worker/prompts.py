@@ -14,7 +14,7 @@ from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 from tests.support.trainer.pictures import png
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 # A PNG, which has \r\n in it, and a byte of every value after its end: whatever a file holds must arrive as it is.
 PICTURE = png() + bytes(range(256))
@@ -84,11 +84,11 @@ async def read_groups(bus: Bus) -> list[Group]:
     return [decode(data, Group) for data in await read(bus, bus.groups)]
 
 
-async def until_done(bus: Bus, num_groups: int) -> list[Group]:
+async def until_done(bus: Bus, num_groups: int, timeout_s: float = HANG_S) -> list[Group]:
     """Wait until this many groups are published and no prompt is left."""
 
     async def is_done() -> bool:
         return await count(bus, bus.groups) >= num_groups and await count(bus, bus.prompts) == 0
 
-    await until(is_done)
+    await until(is_done, timeout_s)
     return await read_groups(bus)

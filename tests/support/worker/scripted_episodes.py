@@ -16,12 +16,12 @@ from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, Text
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episode import Episode, EpisodePlayer
+from services.rollout.worker.episodes.episode import Episode, EpisodePlayer
+from services.rollout.worker.episodes.trajectory import STOP
+from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.judge import Judge, Verifier
 from services.rollout.worker.shared_prefill import SharedPrefill
-from services.rollout.worker.trajectory import STOP
-from services.rollout.worker.turn import WAIT_TIMEOUT_S
 from tests.support.image_shelf import ImageShelf
 
 END = "<|im_end|>"

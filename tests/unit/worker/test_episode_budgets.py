@@ -14,7 +14,7 @@ from penstock.errors import InvalidRequestError, PromptTooLongError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Limits, Message, TextPart
-from services.rollout.worker.episode import Episode
+from services.rollout.worker.episodes.episode import Episode
 from tests.support.worker.scripted_episodes import (
     DONE,
     END,

@@ -17,9 +17,9 @@ from penstock.errors import (
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
 from penstock.v1 import generate_pb2
+from services.rollout.worker.episodes.trajectory import LENGTH
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_prefill import SharedPrefill
-from services.rollout.worker.trajectory import LENGTH
 from tests.support.image_shelf import ImageShelf
 from tests.support.waiting import promptly
 from tests.support.worker.scripted_episodes import (

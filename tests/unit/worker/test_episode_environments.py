@@ -11,7 +11,7 @@ from penstock.environments import Observation, StepResult, Task
 from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits, Message, TextPart
-from services.rollout.worker.episode import Episode
+from services.rollout.worker.episodes.episode import Episode
 from tests.support.worker.scripted_episodes import (
     DONE,
     END,

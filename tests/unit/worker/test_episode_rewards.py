@@ -10,7 +10,7 @@ from penstock.errors import InvalidRequestError, PenstockError, SetupError, Unav
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
 from penstock.v1 import reward_pb2
-from services.rollout.worker.episode import Episode
+from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.judge import Judge
 from tests.support.image_shelf import ImageShelf

@@ -11,12 +11,12 @@ import pytest
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
-from services.rollout.worker.episode import Ending, Episode, EpisodePlayer
+from services.rollout.worker.episodes.episode import Ending, Episode, EpisodePlayer
+from services.rollout.worker.episodes.trajectory import STOP, Trajectory
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
 from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
-from services.rollout.worker.trajectory import STOP, Trajectory
 from tests.support.image_shelf import ImageShelf
 from tests.support.waiting import until
 

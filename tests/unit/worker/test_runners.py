@@ -6,8 +6,9 @@ import json
 import math
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -19,14 +20,17 @@ from penstock.environments import Task
 from penstock.errors import ConfigError
 from penstock.http.server import HttpServer
 from penstock.records import ImagePart, Message, TextPart, ToolCall, Verdict
+from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from services.rollout.worker.agents import agent_player
+from services.rollout.worker.agents.command_runner import CommandRunner
 from services.rollout.worker.agents.config import AgentConfig
-from services.rollout.worker.agents.runners import CommandRunner, FunctionRunner, RunnerError, load_runner, read_result
-from services.rollout.worker.clock import EpisodeClock
+from services.rollout.worker.agents.runners import FunctionRunner, RunnerError, load_runner, read_result
 from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.episodes.clock import EpisodeClock
 from tests.support.waiting import until
 
+MakeProgram: TypeAlias = Callable[[str], CommandRunner]
 ROOT = Path(__file__).parents[3]
 
 
@@ -54,11 +58,24 @@ SESSION = AgentSession(
 )
 
 
-def program(tmp_path: Path, code: str) -> CommandRunner:
-    """A runner that runs this code."""
-    file = tmp_path / "runner.py"
-    file.write_text(f"import json, os, sys, time\n{code}\n")
-    return CommandRunner([sys.executable, "-S", str(file)])
+@pytest.fixture
+async def reaper() -> AsyncIterator[Reaper]:
+    """As a worker has one."""
+    reaper = await Reaper.start()
+    yield reaper
+    await reaper.end()
+
+
+@pytest.fixture
+def program(tmp_path: Path, reaper: Reaper) -> MakeProgram:
+    """Makes runners that run some code."""
+
+    def make(code: str) -> CommandRunner:
+        file = tmp_path / "runner.py"
+        file.write_text(f"import json, os, sys, time\n{code}\n")
+        return CommandRunner([sys.executable, "-S", str(file)], reaper)
+
+    return make
 
 
 def test_the_row_is_shown_in_openais_form() -> None:
@@ -165,11 +182,12 @@ async def test_what_a_function_raises_is_the_reason() -> None:
         await FunctionRunner(fail).run(SESSION)
 
 
-async def test_a_program_reads_the_session_and_writes_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_reads_the_session_and_writes_a_result(
+    program: MakeProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it logs is its own, and it does not see the services' token."""
     monkeypatch.setenv("PENSTOCK_TOKEN", "secret")
     runner = program(
-        tmp_path,
         "given = json.load(sys.stdin)\nprint('x' * 10**6, file=sys.stderr)\n"
         "assert 'secret' not in str(os.environ)\n"
         "print(json.dumps({'reward': given['task']['extra']['level'], 'metrics': {'seed': given['task']['seed']}}, "
@@ -192,17 +210,17 @@ async def test_a_program_reads_the_session_and_writes_a_result(tmp_path: Path, m
         ("print('x' * 3 * 10**6)\ntime.sleep(100)", "more than 1048576 bytes"),
     ],
 )
-async def test_what_goes_wrong_in_a_program_is_told(tmp_path: Path, code: str, reason: str) -> None:
+async def test_what_goes_wrong_in_a_program_is_told(program: MakeProgram, code: str, reason: str) -> None:
     """Whether it read its input or not."""
     with pytest.raises(RunnerError, match=f"(?s){reason}"):
-        await program(tmp_path, code).run(SESSION)
+        await program(code).run(SESSION)
 
 
-async def test_a_program_that_is_cancelled_is_gone_with_its_children(tmp_path: Path) -> None:
+async def test_a_program_that_is_cancelled_is_gone_with_its_children(program: MakeProgram, tmp_path: Path) -> None:
     """The whole process group is killed."""
     file = tmp_path / "pids"
     code = f"child = os.fork()\nopen({str(file)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(3600)"
-    task = asyncio.create_task(program(tmp_path, code).run(SESSION))
+    task = asyncio.create_task(program(code).run(SESSION))
     await until(lambda: file.exists() and len(file.read_text().split()) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -211,7 +229,7 @@ async def test_a_program_that_is_cancelled_is_gone_with_its_children(tmp_path: P
 
 
 async def test_a_program_that_is_cancelled_while_it_starts_is_gone_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: MakeProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may run already when nobody has heard of it yet."""
     start, goes_on = asyncio.create_subprocess_exec, asyncio.Event()
@@ -224,7 +242,7 @@ async def test_a_program_that_is_cancelled_while_it_starts_is_gone_with_its_chil
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
     file = tmp_path / "pids"
     code = f"child = os.fork()\nopen({str(file)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(3600)"
-    task = asyncio.create_task(program(tmp_path, code).run(SESSION))
+    task = asyncio.create_task(program(code).run(SESSION))
     await until(lambda: file.exists() and len(file.read_text().split()) == 2)
     task.cancel()
     goes_on.set()
@@ -240,7 +258,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-async def test_a_service_gets_the_session_and_answers_with_the_result() -> None:
+async def test_a_service_gets_the_session_and_answers_with_the_result(reaper: Reaper) -> None:
     """What it does not do right is told with what it said."""
     app, heard = FastAPI(), list[Any]()
 
@@ -254,18 +272,18 @@ async def test_a_service_gets_the_session_and_answers_with_the_result() -> None:
     server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
     await server.start()
     try:
-        result = await load_runner("a", AgentConfig(url=f"{server.url}/play")).run(SESSION)
+        result = await load_runner("a", AgentConfig(url=f"{server.url}/play"), reaper).run(SESSION)
         assert (result.reward, heard) == (0.5, [SESSION.to_json()])
         for what, reason in (("fails", "answered 500: no browser left"), ("nonsense", "'nonsense', which is not JSON")):
             with pytest.raises(RunnerError, match=reason):
-                await load_runner("a", AgentConfig(url=f"{server.url}/{what}")).run(SESSION)
+                await load_runner("a", AgentConfig(url=f"{server.url}/{what}"), reaper).run(SESSION)
     finally:
         await server.drain(0.0)
     with pytest.raises(RunnerError, match="does not answer: ConnectError"):
-        await load_runner("a", AgentConfig(url=f"{server.url}/play")).run(SESSION)
+        await load_runner("a", AgentConfig(url=f"{server.url}/play"), reaper).run(SESSION)
 
 
-def test_an_agent_is_one_of_three() -> None:
+def test_an_agent_is_one_of_three(reaper: Reaper) -> None:
     """Names that cannot be loaded are refused at the start."""
     config = WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}})
     assert config.agents["a"] == AgentConfig(function="os:getcwd")
@@ -277,7 +295,7 @@ def test_an_agent_is_one_of_three() -> None:
         WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}, "environments": {"a": "os:getcwd"}})
     for path in ("os", "os:nothing", "nowhere:f"):
         with pytest.raises(ConfigError, match=rf'worker.agents.x.function = "{path}" cannot be loaded'):
-            load_runner("x", AgentConfig(function=path))
+            load_runner("x", AgentConfig(function=path), reaper)
 
 
 def test_a_session_key_opens_its_session_and_says_nothing_of_the_token() -> None:

@@ -49,18 +49,22 @@ async def test_a_cancelled_follower_changes_nothing() -> None:
             await asyncio.wait({entering})
 
 
-def test_equal_prompts_are_rendered_once() -> None:
-    """Another observation is rendered anew, and what one sample adds to its ids does not reach the others."""
+async def test_equal_prompts_are_rendered_once() -> None:
+    """Also by samples that begin together; another observation is rendered anew, and what one sample adds to its ids
+    does not reach the others."""
     prefill, rendered = SharedPrefill(), []
 
-    def render() -> list[int]:
+    async def render() -> list[int]:
         rendered.append(len(rendered))
+        await asyncio.sleep(0)
         return [7, len(rendered)]
 
     def observed(text: str) -> Observation:
         return Observation(messages=(Message(role="user", parts=(TextPart(text=text),)),))
 
-    prefill.ids_of(observed("one"), render).append(9)
-    assert prefill.ids_of(observed("one"), render) == [7, 1]
-    assert prefill.ids_of(observed("two"), render) == [7, 2]
+    both = await asyncio.gather(*(prefill.ids_of(observed("one"), render) for _ in range(2)))
+    both[0].append(9)
+    assert both[1] == [7, 1]
+    assert await prefill.ids_of(observed("one"), render) == [7, 1]
+    assert await prefill.ids_of(observed("two"), render) == [7, 2]
     assert len(rendered) == 2

@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.records import VersionSpan
 from penstock.v1 import common_pb2, generate_pb2
-from services.rollout.worker.trajectory import STOP, Trajectory
+from services.rollout.worker.episodes.trajectory import STOP, Trajectory
 
 
 def response(**changes: Any) -> generate_pb2.GenerateResponse:

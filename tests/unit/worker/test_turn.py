@@ -16,7 +16,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.v1 import common_pb2, generate_pb2
-from services.rollout.worker.turn import Turn, TurnPlayer
+from services.rollout.worker.episodes.turn import Turn, TurnPlayer
 
 REQUEST = generate_pb2.GenerateRequest(
     request_id="r", input_ids=[1, 2], sampling=generate_pb2.SamplingParams(max_new_tokens=8)

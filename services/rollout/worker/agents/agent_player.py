@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import structlog
@@ -20,13 +20,14 @@ from penstock.bus.sessions import OpenedSession, Sessions
 from penstock.errors import DeadlineError, OverloadedError, PenstockError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.records import Prompt, Sample, SessionCall, SessionId, SessionState, Verdict
+from penstock.runtime.security import Security
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
-from services.rollout.worker.clock import EpisodeClock
-from services.rollout.worker.grading import Grading
+from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.grading import Grading
+from services.rollout.worker.episodes.tasks import make_task
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.judge import Judge
-from services.rollout.worker.tasks import make_task
 
 log = structlog.get_logger()
 
@@ -100,7 +101,7 @@ class AgentPlayer:
         sessions: Sessions,
         renderer: Renderer,
         router_url: str,
-        key_of: Callable[[str], str],
+        security: Security,
         episode_timeout_s: float,
     ) -> None:
         """Play with these parts.
@@ -111,7 +112,7 @@ class AgentPlayer:
             sessions: Where the router records what the policy says.
             renderer: The model's tokenizer.
             router_url: http(s)://host:port of the router's OpenAI-compatible API.
-            key_of: The key that opens a session (`Security.key_of`).
+            security: Makes the key of each session, and says what clients of the router need for TLS.
             episode_timeout_s: What a sample may take; its prompt may allow less.
         """
         self._agents = agents
@@ -119,7 +120,9 @@ class AgentPlayer:
         self._sessions = sessions
         self._renderer = renderer
         self._router_url = router_url.rstrip("/")
-        self._key_of = key_of
+        self._security = security
+        self._tls = None if security.tls is None else security.tls.client_context()
+        self._tls_ca = "" if security.tls is None else str(security.tls.ca_file or "")
         self._episode_timeout_s = episode_timeout_s
 
     def plays(self, name: str) -> bool:
@@ -152,17 +155,19 @@ class AgentPlayer:
     async def _attempt(self, prompt: Prompt, number: int, images: GroupImages) -> tuple[AgentEpisode | None, str]:
         """Have the runner play the sample once; None if nothing was said, with the reason."""
         session = SessionId.new(prompt.id, number)
-        opened = await self._sessions.open(session, _state_of(prompt, session))
-        started_at, started = time.time(), time.monotonic()
         timeout_s = min(prompt.limits.episode_timeout_s or math.inf, self._episode_timeout_s)
+        opened = await self._sessions.open(session, _state_of(prompt, session, timeout_s))
+        started_at, started = time.time(), time.monotonic()
         clock, item_id = EpisodeClock(timeout_s), f"{prompt.id.message}/{number}"
         grading = Grading(self._judge, prompt, item_id, clock)
         ending: Ending = "stop"
         given = AgentSession(
             base_url=f"{self._router_url}/sessions/{session}/v1",
-            api_key=self._key_of(str(session)) or "none",
+            api_key=self._security.key_of(str(session)) or "none",
             task=make_task(prompt, item_id, images, grading, clock),
             timeout_s=timeout_s,
+            tls=self._tls,
+            tls_ca=self._tls_ca,
         )
         try:
             result = await _limited(self._agents[prompt.environment].run(given), clock)
@@ -246,7 +251,7 @@ async def _limited(running: Coroutine[Any, Any, AgentResult], clock: EpisodeCloc
             task.exception()  # known, or of a runner that nobody waits for
 
 
-def _state_of(prompt: Prompt, session: SessionId) -> SessionState:
+def _state_of(prompt: Prompt, session: SessionId, timeout_s: float) -> SessionState:
     return SessionState(
         nonce=session.nonce,
         group=prompt.id.message,
@@ -258,6 +263,7 @@ def _state_of(prompt: Prompt, session: SessionId) -> SessionState:
         tools=prompt.tools,
         chat_template_kwargs=prompt.chat_template_kwargs,
         limits=prompt.limits,
+        timeout_s=timeout_s,
     )
 
 

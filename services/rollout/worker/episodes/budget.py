@@ -7,13 +7,17 @@ not at all.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from penstock.environments import Observation
 from penstock.errors import TooManyPixelsError
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.images import MAX_PIXELS, read_sizes
 from penstock.records import Limits, TextPart
+
+Render: TypeAlias = Callable[[int], Awaitable[list[int]]]
+"""Makes the ids of an observation, whose text has the given number of bytes."""
 
 MIN_ROOM_TOKENS = 16
 """A later turn is played only if there is room for this many tokens; engines reserve a few of them."""
@@ -46,16 +50,16 @@ class Budget:
         self._num_images = 0
         self._num_pixels = 0
 
-    def add_prompt(self, observation: Observation, render: Callable[[], list[int]]) -> list[int]:
+    async def add_prompt(self, observation: Observation, render: Render) -> list[int]:
         """Take the first observation, and return its ids, which `render` makes.
 
         Raises:
             OverBudgetError: it leaves no room for a token.
             InvalidRequestError: an image cannot be read.
         """
-        return self._add(observation, render, self._room(reserved=1))
+        return await self._add(observation, render, self._room(reserved=1))
 
-    def add_observation(self, observation: Observation, render: Callable[[], list[int]]) -> list[int]:
+    async def add_observation(self, observation: Observation, render: Render) -> list[int]:
         """Take a later observation, and return its ids, which `render` makes.
 
         Raises:
@@ -66,7 +70,7 @@ class Budget:
         if self._limits.max_observation_tokens is not None:
             left = self._limits.max_observation_tokens - self._num_observation_tokens
             room = min(room, (left, "max_observation_tokens"))
-        ids = self._add(observation, render, room)
+        ids = await self._add(observation, render, room)
         self._num_observation_tokens += self._num_tokens - before
         return ids
 
@@ -86,7 +90,7 @@ class Budget:
             default=(math.inf, ""),
         )
 
-    def _add(self, observation: Observation, render: Callable[[], list[int]], room: tuple[float, str]) -> list[int]:
+    async def _add(self, observation: Observation, render: Render, room: tuple[float, str]) -> list[int]:
         try:
             sizes = read_sizes(observation.images)
         except TooManyPixelsError as error:
@@ -98,8 +102,9 @@ class Budget:
         num_added = 0 if self._grid is None else self._grid.num_added_tokens(sizes)
         left, name = room
         most_bytes = (left - num_added) * self._longest_token_bytes
-        _require(_num_text_bytes(observation), "bytes of text", most_bytes, name)
-        ids = render()
+        num_bytes = _num_text_bytes(observation)
+        _require(num_bytes, "bytes of text", most_bytes, name)
+        ids = await render(num_bytes)
         _require(len(ids) + num_added, "tokens", left, name)
         self._num_tokens += len(ids) + num_added
         self._num_images, self._num_pixels = num_images, num_pixels

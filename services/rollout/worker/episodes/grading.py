@@ -6,7 +6,7 @@ and a step whose reward may rest on an answer that nobody judged leaves its samp
 
 from penstock.errors import InvalidRequestError, PenstockError, UserError
 from penstock.records import Prompt, Verdict
-from services.rollout.worker.clock import EpisodeClock
+from services.rollout.worker.episodes.clock import EpisodeClock
 from services.rollout.worker.judge import Judge
 
 

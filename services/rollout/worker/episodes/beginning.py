@@ -6,14 +6,14 @@ failure here selects nothing: another environment is tried.
 
 import asyncio
 import dataclasses
-import functools
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
-from penstock.environments import Environment, Observation, Task
+from penstock.environments import Environment, EnvironmentFactory, Observation, Task
 from penstock.errors import (
     EnvironmentFailedError,
     InvalidRequestError,
@@ -25,10 +25,11 @@ from penstock.errors import (
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt
-from services.rollout.worker.budget import Budget, OverBudgetError
-from services.rollout.worker.clock import EpisodeClock
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.grading import Grading
+from services.rollout.worker.episodes.budget import Budget, OverBudgetError
+from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.grading import Grading
+from services.rollout.worker.episodes.rendering import Rendering
 from services.rollout.worker.shared_prefill import SharedPrefill
 
 log = structlog.get_logger()
@@ -59,12 +60,14 @@ class EpisodeStarter:
         self,
         *,
         renderer: Renderer,
+        rendering: Rendering,
         environments: EnvironmentRegistry,
         context_length: int | None,
         grid: ImageGrid | None,
     ) -> None:
         """Begin with these parts; they are those of `EpisodePlayer`."""
-        self._renderer = renderer
+        self._longest_token_bytes = renderer.longest_token_bytes
+        self._rendering = rendering
         self._environments = environments
         self._context_length = context_length
         self._grid = grid
@@ -75,6 +78,8 @@ class EpisodeStarter:
     ) -> AsyncIterator[Beginning]:
         """An episode of `prompt`, whose environment is closed when the context ends.
 
+        `clock` does not count the time in which there is no room for another environment.
+
         Raises:
             InvalidRequestError: the prompt, or how the environment begins, can never be played.
             PoisonError: every environment that was made for it failed.
@@ -82,6 +87,22 @@ class EpisodeStarter:
             DeadlineError: it took too long.
         """
         factory = self._environments.find(prompt.environment)
+        waiting = time.monotonic()
+        async with self._environments.room(prompt.environment):
+            clock.stop_for(time.monotonic() - waiting)
+            async with self._reset(factory, prompt, task, clock, grading, prefill) as beginning:
+                yield beginning
+
+    @asynccontextmanager
+    async def _reset(
+        self,
+        factory: EnvironmentFactory,
+        prompt: Prompt,
+        task: Task,
+        clock: EpisodeClock,
+        grading: Grading,
+        prefill: SharedPrefill,
+    ) -> AsyncIterator[Beginning]:
         for num_tried in itertools.count(1):
             async with AsyncExitStack() as stack:
                 try:
@@ -90,7 +111,7 @@ class EpisodeStarter:
                         first = await environment.reset(task)
                     grading.require_sound()
                     budget = self._budget(prompt)
-                    ids = self._render(first, prompt, task, budget, prefill)
+                    ids = await self._render(first, prompt, task, budget, prefill)
                 except OverBudgetError as error:
                     raise PromptTooLongError(
                         f"environment {prompt.environment!r} begins with {error}; see data.limits"
@@ -108,27 +129,32 @@ class EpisodeStarter:
                 yield Beginning(environment=environment, first=first, ids=ids, budget=budget)
                 return
 
-    def _render(
+    async def _render(
         self, first: Observation, prompt: Prompt, task: Task, budget: Budget, prefill: SharedPrefill
     ) -> list[int]:
         if not isinstance(first, Observation):
             raise TypeError(f"its reset returned {type(first).__name__}; return an Observation")
         _check_prompt_images(first, prompt, task)
-        render = functools.partial(
-            self._renderer.render_prompt,
-            first.messages,
-            num_images=len(first.images),
-            tools=first.tools,
-            template_kwargs=prompt.chat_template_kwargs,
-        )
-        return budget.add_prompt(first, lambda: prefill.ids_of(first, render))
+
+        def render(renderer: Renderer) -> list[int]:
+            return renderer.render_prompt(
+                first.messages,
+                num_images=len(first.images),
+                tools=first.tools,
+                template_kwargs=prompt.chat_template_kwargs,
+            )
+
+        async def ids_of(num_bytes: int) -> list[int]:
+            return await prefill.ids_of(first, lambda: self._rendering.render(render, num_bytes=num_bytes))
+
+        return await budget.add_prompt(first, ids_of)
 
     def _budget(self, prompt: Prompt) -> Budget:
         return Budget(
             prompt.limits,
             context_length=self._context_length,
             grid=self._grid,
-            longest_token_bytes=self._renderer.longest_token_bytes,
+            longest_token_bytes=self._longest_token_bytes,
         )
 
 

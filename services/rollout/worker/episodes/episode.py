@@ -6,7 +6,6 @@ whatever ends it early is its finish reason. Only a sample without any token fai
 """
 
 import dataclasses
-import functools
 import math
 import time
 import uuid
@@ -31,18 +30,19 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import generate_pb2
-from services.rollout.worker.beginning import Beginning, EpisodeStarter, describe_failure
-from services.rollout.worker.budget import OverBudgetError
-from services.rollout.worker.clock import EpisodeClock
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.grading import Grading
+from services.rollout.worker.episodes.beginning import Beginning, EpisodeStarter, describe_failure
+from services.rollout.worker.episodes.budget import OverBudgetError
+from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.grading import Grading
+from services.rollout.worker.episodes.rendering import Rendering
+from services.rollout.worker.episodes.tasks import make_task
+from services.rollout.worker.episodes.trajectory import DEADLINE, LENGTH, Trajectory
+from services.rollout.worker.episodes.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
-from services.rollout.worker.tasks import make_task
-from services.rollout.worker.trajectory import DEADLINE, LENGTH, Trajectory
-from services.rollout.worker.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 
 log = structlog.get_logger()
 
@@ -127,8 +127,13 @@ class EpisodePlayer:
         self._config = config
         self._renderer = renderer
         self._turns = TurnPlayer(generator, wait_timeout_s=wait_timeout_s)
+        self._rendering = Rendering(renderer)
         self._starter = EpisodeStarter(
-            renderer=renderer, environments=environments, context_length=context_length, grid=grid
+            renderer=renderer,
+            rendering=self._rendering,
+            environments=environments,
+            context_length=context_length,
+            grid=grid,
         )
         self._judge = judge
         self._forbidden_ids = frozenset(forbidden_ids)
@@ -249,7 +254,7 @@ class EpisodePlayer:
                 return "environment" if result.truncated else "stop"
             if limits.max_turns is not None and len(trajectory.turns) >= limits.max_turns:
                 return "environment"
-            ids = self._render_next(result.observation, episode)
+            ids = await self._render_next(result.observation, episode)
         except OverBudgetError as error:
             log.debug("episode.over_budget", sample=episode.session_id, reason=str(error))
             return "length"
@@ -268,7 +273,7 @@ class EpisodePlayer:
         trajectory.add_observation(ids, hashes)
         return None
 
-    def _render_next(self, observation: Observation, episode: "_Episode") -> list[int]:
+    async def _render_next(self, observation: Observation, episode: "_Episode") -> list[int]:
         if observation.tools:
             raise ValueError(
                 f"it shows {len(observation.tools)} tools after the first turn, where the chat template cannot; show "
@@ -280,15 +285,20 @@ class EpisodePlayer:
                 f"it answers a turn with messages of roles {roles}; answer with roles user or tool, or end the episode "
                 "with observation=None"
             )
-        render = functools.partial(
-            self._renderer.render_continuation,
-            episode.trajectory.token_ids[-1],
-            observation.messages,
-            num_images=len(observation.images),
-            num_earlier_images=len(episode.trajectory.images),
-            template_kwargs=episode.prompt.chat_template_kwargs,
+        last_id, num_earlier_images = episode.trajectory.token_ids[-1], len(episode.trajectory.images)
+
+        def render(renderer: Renderer) -> list[int]:
+            return renderer.render_continuation(
+                last_id,
+                observation.messages,
+                num_images=len(observation.images),
+                num_earlier_images=num_earlier_images,
+                template_kwargs=episode.prompt.chat_template_kwargs,
+            )
+
+        return await episode.begun.budget.add_observation(
+            observation, lambda num_bytes: self._rendering.render(render, num_bytes=num_bytes)
         )
-        return episode.begun.budget.add_observation(observation, render)
 
 
 @dataclasses.dataclass(slots=True)

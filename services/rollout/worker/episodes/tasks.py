@@ -4,8 +4,8 @@ import hashlib
 
 from penstock.environments import Task
 from penstock.records import Prompt
-from services.rollout.worker.clock import EpisodeClock
-from services.rollout.worker.grading import Grading
+from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.group_images import GroupImages
 
 

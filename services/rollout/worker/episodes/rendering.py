@@ -1,0 +1,40 @@
+"""Renders what episodes show, without holding up the event loop.
+
+Invariants: short texts are rendered at once; a long one is rendered in a thread, by a renderer of the thread's own,
+because a tokenizer must not be used by two threads. Tokenizers let other threads run while they work. Short texts never
+wait for long ones.
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.model.chat_template import Renderer
+
+LONG_TEXT_BYTES = 32 * 2**10
+"""About ten milliseconds of rendering; a longer text goes to the thread."""
+
+
+class Rendering:
+    """A renderer for the event loop, and a copy of it for long texts."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        """Render with `renderer`, which is copied for the first long text."""
+        self._renderer = renderer
+        self._of_thread: Renderer | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1)
+
+    async def render(self, render: Callable[[Renderer], list[int]], *, num_bytes: int) -> list[int]:
+        """The ids that `render` makes with the renderer that it is given, of a text of `num_bytes`.
+
+        Raises: as `render` does.
+        """
+        if num_bytes <= LONG_TEXT_BYTES:
+            return render(self._renderer)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._render_in_thread, render)
+
+    def _render_in_thread(self, render: Callable[[Renderer], list[int]]) -> list[int]:
+        if self._of_thread is None:
+            self._of_thread = copy.deepcopy(self._renderer)
+        return render(self._of_thread)

@@ -1,0 +1,196 @@
+"""Agents whose engine is away, whose worker is killed, and whose connections are closed to strangers."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from penstock.agents import AgentSession
+from penstock.bus.connection import Bus, connect
+from penstock.bus.local_server import local_server
+from penstock.clients import RouterClient
+from penstock.config import BusConfig, SecurityConfig
+from penstock.http.server import HttpServer
+from penstock.model.chat_template import Renderer
+from penstock.runtime.security import Security
+from penstock.testing.simulated_engine import SimulatedEngine
+from services.recipe import Recipe
+from tests.support.certificates import security_of
+from tests.support.processes import is_alive
+from tests.support.strangers import TOKEN
+from tests.support.waiting import promptly, until
+from tests.support.worker import agent_runners
+from tests.support.worker.agent_stage import LONG, PROGRAM, RUNNERS, TEXT, Speaker, agent_stage
+from tests.support.worker.prompts import count, make_prompt, publish, until_done, working
+
+ANSWER = "The answer is \\boxed{3}"
+
+
+@contextlib.asynccontextmanager
+async def answering(bus: Bus, renderer: Renderer, **settings: Any) -> AsyncIterator[SimulatedEngine]:
+    """An engine that gives the right answer."""
+    answer = Speaker(renderer, [("", ANSWER)])
+    async with SimulatedEngine(bus, answer=answer, policy_version=4, **settings).running() as engine:
+        yield engine
+
+
+async def test_an_engine_that_comes_late_costs_no_sample(
+    bus: Bus, renderer: Renderer, make_stage: Callable[..., Any], run_name: str
+) -> None:
+    """A call waits as long as its episode: the agent, which tries nothing twice, sees a slow answer, not an error."""
+    recipe = await make_stage({"once": f"{RUNNERS}:ask_once"}, router={"wait_for_replica_s": 0.0})
+    await publish(bus, make_prompt(run_name, environment="once", sampling=LONG, **TEXT))
+    async with working(recipe), RouterClient(recipe.worker.router_address) as router:
+
+        async def all_wait() -> bool:
+            return (await router.list_replicas()).num_waiting == 2
+
+        await until(all_wait)
+        async with answering(bus, renderer):
+            [group] = await until_done(bus, 1)
+    assert (group.error, group.num_deliveries) == ("", 1)
+    assert [(sample.finish_reason, sample.reward) for sample in group.samples] == [("stop", 1.0)] * 2
+
+
+@contextlib.asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    """A service of somebody else's; yields its URL."""
+    server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
+    await server.start()
+    try:
+        yield server.url
+    finally:
+        await server.drain(0.0)
+
+
+class Service:
+    """A runner that is a service of its own: it outlives the worker that has called it."""
+
+    def __init__(self) -> None:
+        self.app = FastAPI()
+        self.num_calls = 0
+        self.goes_on = asyncio.Event()
+        self.heard: asyncio.Future[openai.APIStatusError] = asyncio.get_running_loop().create_future()
+        self.app.post("/")(self.play)
+        self._kept: set[asyncio.Task[None]] = set()
+
+    async def play(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The first time, ask and hang, and then ask again, though nobody waits for the result any more."""
+        await self._ask(given)
+        self.num_calls += 1
+        if self.num_calls == 1:
+            task = asyncio.create_task(self._go_on(given))
+            self._kept.add(task)
+            await asyncio.shield(task)  # the server ends requests whose caller is gone
+        return {"reward": 0.5}
+
+    async def _go_on(self, given: dict[str, Any]) -> None:
+        await self.goes_on.wait()
+        try:
+            await self._ask(given)
+        except openai.APIStatusError as error:
+            self.heard.set_result(error)
+
+    async def _ask(self, given: dict[str, Any]) -> None:
+        async with openai.AsyncOpenAI(base_url=given["base_url"], api_key=given["api_key"]) as client:
+            await client.chat.completions.create(model="any", messages=given["task"]["messages"])
+
+
+async def test_a_worker_killed_in_an_episode_of_an_agent_loses_nothing(
+    bus: Bus, renderer: Renderer, make_stage: Callable[..., Any], run_name: str, tmp_path: Path
+) -> None:
+    """kill -9: its programs end with it, children included, a service hears that its session is superseded, and another
+    worker plays the groups again, each once, of which nothing that was said before is trained."""
+    pids, program, service = tmp_path / "pids", tmp_path / "program.py", Service()
+    program.write_text(
+        f"{PROGRAM}import os, time\nif not os.path.exists({str(pids)!r}):\n    os.fork()\n"
+        f"    open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\n    time.sleep(3600)\n"
+        "print(json.dumps({'reward': 0.25}))\n"
+    )
+    async with serving(service.app) as url, answering(bus, renderer) as engine:
+        agents = {"program": {"command": [sys.executable, str(program)]}, "service": {"url": url}}
+        recipe: Recipe = await make_stage(agents)
+        config = tmp_path / "recipe.json"
+        config.write_text(recipe.model_dump_json())
+        for index, name in enumerate(agents):
+            prompt = make_prompt(run_name, index, environment=name, num_samples=1, sampling=LONG, **TEXT)
+            await publish(bus, prompt)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.support.worker.process", str(config)
+        )
+        await until(lambda: service.num_calls == 1 and pids.exists() and len(pids.read_text().split()) == 2, 120.0)
+        os.kill(process.pid, signal.SIGKILL)
+        await promptly(process.wait())
+        await until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()))
+        assert await count(bus, bus.groups) == 0
+        async with working(recipe):
+            groups = await until_done(bus, 2)
+        assert engine.num_calls == 4
+        service.goes_on.set()
+        error = await promptly(service.heard)
+        assert engine.num_calls == 4
+    assert (error.status_code, error.code) == (409, "session_superseded")
+    played = [(group.id.index, sample) for group in groups for sample in group.samples]
+    ended = [(index, sample.reward, sample.finish_reason, len(sample.turns)) for index, sample in played]
+    assert sorted(ended) == [(0, 0.25, "stop", 1), (1, 0.5, "stop", 1)]
+    assert await count(bus, bus.dead) == 0
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_an_agent_plays_over_tls_with_the_key_of_its_session(
+    certificates: SecurityConfig,
+    renderer: Renderer,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutual: bool,
+) -> None:
+    """A function has a TLS context, with a certificate where one is asked for, a program the authority's file; the key
+    opens the agent's own session and no other, and strangers are refused."""
+    secured = security_of(certificates.model_copy(update={"mutual": mutual}), token=TOKEN)
+    seen = list[AgentSession]()
+
+    async def call(session: AgentSession, key: str) -> int:
+        async with httpx.AsyncClient(verify=session.tls or True) as client:
+            headers, body = {"Authorization": f"Bearer {key}"}, {"model": "any", "messages": session.messages}
+            return (await client.post(f"{session.base_url}/chat/completions", headers=headers, json=body)).status_code
+
+    async def play(session: AgentSession) -> float:
+        seen.append(session)
+        assert await call(session, session.api_key) == 200
+        others = [each.api_key for each in seen if each is not session]
+        assert [await call(session, key) for key in ("none", *others)] == [401] * (1 + len(others))
+        return 1.0
+
+    monkeypatch.setattr(agent_runners, "ask_nothing", play)
+    program = tmp_path / "program.py"
+    program.write_text(f"{PROGRAM}print(json.dumps({{'reward': 0.25}}))\n")
+    agents: dict[str, Any] = {"function": f"{RUNNERS}:ask_nothing"}
+    if not mutual:  # a program that has no certificate cannot play there
+        agents["program"] = {"command": [sys.executable, str(program)]}
+    async with (
+        local_server(tmp_path / "nats", security=secured) as url,
+        connect(bus_config := BusConfig(url=url), run=run_name, security=secured) as bus,
+        answering(bus, renderer, security=secured),
+        agent_stage(make_recipe, agents, security=secured, bus=bus_config) as recipe,
+    ):
+        async with working(recipe, security=secured):
+            for index, name in enumerate(agents):
+                await publish(bus, make_prompt(run_name, index, environment=name, sampling=LONG, **TEXT))
+            groups = await until_done(bus, len(agents))
+        async with httpx.AsyncClient() as stranger:
+            with pytest.raises(httpx.ConnectError):
+                await stranger.get(f"{seen[0].base_url}/models")
+    rewards = {group.id.index: [(sample.reward, sample.error) for sample in group.samples] for group in groups}
+    assert rewards == {index: [((1.0, 0.25)[index], "")] * 2 for index in range(len(agents))}
+    assert len({session.api_key for session in seen}) == 2
