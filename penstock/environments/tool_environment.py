@@ -39,6 +39,7 @@ class ToolEnvironment:
         max_calls_per_turn: int = 4,
         max_turns: int | None = None,
         show_tools: bool = True,
+        announce_last_turn: bool = True,
     ) -> None:
         """Play one episode with `tools`.
 
@@ -48,6 +49,7 @@ class ToolEnvironment:
             max_turns: Turns that the policy has, the answer's included; the task's own limit holds as well. Calls in
                 the last turn are not made, and the episode ends as truncated.
             show_tools: Have the chat template show the tools. False where the rows explain them, or the policy knows.
+            announce_last_turn: Tell the policy when one turn is left.
 
         Raises:
             ValueError: a limit is below 1, or two tools have the same name.
@@ -63,6 +65,7 @@ class ToolEnvironment:
         self._max_calls = max_calls_per_turn
         self._max_turns = max_turns
         self._shows_tools = show_tools
+        self._announces_last_turn = announce_last_turn
         self._num_turns = 0
         self._counts = {"num_calls": 0.0, "num_failed_calls": 0.0, "tool_use": 0.0}
 
@@ -104,10 +107,9 @@ class ToolEnvironment:
         if num_calls > self._max_calls:
             words = f"Calls {self._max_calls + 1} to {num_calls} were not made: a turn may have {self._max_calls}."
             replies.append(_failed(words))
-        if num_left == 1:
-            last = replies[-1]
-            words = f"{last.result.text}\nOne turn is left: give the final answer without a call.".lstrip()
-            replies[-1] = dataclasses.replace(last, result=dataclasses.replace(last.result, text=words))
+        if num_left == 1 and self._announces_last_turn:
+            words = "One turn is left: give the final answer without a call."
+            replies[-1] = dataclasses.replace(replies[-1], result=replies[-1].result.with_words(words))
         is_used = not all(reply.is_failed for reply in replies)
         metrics = self._count(num_calls, num_failed, is_used=is_used)
         return StepResult(observation=_observe(replies), metrics=metrics)
@@ -164,16 +166,17 @@ def _failed(words: str) -> _Reply:
 
 
 def _observe(replies: Sequence[_Reply]) -> Observation:
-    """One `tool` message for each reply: its text, then its images."""
+    """One `tool` message for each reply, with its texts and images in their order."""
     images: list[bytes] = []
     messages = []
     for reply in replies:
         parts: list[TextPart | ImagePart] = []
-        if reply.result.text or not reply.result.images:
-            parts.append(TextPart(text=_SURROGATE.sub("\ufffd", reply.result.text)))
-        for image in reply.result.images:
-            parts.append(ImagePart(index=len(images)))
-            images.append(image)
+        for part in reply.result.content:
+            if isinstance(part, str):
+                parts.append(TextPart(text=_SURROGATE.sub("\ufffd", part)))
+            else:
+                parts.append(ImagePart(index=len(images)))
+                images.append(part)
         messages.append(Message(role="tool", parts=tuple(parts)))
     return Observation(messages=tuple(messages), images=tuple(images))
 

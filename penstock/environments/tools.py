@@ -38,11 +38,30 @@ class ToolError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """A tool's answer: text, then images."""
+    """A tool's answer: text, then images; or both in an order of its own."""
 
     text: str = ""
     images: tuple[bytes, ...] = ()
     """Encoded files: PNG, JPEG, WebP or GIF."""
+    parts: tuple[str | bytes, ...] = ()
+    """Texts and images in any order, in place of `text` and `images`."""
+
+    def __post_init__(self) -> None:
+        if self.parts and (self.text or self.images):
+            raise ValueError("a ToolResult has parts, or text and images; put the text and the images into its parts")
+
+    @property
+    def content(self) -> tuple[str | bytes, ...]:
+        """Texts and images in the order in which they are shown; never empty."""
+        if self.parts:
+            return self.parts
+        return (self.text, *self.images) if self.text or not self.images else self.images
+
+    def with_words(self, words: str) -> "ToolResult":
+        """The same with a line of text behind its own."""
+        if self.parts:
+            return dataclasses.replace(self, parts=(*self.parts, f"\n{words}"))
+        return dataclasses.replace(self, text=f"{self.text}\n{words}".lstrip())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -346,3 +346,23 @@ def test_an_environment_that_cannot_work_is_refused_when_it_is_made() -> None:
         ToolEnvironment([tool("a", str), tool("a", str)])
     with pytest.raises(ValueError, match="max_calls_per_turn = 0"):
         ToolEnvironment([], max_calls_per_turn=0)
+
+
+async def test_a_result_of_parts_keeps_their_order() -> None:
+    """Texts and images as the tool gave them; what is said of the last turn comes behind them."""
+    mixed = tool("mixed", lambda: ToolResult(parts=(b"1", "between", b"2")))
+    environment = ToolEnvironment([mixed], max_turns=2)
+    await environment.reset(task())
+    observation = (await environment.step(turn(("mixed", {})))).observation
+    assert observation is not None
+    [message] = observation.messages
+    *parts, last = message.parts
+    assert parts == [ImagePart(index=0), TextPart(text="between"), ImagePart(index=1)]
+    assert observation.images == (b"1", b"2")
+    assert last == TextPart(text="\nOne turn is left: give the final answer without a call.")
+
+
+def test_a_result_has_parts_or_text_and_images() -> None:
+    """Which of them came first could not be told."""
+    with pytest.raises(ValueError, match="put the text and the images into its parts"):
+        ToolResult(text="a", parts=(b"1",))

@@ -1,0 +1,126 @@
+"""Plays the interaction environments of slime (and miles): a file with `build_env`, unchanged.
+
+    [worker.environments.mine]
+    class = "penstock.environments.adapters:SlimeEnvironment"
+    args = {env = "env_mine.py", config = {max_turns = 3}}
+
+The interface: `build_env(sample, args)` makes an object of `reset()`, `step(text)`, which returns (observation, done,
+info), `format_observation(observation)`, which makes a message of it, and perhaps `close()`. As in slime, what `reset`
+returns is not shown, and an observation that ends the episode is not, either.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.environments.adapters.answers import open_images, read_mapping, read_metrics
+from penstock.environments.adapters.wrapped_code import load_module
+from penstock.environments.openai_messages import read_messages, write_messages
+from penstock.environments.protocol import BlockingTask, Observation, StepResult
+from penstock.errors import ConfigError, EnvironmentFailedError
+from penstock.model.assistant_turn import AssistantTurn
+
+
+@dataclasses.dataclass
+class Sample:
+    """What `build_env` sees of a row: the fields of slime's class that are known before the first turn."""
+
+    index: str
+    prompt: list[dict[str, Any]]
+    label: str | None
+    metadata: dict[str, Any]
+    multimodal_inputs: dict[str, Any] | None
+
+
+class SlimeEnvironment:
+    """One episode of an environment that a `build_env` makes. It gives no reward: the reward service judges."""
+
+    def __init__(self, env: str, config: Mapping[str, Any] | None = None) -> None:
+        """Wrap the environments of `env`.
+
+        Args:
+            env: "package.module", or the path of a file that ends with ".py": what slime takes as
+                `--rollout-interaction-env-path`.
+            config: What slime reads from `--custom-config-path`: attributes of `args`. `max_turns` is the task's, if
+                that has one.
+        """
+        self._name = env
+        self._build = _find_build(env)
+        self._config = dict(config or {})
+        self._env: Any = None
+
+    @classmethod
+    def prepare(cls, env: str, config: Mapping[str, Any] | None = None) -> None:
+        """Import the file, once for all episodes.
+
+        Raises:
+            ConfigError: it cannot be imported, or has no `build_env`.
+        """
+        _find_build(env)
+
+    def reset(self, task: BlockingTask) -> Observation:
+        """Build the environment of the row; the policy sees the row's prompt.
+
+        Raises:
+            EnvironmentFailedError: what was built is no environment.
+        """
+        arguments = (self._make_sample(task), self._make_args(task))
+        if {"sample", "args"} <= inspect.signature(self._build).parameters.keys():
+            self._env = self._build(sample=arguments[0], args=arguments[1])
+        else:
+            self._env = self._build(*arguments)
+        wanted = ("reset", "step", "format_observation")
+        if missing := [name for name in wanted if not callable(getattr(self._env, name, None))]:
+            raise EnvironmentFailedError(
+                f"build_env of {self._name} returned {type(self._env).__name__}, which has no {', '.join(missing)}; "
+                "add what is missing, or derive it from slime's BaseInteractionEnv"
+            )
+        self._env.reset()
+        return Observation(messages=task.messages, images=task.images, tools=task.tools)
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Pass on the turn's text, all that the policy said.
+
+        Raises:
+            EnvironmentFailedError: it answers what cannot be shown.
+        """
+        what = f"{type(self._env).__name__}.step of {self._name}"
+        match self._env.step(turn.text):
+            case (observation, done, info):
+                metrics = read_metrics(info, f"info of {what}")
+            case answer:
+                raise EnvironmentFailedError(f"{what} returned {answer!r}; it must return (observation, done, info)")
+        if done:
+            truncated = bool(read_mapping(info, f"info of {what}").get("truncated"))
+            return StepResult(observation=None, truncated=truncated, metrics=metrics)
+        message = self._env.format_observation(observation)
+        where = f"format_observation of {type(self._env).__name__} in {self._name}"
+        return StepResult(observation=read_messages([message], where), metrics=metrics)
+
+    def close(self) -> None:
+        """Close the environment, if it can be."""
+        if callable(close := getattr(self._env, "close", None)):
+            close()
+
+    def _make_sample(self, task: BlockingTask) -> Sample:
+        metadata = task.extra.get("metadata")
+        return Sample(
+            index=task.id,
+            prompt=write_messages(task.messages, task.images),
+            label=task.golds[0] if task.golds else None,
+            metadata=dict(metadata if isinstance(metadata, Mapping) else task.extra),
+            multimodal_inputs={"images": open_images(task.images)} if task.images else None,
+        )
+
+    def _make_args(self, task: BlockingTask) -> SimpleNamespace:
+        max_turns = self._config.get("max_turns") if task.max_turns is None else task.max_turns
+        return SimpleNamespace(**{**self._config, "max_turns": max_turns})
+
+
+def _find_build(env: str) -> Callable[..., Any]:
+    build: Any = getattr(load_module(env), "build_env", None)
+    if not callable(build):
+        raise ConfigError(f'env = "{env}" has no build_env; define build_env(sample, args), which makes an environment')
+    return build  # type: ignore[no-any-return]

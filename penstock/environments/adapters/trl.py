@@ -1,0 +1,183 @@
+"""Plays the environments of TRL's `environment_factory`: classes whose public methods are tools, unchanged.
+
+    [worker.environments.mine]
+    class = "penstock.environments.adapters:TRLEnvironment"
+    args = {env = "my_package.env:MyEnv"}
+
+The interface: `reset(**row)` may return what is appended to the prompt; every public method is a tool with typed
+arguments and a docstring, which returns anything, or a list of parts with pictures; `get_reward()`, if there is one,
+is asked once when the episode ends. Methods may be async.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from penstock.environments.adapters.answers import open_images, read_reward
+from penstock.environments.adapters.wrapped_code import load_member
+from penstock.environments.openai_messages import read_parts, write_messages
+from penstock.environments.protocol import BlockingTask, Observation, StepResult, Task
+from penstock.environments.tool_environment import ToolEnvironment
+from penstock.environments.tools import Tool, ToolResult
+from penstock.errors import ConfigError, EnvironmentFailedError
+from penstock.model.assistant_turn import AssistantTurn
+from penstock.records import ImagePart, Message, TextPart, Verdict
+
+_RESERVED = ("reset", "get_reward")
+
+
+class TRLEnvironment:
+    """One episode of an environment of TRL. Without `get_reward` the reward service judges the last turn."""
+
+    def __init__(
+        self,
+        env: str,
+        args: Mapping[str, Any] | None = None,
+        answer: str = "answer",
+        max_calls_per_turn: int = 16,
+    ) -> None:
+        """Wrap the class `env`.
+
+        Args:
+            env: "package.module:Class" or "file.py:Class"; a function that makes environments serves, too.
+            args: Its keyword arguments.
+            answer: What `reset` calls the row's gold answer.
+            max_calls_per_turn: Further calls of a turn are not made.
+        """
+        self._name = env
+        self._make = _find(env)
+        self._args = dict(args or {})
+        self._answer = answer
+        self._max_calls_per_turn = max_calls_per_turn
+        self._runner = asyncio.Runner()
+        self._env: Any = None
+        self._tools: ToolEnvironment | None = None
+
+    @classmethod
+    def prepare(cls, env: str, **_: Any) -> None:
+        """Import the class, once for all episodes.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
+        _find(env)
+
+    def reset(self, task: BlockingTask) -> Observation:
+        """Make the environment and reset it with the row; the policy sees the prompt, what is added, and the tools.
+
+        Raises:
+            EnvironmentFailedError: it has no reset, a tool lacks a type or a docstring, or what it adds cannot be
+                shown.
+        """
+        self._env = self._make(**self._args)
+        if not callable(getattr(self._env, "reset", None)):
+            raise EnvironmentFailedError(f"{self._name} has no reset; add reset(self, **kwargs)")
+        added = self._wait_for(self._env.reset(**self._find_arguments(task)))
+        self._tools = ToolEnvironment(
+            self._make_tools(), max_calls_per_turn=self._max_calls_per_turn, announce_last_turn=False
+        )
+        fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.name != "grade"}
+        first = self._runner.run(self._tools.reset(Task(**fields, grade=_in_thread(task.grade))))
+        return _append(first, read_parts(added, f"what reset of {self._name} returned"))
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Make the turn's calls, one after another; a turn without calls ends the episode.
+
+        Raises:
+            EnvironmentFailedError: a tool or `get_reward` answers what cannot be shown or trained on.
+        """
+        assert self._tools is not None, "reset comes before step"
+        result = self._runner.run(self._tools.step(turn))
+        if result.observation is not None or not hasattr(self._env, "get_reward"):
+            return result
+        reward = self._wait_for(self._env.get_reward())
+        return dataclasses.replace(result, reward=read_reward(reward, f"what get_reward of {self._name} returned"))
+
+    def close(self) -> None:
+        """End what async methods left running."""
+        self._runner.close()
+
+    def _find_arguments(self, task: BlockingTask) -> dict[str, Any]:
+        """The row as `reset` takes it; one without **kwargs gets what it names."""
+        row: dict[str, Any] = {"prompt": write_messages(task.messages, task.images), **task.extra}
+        if task.golds:
+            row.setdefault(self._answer, task.golds[0])
+        parameters = inspect.signature(self._env.reset).parameters
+        if task.images and {"images", "image", "kwargs"} & parameters.keys():
+            row.setdefault("images", open_images(task.images))
+            row.setdefault("image", row["images"][0])
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return row
+        return {name: value for name, value in row.items() if name in parameters}
+
+    def _make_tools(self) -> list[Tool]:
+        methods = inspect.getmembers(self._env, predicate=inspect.ismethod)
+        tools = []
+        for name, method in methods:
+            if name in _RESERVED or name.startswith("_"):
+                continue
+            try:
+                made = Tool.from_function(method)
+            except ValueError as error:
+                raise EnvironmentFailedError(
+                    f"{self._name}.{name} is public and so a tool, but {error}; give each argument a type and a line "
+                    "under Args:, or begin the name with an underscore"
+                ) from None
+            tools.append(dataclasses.replace(made, function=self._caller(name, method), timeout_s=None))
+        return tools
+
+    def _caller(self, name: str, method: Callable[..., Any]) -> Callable[..., Awaitable[ToolResult]]:
+        """An async function that never yields while a plain method works: calls run in their order, in this thread."""
+
+        async def call(**arguments: Any) -> ToolResult:
+            answer = method(**arguments)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            is_parts = isinstance(answer, list) and any(isinstance(part, Mapping) for part in answer)
+            if not is_parts:
+                return ToolResult(text=str(answer))
+            return ToolResult(parts=read_parts(answer, f"what {self._name}.{name} returned"))
+
+        return call
+
+    def _wait_for(self, answer: Any) -> Any:
+        return self._runner.run(_await(answer)) if inspect.isawaitable(answer) else answer
+
+
+def _find(env: str) -> Callable[..., Any]:
+    made = load_member(env)
+    if not callable(made):
+        raise ConfigError(
+            f'env = "{env}" is a {type(made).__name__}; name a class, or a function that makes its objects'
+        )
+    return made  # type: ignore[no-any-return]
+
+
+def _append(first: Observation, added: tuple[str | bytes, ...]) -> Observation:
+    """The last message goes on with what `reset` returned."""
+    if not added:
+        return first
+    images = list(first.images)
+    parts: list[TextPart | ImagePart] = []
+    for part in added:
+        if isinstance(part, str):
+            parts.append(TextPart(text=part))
+        else:
+            parts.append(ImagePart(index=len(images)))
+            images.append(part)
+    *earlier, last = first.messages
+    grown = Message(role=last.role, parts=(*last.parts, *parts), tool_calls=last.tool_calls)
+    return dataclasses.replace(first, messages=(*earlier, grown), images=tuple(images))
+
+
+def _in_thread(grade: Callable[[str], Verdict]) -> Callable[[str], Awaitable[Verdict]]:
+    async def ask(text: str) -> Verdict:
+        return await asyncio.to_thread(grade, text)
+
+    return ask
+
+
+async def _await(answer: Awaitable[Any]) -> Any:
+    return await answer

@@ -1,0 +1,60 @@
+"""Reads the pictures that other people's code hands over, whatever it keeps them in.
+
+Invariant: bytes pass through as they are; an image object becomes a PNG of exactly its pixels.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import EnvironmentFailedError
+
+_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
+_FORMS = "give a PIL image, the bytes of a PNG, JPEG, WebP or GIF file, or its data: URL"
+
+
+def read_picture(value: object, where: str) -> bytes:
+    """The encoded file of a picture.
+
+    Args:
+        value: A PIL image, the bytes of a file, a data: URL, or a mapping with one of them under "url" or "bytes".
+        where: What to call it in an error.
+
+    Raises:
+        EnvironmentFailedError: it is none of these, or holds nothing.
+    """
+    match value:
+        case {"url": inner} | {"bytes": inner} if inner is not None:
+            return read_picture(inner, where)
+        case bytes() | bytearray() | memoryview():
+            data = bytes(value)
+        case str():
+            data = _read_url(value, where)
+        case _ if callable(getattr(value, "save", None)) and hasattr(value, "mode"):
+            data = _write_png(value)
+        case _:
+            keys = f" with {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
+            raise EnvironmentFailedError(f"{where} is a {type(value).__name__}{keys}; {_FORMS}")
+    if not data:
+        raise EnvironmentFailedError(f"{where} holds no bytes; {_FORMS}")
+    return data
+
+
+def _read_url(url: str, where: str) -> bytes:
+    head, comma, text = url.partition(",")
+    if head[:5].lower() != "data:" or not comma or not head.lower().endswith(";base64"):
+        raise EnvironmentFailedError(f"{where} = {url[:40]!r}, which is never opened or fetched; {_FORMS}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise EnvironmentFailedError(f"{where} = {url[:40]!r}... is not base64: {error}; {_FORMS}") from None
+
+
+def _write_png(image: Any) -> bytes:
+    """Without its EXIF data: a reader would turn the picture by them, which whoever made it did not see."""
+    file = io.BytesIO()
+    plain = image if image.mode in _PNG_MODES else image.convert("RGB")
+    plain.save(file, "PNG", exif=b"")
+    return file.getvalue()

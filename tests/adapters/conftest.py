@@ -1,0 +1,19 @@
+"""The stage of workers' and agents' own tests; packages that `make test-adapters` fetched are behind all others."""
+
+import os
+import sys
+from pathlib import Path
+
+from tests.integration.worker.conftest import (
+    make_recipe,
+    make_stage,
+    pytest_collection_modifyitems,
+    renderer,
+    reward_address,
+)
+
+__all__ = ["make_recipe", "make_stage", "pytest_collection_modifyitems", "renderer", "reward_address"]
+
+GYMS = Path(os.environ.get("PENSTOCK_TEST_CLIENTS", ".clients")).resolve() / "gyms"
+if str(GYMS) not in sys.path:
+    sys.path.append(str(GYMS))
