@@ -20,6 +20,7 @@ from penstock.config import (
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
 from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.config import EnvironmentServerConfig
 from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -45,6 +46,7 @@ class Recipe(Config):
     trackers: TrackersConfig = TrackersConfig()
     rollout: RolloutConfig = RolloutConfig()
     worker: WorkerConfig = WorkerConfig()
+    environment_server: EnvironmentServerConfig = EnvironmentServerConfig()
     reward: RewardConfig = RewardConfig()
     router: RouterConfig = RouterConfig()
     network: NetworkConfig = NetworkConfig()

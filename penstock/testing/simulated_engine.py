@@ -12,6 +12,7 @@ from typing import Any, Self
 from penstock.bus.buckets import leases
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.connection import Bus
+from penstock.bus.image_store import ImageStore
 from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.security import Security
@@ -79,6 +80,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self.fail_with = fail_with
         self.hang_after = hang_after
         self.die_after = die_after
+        self.image_store: ImageStore | None = None
+        """Where it fetches stored images, and fails if one is missing; None: it does not look."""
         self.scores = True
         """Whether it reports likeliest ids and prompts' logprobs to those who ask."""
         self.num_calls = 0
@@ -179,6 +182,9 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         await asyncio.sleep(self.delay_s)
         if self.error is not None:
             raise self.error
+        for image in request.images if self.image_store is not None else ():
+            assert self.image_store is not None
+            await self.image_store.get(image.stored.scope, image.stored.sha256)
 
     async def _chunks(self, num_tokens: int, size: int) -> AsyncIterator[tuple[int, int]]:
         """First token and end of each chunk, when it is due."""

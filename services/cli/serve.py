@@ -1,4 +1,4 @@
-"""`penstock serve`: one process of a training run."""
+"""`penstock serve`: one process of a training run, or a server that runs use."""
 
 import enum
 from collections.abc import Callable
@@ -26,6 +26,7 @@ class Service(enum.StrEnum):
     ROUTER = "router"
     ROLLOUT = "rollout"
     WORKER = "worker"
+    ENVIRONMENTS = "environments"
     TRAINER = "trainer"
 
 
@@ -34,6 +35,7 @@ _MODULES = {
     Service.ROUTER: "services.router.server",
     Service.ROLLOUT: "services.rollout.engine.server",
     Service.WORKER: "services.rollout.worker.main",
+    Service.ENVIRONMENTS: "services.rollout.worker.environments.hosting.server",
     Service.TRAINER: "services.trainer.main",
 }
 
@@ -42,8 +44,12 @@ _SETTINGS: dict[Service, Callable[[Recipe], Any]] = {
     Service.ROUTER: service_settings.for_router,
     Service.ROLLOUT: service_settings.for_engine,
     Service.WORKER: service_settings.for_worker,
+    Service.ENVIRONMENTS: service_settings.for_environments,
     Service.TRAINER: service_settings.for_trainer,
 }
+
+_EXTRAS = {Service.ENVIRONMENTS: "worker"}
+"""The extras of `penstock` with the packages of services, where they are not called as the service."""
 
 _SHARING_MEMORY = (Service.ROLLOUT, Service.TRAINER)
 """They pass weights to each other through /proc or CUDA's memory handles, which a process closed to others denies."""
@@ -62,7 +68,10 @@ def serve(
         typer.Option("--error-file", help="Also write the error that ends the process here, as JSON."),
     ] = None,
 ) -> int:
-    """Run one process of a training run until SIGINT or SIGTERM. Any --section.key=value overrides the recipe."""
+    """Run one process of a training run, or a server of environments, until SIGINT or SIGTERM.
+
+    Any --section.key=value overrides the recipe.
+    """
     try:
         recipe = configuration.load(Recipe, [shipped.find_recipe(path) for path in config or ()], context.args)
         security = Security.load(recipe.security)
@@ -75,7 +84,9 @@ def serve(
             folder = recipe.run.folder or recipe.run.dir / recipe.run.name
             become_server(recipe.bus, folder / "nats", security)
         settings = _SETTINGS[service](recipe)
-        module = import_with_extra(_MODULES[service], f"penstock serve {service}", extra=service.value)
+        module = import_with_extra(
+            _MODULES[service], f"penstock serve {service}", extra=_EXTRAS.get(service, service.value)
+        )
     except PenstockError as error:
         return process.report_error(error, file=error_file)
     return process.run(lambda stop: module.serve(settings, stop, security=security), error_file=error_file)

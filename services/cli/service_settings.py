@@ -13,6 +13,7 @@ from services.reward.config import RewardSettings
 from services.rollout.engine import sglang_settings
 from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
+from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
 from services.trainer.data.sources.files import pin, require_files
@@ -80,6 +81,34 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
         router_address=_address(recipe, worker.router_address, recipe.router.port, "router"),
         reward_address=_address(recipe, worker.reward_address, recipe.reward.port, "reward"),
         router_url=_router_url(recipe) if worker.agents else "",
+    )
+
+
+def for_environments(recipe: Recipe) -> EnvironmentServerSettings:
+    """What `penstock serve environments` receives.
+
+    Raises:
+        ConfigError: no environment is to be served, or one that is at a server already.
+    """
+    tables, server = recipe.worker.environments, recipe.environment_server
+    elsewhere = [name for name, table in tables.items() if table.url]
+    names = server.names or tuple(name for name in tables if name not in elsewhere)
+    if wrong := sorted({*names} & {*elsewhere}):
+        raise ConfigError(
+            f"environment_server.names has {', '.join(wrong)}, which worker.environments finds at another server; "
+            "leave it out, or give its class in place of its url"
+        )
+    if not names:
+        raise ConfigError(
+            "there is no environment to serve; give --worker.environments.NAME=package.module:Class, or "
+            "--environment_server.names for those that are built in or installed"
+        )
+    return EnvironmentServerSettings(
+        server=server.model_copy(update={"names": names}),
+        environments=tables,
+        max_processes=recipe.worker.environment_processes,
+        run=recipe.run,
+        network=recipe.network,
     )
 
 

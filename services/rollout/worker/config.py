@@ -7,7 +7,7 @@ import pydantic
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from services.rollout.worker.agents.config import AgentConfig
-from services.rollout.worker.environments.config import EnvironmentTables
+from services.rollout.worker.environments.config import MAX_PROCESSES, EnvironmentTables
 
 
 class WorkerConfig(Config):
@@ -26,6 +26,10 @@ class WorkerConfig(Config):
     environments: EnvironmentTables = pydantic.Field(default_factory=dict)
     """Your own environments, and arguments of built-in ones: name, as prompts call it, to "package.module:Class", or to
     a table."""
+    environment_processes: int = pydantic.Field(default=MAX_PROCESSES, ge=1)
+    """Episodes with a process of their own that one worker process, or server of environments, plays at once. Further
+    ones wait before they begin, which their deadline does not count. Lower it for environments that take much
+    memory."""
     agents: dict[str, AgentConfig] = pydantic.Field(default_factory=dict)
     """Your own agents, by the name with which prompts call them in place of an environment."""
     router_url: str = ""

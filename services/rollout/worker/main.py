@@ -23,17 +23,18 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.tokens import context_length, forbidden_token_ids, image_token_id
 from penstock.rpc.server import RpcServer
 from penstock.runtime.hide_torch import torch_hidden
+from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from services.rollout.worker.agents.agent_player import AgentPlayer
 from services.rollout.worker.agents.runners import load_runner
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episode import EpisodePlayer
+from services.rollout.worker.episodes.episode import EpisodePlayer
+from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.judge import Judge
 from services.rollout.worker.players import Players
 from services.rollout.worker.prompt_handler import PromptHandler
-from services.rollout.worker.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
 
@@ -66,11 +67,17 @@ async def serve(
     config = settings.worker
     security = security or Security.from_environment()
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-    environments = EnvironmentRegistry(config.environments, security=security)
-    runners = {name: load_runner(name, agent) for name, agent in config.agents.items()}
+    environments = EnvironmentRegistry(
+        config.environments, security=security, max_processes=config.environment_processes
+    )
     with torch_hidden():
         renderer = await asyncio.to_thread(Renderer.load, settings.model.path)
     async with AsyncExitStack() as stack:
+        runners = {}
+        if config.agents:
+            reaper = await Reaper.start()
+            stack.push_async_callback(reaper.end)
+            runners = {name: load_runner(name, agent, reaper) for name, agent in config.agents.items()}
         await stack.enter_async_context(environments)
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         generator = await stack.enter_async_context(GenerateClient(settings.router_address, security=security))
@@ -99,7 +106,7 @@ async def serve(
             sessions=sessions,
             renderer=renderer,
             router_url=settings.router_url,
-            key_of=security.key_of,
+            security=security,
             episode_timeout_s=config.episode_timeout_s,
         )
         rollout = GroupRollout(episodes=Players(episodes, agents), images=images, judge=judge, worker_id=worker_id)

@@ -1,5 +1,6 @@
 """The real reward service, and an engine that gives the right answer."""
 
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from transformers import AutoTokenizer
 
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig, ModelConfig, RunConfig
+from penstock.model.chat_template import Renderer
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.worker.config import WorkerConfig
+from tests.support.worker.agent_stage import agent_stage
 from tests.support.worker.prompts import ANSWER
 
 
@@ -67,3 +70,20 @@ def make_recipe(
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model_path: Path) -> Renderer:
+    """The model's template and tokenizer."""
+    return Renderer.load(tiny_model_path)
+
+
+@pytest.fixture
+async def make_stage(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Callable[..., Any]]:
+    """Begins `agent_stage` for the rest of the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(agents: dict[str, Any], **settings: Any) -> Recipe:
+            return await stack.enter_async_context(agent_stage(make_recipe, agents, **settings))
+
+        yield make

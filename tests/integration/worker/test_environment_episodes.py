@@ -1,23 +1,25 @@
 """Whole episodes whose environment runs in a process of its own."""
 
 import asyncio
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
+from penstock.v1 import generate_pb2
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episode import Episode
+from services.rollout.worker.episodes.episode import Episode
+from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.shared_prefill import SharedPrefill
+from tests.support.image_shelf import ImageShelf
 from tests.support.worker.hosted_episodes import HERE
-from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model_path: Path) -> Renderer:
-    """The tiny model's renderer."""
-    return Renderer.load(tiny_model_path)
+from tests.support.worker.scripted_episodes import END, PICTURE, ScriptedPolicy, make_player, make_prompt, play
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,60 @@ async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
     assert bad.error.startswith(reason)
     assert len(bad.to_sample(None).sequences[0].token_ids) > 0
     assert (good.finish_reason, good.reward) == ("stop", 1.0)
+
+
+class LatePolicy(ScriptedPolicy):
+    """Says "stop" in each turn, and waits with the first for a second; then 500 s pass for everybody."""
+
+    def __init__(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(renderer, [("stop" + END, 4)] * 6)
+        self._monkeypatch = monkeypatch
+        self._has_second = asyncio.Event()
+
+    async def stream(
+        self, request: generate_pb2.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
+        """The turn."""
+        async with aclosing(super().stream(request, timeout_s=timeout_s)) as chunks:
+            async for chunk in chunks:
+                if len(self.requests) == 2 and not self._has_second.is_set():
+                    self._monkeypatch.setattr(time, "monotonic", functools.partial(_later, time.monotonic))
+                    self._has_second.set()
+                await self._has_second.wait()
+                yield chunk
+
+
+def _later(monotonic: Callable[[], float]) -> float:
+    return monotonic() + 500.0
+
+
+def counting_others(folder: Path, *, max_processes: int) -> EnvironmentRegistry:
+    """Environments that measure how many of them have a process."""
+    table = {"class": f"{HERE}:CountsOthers", "args": {"folder": str(folder)}}
+    tables = WorkerConfig(environments={"CountsOthers": table}).environments
+    return EnvironmentRegistry(tables, max_processes=max_processes)
+
+
+async def test_samples_wait_for_a_process_and_lose_no_time(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six no more than two have one at once; all are played, also those that waited longer than an episode has."""
+    async with counting_others(tmp_path, max_processes=2) as registry:
+        player = make_player(renderer, LatePolicy(renderer, monkeypatch), environments=registry)
+        prompt = make_prompt("CountsOthers", limits=Limits(episode_timeout_s=100.0))
+        episodes = await asyncio.gather(*(play(player, prompt, number) for number in range(6)))
+    assert [(episode.finish_reason, episode.reward) for episode in episodes] == [("stop", 1.0)] * 6
+    assert len(list(tmp_path.iterdir())) == 6
+    assert max(episode.trajectory.turns[-1].metrics["num_living"] for episode in episodes) <= 2
+
+
+async def test_a_group_is_played_with_fewer_processes_than_samples(renderer: Renderer, tmp_path: Path) -> None:
+    """The sample whose first turn the others wait for is never one that waits for a process."""
+    async with counting_others(tmp_path, max_processes=1) as registry:
+        policy = ScriptedPolicy(renderer, [("stop" + END, 4)] * 3)
+        player = make_player(renderer, policy, environments=registry)
+        prompt, shelf = make_prompt("CountsOthers"), ImageShelf()
+        await shelf.put(prompt.id.scope, PICTURE)
+        images, prefill = await GroupImages.load(shelf, prompt), SharedPrefill()
+        episodes = await asyncio.gather(*(player.play(prompt, number, images, prefill) for number in range(3)))
+    assert [episode.trajectory.turns[-1].metrics["num_living"] for episode in episodes] == [1.0] * 3

@@ -25,7 +25,7 @@ from penstock.runtime.security import Security
 from services.recipe import Recipe
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting import messages
-from services.rollout.worker.environments.hosting.server import serve_environments, serving_environments
+from services.rollout.worker.environments.hosting.server import serving_environments
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from tests.support.certificates import security_of
 from tests.support.strangers import TOKEN, assert_http_is_closed
@@ -34,11 +34,13 @@ from tests.support.worker.hosted_episodes import HERE, has_ended, make_task, pid
 
 
 @contextlib.asynccontextmanager
-async def serving(kind: str = "Echo", *, security: Security | None = None, **options: Any) -> AsyncIterator[HttpServer]:
+async def serving(
+    kind: str = "Echo", *, security: Security | None = None, max_processes: int = 128, **options: Any
+) -> AsyncIterator[HttpServer]:
     """The server of this project with the environment `kind`."""
     tables = WorkerConfig(environments={kind: f"{HERE}:{kind}"}).environments
     async with (
-        EnvironmentRegistry(tables) as registry,
+        EnvironmentRegistry(tables, max_processes=max_processes) as registry,
         serving_environments(registry, [kind], security=security or Security(), **options) as server,
     ):
         yield server
@@ -158,6 +160,18 @@ async def test_a_full_server_makes_workers_wait() -> None:
         await second.close()
 
 
+async def test_a_server_without_a_free_process_makes_workers_wait() -> None:
+    """Processes are bounded apart from episodes, which may need none; an episode that ended leaves its room."""
+    async with serving(max_processes=1) as server, player_of(server.url, "Echo") as factory:
+        first, second, third = factory(), factory(), factory()
+        await first.reset(make_task())
+        with pytest.raises(OverloadedError, match=r"429: .*all 1 processes of environments are taken"):
+            await third.reset(make_task(remaining_s=0.1))
+        await first.close()
+        assert "hello" in text_of(await second.reset(make_task()))
+        await second.close()
+
+
 async def test_a_worker_waits_for_a_server_that_comes_later() -> None:
     """A refused connection began no episode, so it is tried again while the episode has time."""
     port = free_ports(1)[0]
@@ -176,6 +190,13 @@ async def test_only_what_is_named_is_served() -> None:
     async with serving() as server, episode_of(server.url, "single_turn") as environment:
         with pytest.raises(InvalidRequestError, match="environment 'single_turn' is not served here; served: Echo"):
             await environment.reset(make_task())
+
+
+async def test_an_unknown_environment_cannot_be_served() -> None:
+    """The server does not start, and says what there is."""
+    async with EnvironmentRegistry() as registry:
+        with pytest.raises(ConfigError, match="names has maze, which is unknown; known: calculator, "):
+            await serving_environments(registry, ["maze"], security=Security()).__aenter__()
 
 
 async def test_token_and_tls(certificates: SecurityConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,20 +307,6 @@ def test_a_wrong_table_is_a_mistake_in_the_recipe(table: Any, reason: str) -> No
         loading.load(Recipe, [], [override])
     assert "worker.environments.mine" in str(raised.value)
     assert "secret" not in str(raised.value)
-
-
-async def test_the_server_stops_when_it_is_told_to() -> None:
-    """It starts what it serves, and ends it."""
-    tables = WorkerConfig(environments={"Echo": f"{HERE}:Echo"}).environments
-    stop, port = asyncio.Event(), free_ports(1)[0]
-    serving_it = asyncio.create_task(
-        serve_environments(EnvironmentRegistry(tables), ["Echo"], stop, port=port, security=Security())
-    )
-    async with player_of(f"http://127.0.0.1:{port}", "Echo") as factory:
-        pid = pid_of(await factory().reset(make_task()))
-    stop.set()
-    await serving_it
-    await until(lambda: has_ended(pid))
 
 
 def _toml(value: Any) -> str:

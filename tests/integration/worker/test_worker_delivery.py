@@ -19,7 +19,7 @@ from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
-from services.rollout.worker.episode import EpisodePlayer
+from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.judge import Judge
 from services.rollout.worker.prompt_handler import PromptHandler

@@ -1,14 +1,18 @@
 """Environments of plain functions, good and bad, for tests of where environments run."""
 
+import asyncio
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from penstock.environments import AssistantTurn, BlockingTask, Observation, StepResult, Task
 from penstock.records import ImagePart, Message, TextPart
+from tests.support.processes import is_alive
 
 SLEEPER = "3141592"
 """Seconds that a stray process of `StartsProcesses` sleeps, by which tests find it."""
@@ -63,6 +67,23 @@ class StuckInStep(Echo):
         self.task.grade("stuck")
         ctypes.PyDLL(None).pause()
         raise AssertionError
+
+
+class CountsOthers(Echo):
+    """Measures how many episodes have a process, by files that they leave in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def reset(self, task: BlockingTask) -> Observation:
+        """Counts from here on."""
+        (self.folder / str(os.getpid())).touch()
+        return Observation(messages=task.messages, images=task.images)
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """The end."""
+        num_living = sum(is_alive(int(file.name)) for file in self.folder.iterdir())
+        return StepResult(observation=None, reward=1.0, metrics={"num_living": num_living})
 
 
 class Sleeps(Echo):
@@ -214,6 +235,26 @@ class AsyncEcho:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+class KillsItsServer(AsyncEcho):
+    """Runs in the server's own process, and kills it in the first step of two episodes."""
+
+    have_begun: ClassVar[list["KillsItsServer"]] = []
+    both: ClassVar[asyncio.Event] = asyncio.Event()
+
+    async def reset(self, task: Task) -> Observation:
+        """The task as it is."""
+        self.have_begun.append(self)
+        if len(self.have_begun) == 2:
+            self.both.set()
+        return Observation(messages=task.messages, images=task.images)
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """kill -9, once both have begun."""
+        await self.both.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
 
 class HalfAsync(AsyncEcho):

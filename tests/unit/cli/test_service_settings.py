@@ -127,3 +127,19 @@ def test_trainer_and_engines_agree_on_the_head(model: ModelConfig, is_set: bool)
         cuda=True,
     )
     assert args["enable_fp32_lm_head"] is is_set
+
+
+def test_a_server_of_environments_serves_those_of_its_recipe_that_are_not_elsewhere() -> None:
+    """Others must be named; one that is at another server cannot be."""
+    tables = {"maze": "my.maze:Maze", "robot": {"url": "http://robots:7010"}}
+
+    def served(**server: object) -> tuple[str, ...]:
+        recipe = Recipe.model_validate({"worker": {"environments": tables}, "environment_server": server})
+        return service_settings.for_environments(recipe).server.names
+
+    assert served() == ("maze",)
+    assert served(names=["calculator"]) == ("calculator",)
+    with pytest.raises(ConfigError, match=r"names has robot, which worker\.environments finds at another server"):
+        served(names=["maze", "robot"])
+    with pytest.raises(ConfigError, match=r"there is no environment to serve; give --worker\.environments\.NAME="):
+        service_settings.for_environments(Recipe())

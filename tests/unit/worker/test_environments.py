@@ -1,6 +1,7 @@
 """Environments are found by name."""
 
 import importlib.metadata
+from typing import ClassVar
 
 import pytest
 
@@ -52,3 +53,33 @@ def test_an_observation_brings_the_images_that_it_shows() -> None:
     shown = Message(role="user", parts=(ImagePart(index=0),))
     with pytest.raises(ValueError, match=r"refer to images \[0\], but the observation brings 0"):
         Observation(messages=(shown,))
+
+
+class Prepared(SingleTurn):
+    """Loads something once."""
+
+    given: ClassVar[list[str]] = []
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    @classmethod
+    def prepare(cls, path: str) -> None:
+        cls.given.append({"good": "good"}[path])
+
+
+def test_a_class_prepares_once_for_all_episodes() -> None:
+    """With its own arguments, when the registry is made; making environments does not repeat it."""
+    Prepared.given.clear()
+    tables = {"mine": {"class": f"{__name__}:Prepared", "args": {"path": "good"}}}
+    registry = EnvironmentRegistry(WorkerConfig(environments=tables).environments)
+    registry.find("mine")()
+    registry.find("mine")()
+    assert Prepared.given == ["good"]
+
+
+def test_a_class_that_cannot_prepare_is_a_mistake_in_the_recipe() -> None:
+    """The message has what it raised."""
+    tables = {"mine": {"class": f"{__name__}:Prepared", "args": {"path": "bad"}}}
+    with pytest.raises(ConfigError, match=r"environment mine: Prepared\.prepare raised KeyError: 'bad'"):
+        EnvironmentRegistry(WorkerConfig(environments=tables).environments)

@@ -1,11 +1,16 @@
-"""Where an environment comes from and where it runs: the tables of `[worker.environments]`."""
+"""Where an environment comes from and where it runs: the tables of `[worker.environments]`, and their server."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import Config, NetworkConfig, RunConfig
+
+MAX_PROCESSES = 128
+"""Processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""
 
 
 class EnvironmentConfig(Config):
@@ -64,3 +69,26 @@ EnvironmentTables: TypeAlias = Annotated[
     pydantic.BeforeValidator(_with_tables, json_schema_input_type=dict[str, str | EnvironmentConfig]),
 ]
 """Environments by name."""
+
+
+class EnvironmentServerConfig(Config):
+    """A server of environments for workers on other machines, whose tables name its url."""
+
+    names: tuple[str, ...] = ()
+    """The environments that are served. Empty: all of `[worker.environments]` that have no url."""
+    port: int = pydantic.Field(default=0, ge=0, le=65535)
+    """Port that it listens on; 0 takes any that is free."""
+    max_episodes: int = pydantic.Field(default=1024, ge=1)
+    """Episodes that live at once; the workers of further ones wait."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentServerSettings:
+    """All that a server of environments receives."""
+
+    server: EnvironmentServerConfig
+    environments: Mapping[str, EnvironmentConfig]
+    max_processes: int
+    """Processes of episodes at once."""
+    run: RunConfig
+    network: NetworkConfig

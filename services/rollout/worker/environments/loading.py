@@ -50,6 +50,26 @@ def _with_args(kind: Callable[..., Any], args: Mapping[str, Any]) -> Callable[[]
     return functools.partial(kind, **args) if args else kind
 
 
+def prepare(factory: Callable[[], Any]) -> None:
+    """Let the class of what `load_class` returned do what it does once for all episodes: its class method `prepare`,
+    if it has one, with the same arguments.
+
+    Raises:
+        ConfigError: it raised an error.
+    """
+    kind, args = (factory.func, factory.keywords) if isinstance(factory, functools.partial) else (factory, {})
+    method = getattr(kind, "prepare", None)
+    if not callable(method):
+        return
+    try:
+        method(**args)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        name = getattr(kind, "__name__", repr(kind))
+        raise ConfigError(f"{name}.prepare raised {type(error).__name__}: {error}") from error
+
+
 def is_blocking(factory: Callable[[], Any]) -> bool:
     """Whether what `load_class` returned makes environments of plain functions, which would hold up an event loop."""
     kind = factory.func if isinstance(factory, functools.partial) else factory

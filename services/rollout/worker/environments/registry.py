@@ -4,25 +4,26 @@ Names are looked up in the worker's own configuration, then in the entry points 
 among those that come with Penstock. A prompt can only name an environment; it cannot make a worker import code.
 
 An async class runs in the event loop, unless it is configured as isolated. A class of plain functions runs in a process
-of its own for each episode.
+of its own for each episode, and of these no more than a fixed number live at once.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.environments import EnvironmentFactory
-from penstock.errors import ConfigError, InvalidRequestError
+from penstock.errors import ConfigError, InvalidRequestError, OverloadedError
 from penstock.runtime.security import Security
 from services.rollout.worker.environments.calculator import Calculator
-from services.rollout.worker.environments.config import EnvironmentConfig
+from services.rollout.worker.environments.config import MAX_PROCESSES, EnvironmentConfig
 from services.rollout.worker.environments.geo3k_tools import Geo3kTools
 from services.rollout.worker.environments.geo3k_zoom import Geo3kZoom
 from services.rollout.worker.environments.hosting.processes import EnvironmentProcesses
 from services.rollout.worker.environments.hosting.remote import RemoteEnvironments
-from services.rollout.worker.environments.loading import is_blocking, load_class
+from services.rollout.worker.environments.loading import is_blocking, load_class, prepare
 from services.rollout.worker.environments.python import Python
 from services.rollout.worker.environments.single_turn import SingleTurn
 
@@ -42,9 +43,18 @@ class EnvironmentRegistry:
     """Environment factories by name. As a context it starts what the configured environments need, and ends it."""
 
     def __init__(
-        self, configured: Mapping[str, EnvironmentConfig] | None = None, *, security: Security | None = None
+        self,
+        configured: Mapping[str, EnvironmentConfig] | None = None,
+        *,
+        security: Security | None = None,
+        max_processes: int = MAX_PROCESSES,
     ) -> None:
         """Load the environments of `configured` beside those that are installed.
+
+        Args:
+            configured: The tables of `[worker.environments]`.
+            security: What servers of environments are shown.
+            max_processes: Episodes with a process of their own that have room at once.
 
         Raises:
             ConfigError: a class cannot be imported, is no environment, or does not take its arguments.
@@ -53,6 +63,8 @@ class EnvironmentRegistry:
         self._installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
         self._configured = dict(configured or {})
         self._security = security or Security()
+        self._max_processes = max_processes
+        self._processes = asyncio.Semaphore(max_processes)
         for name in (*BUILT_IN, *self._installed, *self._configured):
             config = self._configured.get(name, EnvironmentConfig())
             try:
@@ -102,6 +114,27 @@ class EnvironmentRegistry:
             )
         return factory
 
+    @asynccontextmanager
+    async def room(self, name: str) -> AsyncIterator[None]:
+        """Room for one episode of environment `name`, to be entered before it is made and left after it is closed.
+
+        Waits, first come first served, while all processes are taken. Whoever has room waits for no other episode's
+        room, so each ends in its time, and all get their turn.
+        """
+        if isinstance(self._factories.get(name), EnvironmentProcesses):
+            async with self._processes:
+                yield
+        else:
+            yield
+
+    def require_room(self, name: str) -> None:
+        """Raises: OverloadedError: `room` would wait."""
+        if isinstance(self._factories.get(name), EnvironmentProcesses) and self._processes.locked():
+            raise OverloadedError(
+                f"all {self._max_processes} processes of environments are taken; try again later, or raise "
+                "worker.environment_processes"
+            )
+
     def _make_factory(self, name: str, config: EnvironmentConfig) -> EnvironmentFactory:
         if config.url:
             return RemoteEnvironments(name, config.url, remote_name=config.name or name, security=self._security)
@@ -117,7 +150,10 @@ class EnvironmentRegistry:
         if config.isolated:  # not imported here: it may bring down the process that does
             return EnvironmentProcesses(name, path, config.args)
         factory = load_class(path, config.args)
-        return EnvironmentProcesses(name, path, config.args) if is_blocking(factory) else factory
+        if is_blocking(factory):
+            return EnvironmentProcesses(name, path, config.args)
+        prepare(factory)
+        return factory
 
     async def _stop(self) -> None:
         for factory in self._factories.values():

@@ -34,7 +34,7 @@ from services.rollout.worker.environments.hosting.forkserver_protocol import (
     Spawn,
     Spawned,
 )
-from services.rollout.worker.environments.loading import load_class
+from services.rollout.worker.environments.loading import load_class, prepare
 
 _OUTPUT_KEPT_BYTES = 3000
 _READ_BYTES = 2**16
@@ -50,6 +50,7 @@ def main() -> None:
     control = socket.socket(fileno=settings.control_fd)
     try:
         make = load_class(settings.path, settings.args)
+        prepare(make)
     except ConfigError as error:
         control.send(msgspec.msgpack.encode(Ready(error=str(error)[: MAX_PACKET_BYTES // 8])))
         return

@@ -1,0 +1,227 @@
+"""The episodes that live at a server of environments.
+
+Invariants: an episode belongs to whoever knows its id; it ends when it is deleted, when a call takes longer than its
+caller waits, or when no call comes for a while; and no more than `max_episodes` live at once.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+
+import msgspec
+import structlog
+from fastapi import HTTPException
+
+from penstock.environments import Environment, Task
+from penstock.errors import EnvironmentFailedError, InvalidRequestError, NotReadyError, OverloadedError, PenstockError
+from penstock.records import Verdict
+from services.rollout.worker.environments.hosting import messages
+from services.rollout.worker.environments.hosting.messages import (
+    AnyReply,
+    AnyRequest,
+    CloseRequest,
+    GradeReply,
+    ObservationReply,
+    ResetRequest,
+    StepRequest,
+    VerdictRequest,
+)
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+
+log = structlog.get_logger()
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class _Episode:
+    """One episode: at most one call of its environment at a time, which may wait for a verdict."""
+
+    def __init__(self, environment: Environment, room: contextlib.AsyncExitStack) -> None:
+        self.used_at = time.monotonic()
+        self.is_busy = False
+        self._environment = environment
+        self._room = room
+        self._call: asyncio.Task[AnyReply] | None = None
+        self._asked: asyncio.Queue[str] = asyncio.Queue()
+        self._verdict: asyncio.Future[Verdict] | None = None
+        self._grading = asyncio.Lock()
+        self._ends_at = math.inf
+
+    async def answer(self, request: AnyRequest) -> AnyReply:
+        """The reply to `request`, within its time.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        self._ends_at = math.inf if request.remaining_s is None else time.monotonic() + request.remaining_s
+        try:
+            async with asyncio.timeout(request.remaining_s):
+                return await self._advance(request)
+        except PenstockError as error:
+            return messages.failed(request.number, str(error))
+
+    async def close(self) -> None:
+        """Cancel its call and end it."""
+        async with self._room:
+            if self._call is not None:
+                self._call.cancel()
+                await asyncio.gather(self._call, return_exceptions=True)
+            try:
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self._environment.close()
+            except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
+                log.warning("environment.close_failed", error=repr(error))
+
+    async def _advance(self, request: AnyRequest) -> AnyReply:
+        if isinstance(request, VerdictRequest):
+            if self._verdict is None or self._verdict.done():
+                raise EnvironmentFailedError("a verdict came that nobody asked for")
+            if request.verdict is None:
+                self._verdict.set_exception(PenstockError(request.error or "no verdict came"))
+            else:
+                self._verdict.set_result(request.verdict)
+        else:
+            if self._call is not None:
+                raise EnvironmentFailedError("a call came before the one before it was answered")
+            self._call = asyncio.create_task(self._perform(request))
+        call = self._call
+        if call is None:
+            raise EnvironmentFailedError("a verdict came that nobody asked for")
+        asked = asyncio.create_task(self._asked.get())
+        try:
+            await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return GradeReply(number=request.number, text=asked.result())
+            self._call = None
+            return _numbered(call.result(), request.number)
+        finally:
+            asked.cancel()
+
+    async def _perform(self, request: AnyRequest) -> AnyReply:
+        what = str(request.__struct_config__.tag)
+        try:
+            if isinstance(request, ResetRequest):
+                task = Task(**request.task.fields(), remaining_s=self._remaining_s, grade=self._grade)
+                observation = messages.from_observation(await self._environment.reset(task))
+                return ObservationReply(number=request.number, observation=observation)
+            assert isinstance(request, StepRequest)
+            return messages.from_result(await self._environment.step(request.turn), number=request.number)
+        except EnvironmentFailedError as error:
+            return messages.failed(request.number, str(error))
+        except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
+            return messages.failed(request.number, f"{what} raised {type(error).__name__}: {error}")
+
+    def _remaining_s(self) -> float:
+        return self._ends_at - time.monotonic()
+
+    async def _grade(self, text: str) -> Verdict:
+        async with self._grading:  # one question at a time travels
+            self._verdict = asyncio.get_running_loop().create_future()
+            self._asked.put_nowait(text)
+            return await self._verdict
+
+
+class ServedEpisodes:
+    """The episodes that live at the server."""
+
+    def __init__(
+        self, registry: EnvironmentRegistry, names: frozenset[str], *, max_episodes: int, max_idle_s: float
+    ) -> None:
+        self._registry = registry
+        self._names = names
+        self._max_episodes = max_episodes
+        self._max_idle_s = max_idle_s
+        self._is_open = True
+        self._episodes: dict[str, _Episode] = {}
+        self._none_lives = asyncio.Event()
+        self._none_lives.set()
+
+    def require_open(self) -> None:
+        """Raises: NotReadyError: the server is stopping, and takes no new episode."""
+        if not self._is_open:
+            raise NotReadyError("this server is stopping; begin the episode at another server, or again later")
+
+    async def answer(self, episode_id: str, request: AnyRequest) -> AnyReply:
+        """The reply of episode `episode_id` to `request`, a `reset` of which begins it.
+
+        Raises:
+            HTTPException: there is no such episode (404), or it cannot take this request (409).
+            InvalidRequestError: no such environment is served.
+            NotReadyError: the server takes no new episode.
+            OverloadedError: too many episodes live, or too many processes.
+            TimeoutError: it took longer than its caller waits; the episode has ended.
+        """
+        if isinstance(request, CloseRequest):
+            raise InvalidRequestError("an episode is ended with DELETE")
+        if isinstance(request, ResetRequest):
+            episode = await self._begin(episode_id, request)
+        else:
+            episode = self._find(episode_id)
+        if episode.is_busy:
+            raise HTTPException(409, "the episode is at work on another request; wait for its reply")
+        episode.is_busy = True
+        try:
+            return await episode.answer(request)
+        except BaseException:  # too late, or the caller is gone: nobody can go on with it
+            await asyncio.shield(self.end(episode_id))
+            raise
+        finally:
+            episode.is_busy, episode.used_at = False, time.monotonic()
+
+    async def end(self, episode_id: str) -> None:
+        """End an episode; nothing happens if there is none."""
+        if (episode := self._episodes.pop(episode_id, None)) is not None:
+            try:
+                await episode.close()
+            finally:
+                if not self._episodes:
+                    self._none_lives.set()
+
+    async def expire(self) -> None:
+        """End episodes that nobody has called for a while, for ever."""
+        while True:
+            await asyncio.sleep(self._max_idle_s / 10)
+            oldest = time.monotonic() - self._max_idle_s
+            for episode_id, episode in list(self._episodes.items()):
+                if not episode.is_busy and episode.used_at < oldest:
+                    log.warning("environment.expired", episode=episode_id, idle_s=self._max_idle_s)
+                    await self.end(episode_id)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new episode, and wait up to `grace_s` seconds until those in play have ended."""
+        self._is_open = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._none_lives.wait()
+
+    async def close(self) -> None:
+        """End all episodes."""
+        await asyncio.gather(*map(self.end, list(self._episodes)))
+
+    async def _begin(self, episode_id: str, request: ResetRequest) -> _Episode:
+        self.require_open()
+        if episode_id in self._episodes:
+            raise HTTPException(409, "there is an episode of this id; begin another one under an id of its own")
+        if request.environment not in self._names:
+            raise InvalidRequestError(
+                f"environment {request.environment!r} is not served here; served: {', '.join(sorted(self._names))}"
+            )
+        if len(self._episodes) >= self._max_episodes:
+            raise OverloadedError(f"{len(self._episodes)} episodes live here, and no more may; try again later")
+        self._registry.require_room(request.environment)
+        room = contextlib.AsyncExitStack()
+        await room.enter_async_context(self._registry.room(request.environment))  # at once, as there is room
+        self._episodes[episode_id] = episode = _Episode(self._registry.find(request.environment)(), room)
+        self._none_lives.clear()
+        return episode
+
+    def _find(self, episode_id: str) -> _Episode:
+        if (episode := self._episodes.get(episode_id)) is None:
+            raise HTTPException(404, "there is no such episode; it has ended or expired, or the server was restarted")
+        return episode
+
+
+def _numbered(reply: AnyReply, number: int) -> AnyReply:
+    """The reply with the number of the request that it answers: after questions that is a later one."""
+    return msgspec.structs.replace(reply, number=number)

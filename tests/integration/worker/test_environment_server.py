@@ -1,0 +1,101 @@
+"""`penstock serve environments`: a real process, and workers that play at it."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.bus.connection import Bus
+from penstock.errors import OverloadedError
+from penstock.model.chat_template import Renderer
+from penstock.records import Limits
+from penstock.runtime.ports import free_ports
+from penstock.testing.simulated_engine import SimulatedEngine
+from services.recipe import Recipe
+from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.registry import EnvironmentRegistry
+from tests.support.strangers import TOKEN
+from tests.support.waiting import until
+from tests.support.worker import scripted_episodes
+from tests.support.worker.environment_server import environment_server
+from tests.support.worker.hosted_episodes import HERE, make_task, text_of, turn
+from tests.support.worker.prompts import count, make_prompt, publish, until_done, working
+from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, play
+
+ECHO = f"--worker.environments.Echo={HERE}:Echo"
+
+
+def with_args(args: str) -> str:
+    """The same with arguments, as TOML."""
+    return f'--worker.environments.Echo={{class = "{HERE}:Echo", args = {args}}}'
+
+
+async def test_a_worker_plays_an_episode_at_the_server(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table names its url; token and arguments are the server's own."""
+    monkeypatch.setenv("PENSTOCK_ENVIRONMENT_TOKEN", TOKEN)
+    renderer = Renderer.load(tiny_model_path)
+    with environment_server(with_args('{greeting = "Good day"}')) as server:
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            assert (await http.get("/healthz")).json() == {"status": "serving"}
+            assert (await http.delete("/v1/episodes/x")).status_code == 401
+        tables = WorkerConfig(environments={"mine": {"url": server.url, "name": "Echo"}}).environments
+        async with EnvironmentRegistry(tables) as registry:
+            policy = ScriptedPolicy(renderer, [("one" + END, 4), ("stop" + END, 5)])
+            player = make_player(renderer, policy, environments=registry)
+            episode = await play(player, scripted_episodes.make_prompt("mine"))
+    assert (episode.finish_reason, episode.reward, len(episode.trajectory.turns)) == ("stop", 2.0, 2)
+    assert "Good day" in renderer.decode(episode.trajectory.token_ids)
+
+
+async def test_a_server_that_is_stopped_lets_its_episodes_end() -> None:
+    """It takes no new one and says so on its health page; a step in play still gets its verdict; then it ends."""
+    with environment_server(ECHO, "--run.grace_s=600") as server:
+        tables = WorkerConfig(environments={"Echo": {"url": server.url}}).environments
+        async with EnvironmentRegistry(tables) as registry, httpx.AsyncClient() as http:
+            environment, late = registry.find("Echo")(), registry.find("Echo")()
+            await environment.reset(make_task())
+            server.process.terminate()
+
+            async def is_stopping() -> bool:
+                return (await http.get(f"{server.url}/healthz")).status_code == 503
+
+            await until(is_stopping)
+            with pytest.raises(OverloadedError, match=r"503: .*this server is stopping"):
+                await late.reset(make_task(remaining_s=0.1))
+            assert text_of(await environment.step(turn("grade 3"))) == "OK 1.0"
+            assert (await environment.step(turn("stop"))).reward == 2.0
+            assert server.process.poll() is None
+            await environment.close()
+            await until(lambda: server.process.poll() is not None)
+        assert server.process.returncode == 0
+
+
+async def test_a_server_that_is_killed_costs_its_samples_and_nothing_else(
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """Their group is published by the same delivery, with their tokens; the next one is played when it is back."""
+    port = free_ports(1)[0]
+    settings = (
+        ECHO,
+        f"--worker.environments.KillsItsServer={HERE}:KillsItsServer",
+        f"--environment_server.port={port}",
+    )
+    url = f"http://127.0.0.1:{port}"
+    recipe = make_recipe(
+        engine.replica.address, environments={name: {"url": url} for name in ("Echo", "KillsItsServer")}
+    )
+    async with working(recipe):
+        with environment_server(*settings) as server:
+            await publish(bus, make_prompt(run_name, environment="KillsItsServer"))
+            [group] = await until_done(bus, 1)
+            assert server.process.wait(20) == -signal.SIGKILL
+        assert (group.error, group.num_deliveries) == ("", 1)
+        assert [sample.finish_reason for sample in group.samples] == ["error", "error"]
+        assert all(sample.num_own_tokens > 0 and url in sample.error for sample in group.samples)
+        await publish(bus, make_prompt(run_name, 1, environment="Echo", limits=Limits(max_turns=2)))
+        with environment_server(*settings):
+            [_, group] = await until_done(bus, 2)
+        assert [sample.finish_reason for sample in group.samples] == ["environment", "environment"]
+        assert await count(bus, bus.dead) == 0
