@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer results churn chaos recipes up down logs test-clients test-compose test-lmms-eval test-mooncake test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-clients test-compose test-lmms-eval test-mooncake test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -67,6 +67,12 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
+test-adapters: setup ## Play environments of verifiers, skyrl-gym and reasoning-gym, the real packages; fetches them into .clients.
+	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers
+	$(UV) pip install --quiet --python .clients/verifiers/bin/python --requirement tests/adapters/verifiers.txt
+	$(UV) pip install --quiet --python $(BIN)/python --target .clients/gyms --requirement tests/adapters/gyms.txt
+	@$(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_verifiers.py $(ARGS)
+
 test-clients: setup ## Run the ordinary examples of OpenAI's clients with the real packages; fetches them into .clients.
 	for name in common inspect; do \
 		[ -x .clients/$$name/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/$$name; \
@@ -95,6 +101,9 @@ recipes: setup ## Run the recipes for GPUs cut to size; ROWS=folder has their ro
 demo: setup ## Train a tiny vision-language model from start to end, in about ten minutes on two cores.
 	@$(BIN)/penstock train $(RECIPE) $(ARGS)
 
+demo-multi-turn: setup ## Train a tiny vision-language model to zoom in before it answers, in about eight minutes on two cores.
+	@$(BIN)/penstock train recipes/tiny-multi-turn.toml $(ARGS)
+
 bench: setup ## Run the benchmarks.
 	@shopt -s nullglob; for script in bench/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
@@ -121,6 +130,9 @@ bench-async: setup ## Measure steps/s under each bound on staleness beside the b
 
 bench-images: setup ## Count the bytes of a group's images, by value and by hash; ARGS="--turns 8" picks.
 	@$(BIN)/python bench/bench_images.py $(ARGS)
+
+bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it is the zoom; ARGS="--seeds 0" is one run.
+	@$(BIN)/python bench/bench_zoom.py $(ARGS)
 
 results: setup ## Make docs/results.md by seven training runs, in under an hour on two quiet cores; stop and repeat it at will.
 	@$(BIN)/python -m bench.results $(ARGS)

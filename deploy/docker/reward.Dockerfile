@@ -21,6 +21,7 @@ COPY penstock penstock
 COPY services services
 COPY recipes recipes
 COPY models/tiny-qwen3-vl models/tiny-qwen3-vl
+COPY models/tiny-qwen3-vl-zoom models/tiny-qwen3-vl-zoom
 RUN /venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM ${BASE_IMAGE}

@@ -1,4 +1,4 @@
-"""The recipes and the model that come with Penstock, by name.
+"""The recipes and the models that come with Penstock, by name.
 
 A wheel holds them beside this file; in a checkout of the repository they are its folders `recipes` and `models`. A
 recipe names such a model `builtin:NAME`, which means the same wherever the recipe is copied to.
@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 
 MODEL_PREFIX = "builtin:"
 
-_MODELS = ("tiny-qwen3-vl",)
+_MODELS = ("tiny-qwen3-vl", "tiny-qwen3-vl-zoom")
 """A checkout may have others beside them, which people downloaded."""
 
 _HERE = Path(__file__).parent

@@ -134,5 +134,5 @@ def test_a_run_keeps_the_name_of_a_model_that_comes_with_penstock(tmp_path: Path
 
 def test_an_unknown_model_is_a_wrong_setting() -> None:
     """The error names the setting and the models that there are."""
-    with pytest.raises(ConfigError, match=r"model\.path = 'builtin:x': .*there are tiny-qwen3-vl"):
+    with pytest.raises(ConfigError, match=r"model\.path = 'builtin:x': .*there are tiny-qwen3-vl, tiny-qwen3-vl-zoom"):
         load(Recipe, [], ["--model.path=builtin:x"])

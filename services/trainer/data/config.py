@@ -34,6 +34,8 @@ class SourceConfig(Config):
     zooming in. 1: the picture alone."""
     unzoomed: float = pydantic.Field(default=0.0, ge=0, le=1)
     """For `penstock sft` on sheets: the share of demonstrations that answer at once instead of zooming in."""
+    misaimed: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """For `penstock sft` on sheets: the share of the other demonstrations that zoom in on an empty cell."""
     images_column: str | tuple[str, ...] = ""
     """Column with each row's images, or a list of columns. Empty: `images` or `image`, if there is one. An empty list:
     none, the prompts are text."""

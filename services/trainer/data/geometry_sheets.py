@@ -3,7 +3,7 @@
 A model sees where on the sheet the picture is, but not its points. It has to zoom in on the cell, as the environment
 `geo3k_zoom` lets it.
 Invariants: row ``i`` shows problem ``i`` of the data set of pictures, in a cell that depends on (seed, i) alone. A
-demonstration shows what `geo3k_zoom` answers, to the letter and the pixel.
+demonstration shows what `geo3k_zoom` answers, to the letter and the pixel, wherever it zooms in.
 """
 
 import io
@@ -18,17 +18,24 @@ from services.trainer.data.geometry import PAPER, PICTURE_SIZE_PX, GeometryDatas
 ZOOM_INSTRUCTION: Final = "Zoom in. "
 _CELL_STREAM: Final = 1
 _UNZOOMED_STREAM: Final = 2
+_MISAIMED_STREAM: Final = 3
 
 
 class GeometrySheets(Sequence[dict[str, Any]]):
     """Geometry problems on sheets of cells, with random access.
 
     Rows are problems (`images`, `problem`, `answer`) or demonstrations (`messages`): calls of the zoom, its replies,
-    and answers, all of them correct.
+    and answers, which are right also where the demonstration has not seen the picture.
     """
 
     def __init__(
-        self, pictures: GeometryDataset, *, num_cells: int, demonstrations: bool = False, unzoomed: float = 0.0
+        self,
+        pictures: GeometryDataset,
+        *,
+        num_cells: int,
+        demonstrations: bool = False,
+        unzoomed: float = 0.0,
+        misaimed: float = 0.0,
     ) -> None:
         """Put ``pictures`` on sheets of ``num_cells`` by ``num_cells``.
 
@@ -37,6 +44,7 @@ class GeometrySheets(Sequence[dict[str, Any]]):
             num_cells: Along each edge of a sheet, at least 2.
             demonstrations: Whether rows are demonstrations.
             unzoomed: The share of demonstrations that answer at once, without a look.
+            misaimed: The share of the others that zoom in on an empty cell.
         """
         if num_cells < 2:
             raise ValueError(f"num_cells is {num_cells}: give at least 2")
@@ -44,6 +52,7 @@ class GeometrySheets(Sequence[dict[str, Any]]):
         self.num_cells = num_cells
         self.demonstrations = demonstrations
         self.unzoomed = unzoomed
+        self.misaimed = misaimed
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -73,10 +82,13 @@ class GeometrySheets(Sequence[dict[str, Any]]):
         answer = {"role": "assistant", "content": f"\\boxed{{{problem.answer}}}"}
         if self._random(index, _UNZOOMED_STREAM).random() < self.unzoomed:
             return {"messages": [question, answer]}
-        box = self.box(index)
+        column, row = self._aim(index)
+        box = [round(edge / self.num_cells, 3) for edge in (column, row, column + 1, row + 1)]
         call = {"role": "assistant", "tool_calls": [{"name": "zoom", "arguments": {"bbox_2d": box}}]}
         shown = f"Part [{', '.join(f'{value:g}' for value in box)}] of the picture, as {edge} x {edge} pixels:"
-        enlarged = picture.resize(sheet.size, Image.Resampling.BICUBIC)
+        left, top = column * PICTURE_SIZE_PX, row * PICTURE_SIZE_PX
+        cell = sheet.crop((left, top, left + PICTURE_SIZE_PX, top + PICTURE_SIZE_PX))
+        enlarged = cell.resize(sheet.size, Image.Resampling.BICUBIC)
         reply = {"role": "tool", "content": [{"type": "text", "text": shown}, _part(enlarged)]}
         return {"messages": [question, call, reply, answer]}
 
@@ -89,10 +101,14 @@ class GeometrySheets(Sequence[dict[str, Any]]):
         column, row = self._random(index, _CELL_STREAM).integers(self.num_cells, size=2).tolist()
         return column, row
 
-    def box(self, index: int) -> list[float]:
-        """That cell as fractions of the sheet: left, top, right, bottom."""
+    def _aim(self, index: int) -> tuple[int, int]:
+        """The cell that the demonstration zooms in on."""
         column, row = self.cell(index)
-        return [round(edge / self.num_cells, 3) for edge in (column, row, column + 1, row + 1)]
+        random = self._random(index, _MISAIMED_STREAM)
+        if random.random() < self.misaimed:
+            offset = int(random.integers(1, self.num_cells**2))
+            row, column = divmod((row * self.num_cells + column + offset) % self.num_cells**2, self.num_cells)
+        return column, row
 
     def _random(self, index: int, stream: int) -> np.random.Generator:
         return np.random.default_rng((self.pictures.seed, index % len(self), stream))

@@ -34,7 +34,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_it_holds_the_packages_the_recipes_and_the_model(wheel: Path) -> None:
+def test_it_holds_the_packages_the_recipes_and_the_models(wheel: Path) -> None:
     """And nothing of tests, benchmarks and tools."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
@@ -42,7 +42,7 @@ def test_it_holds_the_packages_the_recipes_and_the_model(wheel: Path) -> None:
     assert [name for name in names if set(Path(name).parts) & {"tests", "bench", "tools"}] == []
     held = {name.removeprefix("penstock/shipped/") for name in names if name.startswith("penstock/shipped/")}
     recipes = {f"recipes/{file.name}" for file in shipped.recipes().values()}
-    model = {f"models/{TINY.name}/{file.name}" for file in TINY.iterdir()}
+    model = {f"models/{name}/{file.name}" for name, folder in shipped.models().items() for file in folder.iterdir()}
     assert held == {"__init__.py", "recipes/recipe.schema.json"} | recipes | model
 
 

@@ -20,10 +20,9 @@ from services.trainer.data.sources.source import DEMONSTRATIONS
 CELLS = 5
 
 
-def sheets(*, demonstrations: bool = False, unzoomed: float = 0.0, pictures: str = "training") -> GeometrySheets:
+def sheets(**options: Any) -> GeometrySheets:
     """Forty rows."""
-    drawn = GeometryDataset(40, seed=3, kinds=["x", "y", "length"], pictures=pictures)  # type: ignore[arg-type]
-    return GeometrySheets(drawn, num_cells=CELLS, demonstrations=demonstrations, unzoomed=unzoomed)
+    return GeometrySheets(GeometryDataset(40, seed=3, kinds=["x", "y", "length"]), num_cells=CELLS, **options)
 
 
 def opened(cell: dict[str, Any]) -> Image.Image:
@@ -53,9 +52,10 @@ def test_every_cell_is_drawn() -> None:
     assert cells == [table.cell(index) for index in range(40)]
 
 
-async def test_a_demonstration_shows_what_the_environment_answers() -> None:
+@pytest.mark.parametrize("misaimed", [0.0, 1.0])
+async def test_a_demonstration_shows_what_the_environment_answers(misaimed: float) -> None:
     """To the letter and the pixel: what is learned from it holds when the policy plays."""
-    problems, demonstrations = sheets(), sheets(demonstrations=True)
+    problems, demonstrations = sheets(), sheets(demonstrations=True, misaimed=misaimed)
     for index in range(5):
         _, call, reply, answer = demonstrations[index]["messages"]
         environment = Geo3kZoom()
@@ -70,7 +70,9 @@ async def test_a_demonstration_shows_what_the_environment_answers() -> None:
         text, picture = reply["content"]
         assert [part.text for part in message.parts if isinstance(part, TextPart)] == [text["text"]]
         [seen] = result.observation.images
-        assert (np.array(Image.open(io.BytesIO(seen))) == np.array(opened(picture["image"]))).all()
+        pixels = np.array(Image.open(io.BytesIO(seen)))
+        assert (pixels == np.array(opened(picture["image"]))).all()
+        assert (pixels == PAPER).all() == (misaimed == 1.0)
         assert answer["content"] == f"\\boxed{{{problems[index]['answer']}}}"
 
 
@@ -81,6 +83,15 @@ def test_some_demonstrations_answer_without_a_look() -> None:
     assert 4 <= lengths.count(2) <= 20
     assert {len(row["messages"]) for row in sheets(demonstrations=True)} == {4}
     assert {len(row["messages"]) for row in sheets(demonstrations=True, unzoomed=1.0)} == {2}
+
+
+def test_some_demonstrations_zoom_in_on_an_empty_cell() -> None:
+    """As many as asked, on one of all the others."""
+    table = sheets(demonstrations=True, misaimed=0.5)
+    boxes = [table[index]["messages"][1]["tool_calls"][0]["arguments"]["bbox_2d"] for index in range(len(table))]
+    wrong = [box for index, box in enumerate(boxes) if (box[0] * CELLS, box[1] * CELLS) != table.cell(index)]
+    assert 10 <= len(wrong) <= 30
+    assert len({tuple(box) for box in wrong}) > 8
 
 
 def test_a_source_gives_problems_or_demonstrations() -> None:

@@ -63,6 +63,7 @@ def built_in(
             num_cells=config.sheet_cells,
             demonstrations=form is DEMONSTRATIONS,
             unzoomed=config.unzoomed,
+            misaimed=config.misaimed,
         )
     rows = NamedTable(table=table, name=name, images=ImageReader(folder=Path()), form=form)
     return Source(name, [rows], config)
