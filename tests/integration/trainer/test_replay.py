@@ -136,12 +136,11 @@ def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
     assert all(step.weights_before == recorded.weights_before for step in (capped, direct, clipped, slow, cut))
 
 
-def test_any_algorithm_can_be_replayed(tmp_path: Path) -> None:
+def test_any_algorithm_can_be_replayed(run: RecordedRun, tmp_path: Path) -> None:
     """Every preset takes a step from the same weights, and settings beside a preset lie over it.
 
     In this step no weight reaches a bound, and all samples have five tokens: two presets take the recorded step.
     """
-    run = RecordedRun(RECORDED)
     start = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
     recording = run.recording(2)
 

@@ -1,0 +1,102 @@
+"""A trainer's ranks as real processes: they take its steps, and none outlives or outwaits another."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from services.trainer.backend.base import take_step
+from services.trainer.backend.ranks.ranks import ALONE
+from tests.conftest import ROOT
+from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.support.waiting import wait_until
+from tests.unit.backend.ranks.test_ranks import backend_of
+
+_MODULE = "tests.support.trainer.ranks_trainer"
+
+
+class Trainer:
+    """Rank 0, which has started the other."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        [self.pid_of_rank_1] = self._answer()
+
+    def ask(self, command: str) -> Any:
+        """Give a command, and return the answer."""
+        self.tell(command)
+        return self._answer()
+
+    def tell(self, command: str) -> None:
+        """Give a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@contextmanager
+def trainer(model: Path, *, silence_s: float = 60.0) -> Iterator[Trainer]:
+    """Two ranks."""
+    command = [sys.executable, "-m", _MODULE, str(model), "2", str(silence_s)]
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            yield Trainer(process)
+        finally:
+            process.kill()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no such process is left, other than as a zombie."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_ranks_take_the_trainers_steps_and_end_with_it(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Its checkpoint is that of one rank; killed in whichever way, it leaves nobody behind."""
+    backend = backend_of(ALONE, tiny_model_path)
+    groups = groups_of(tiny_model_path, seed=0)
+    alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
+    with trainer(tiny_model_path) as started:
+        assert started.ask("load") == backend_of(ALONE, tiny_model_path).digests().weights
+        loss, digest = started.ask("step 0")
+        assert loss == pytest.approx(alone["loss"], rel=1e-3)
+        (tmp_path / "saved").mkdir()
+        started.ask(f"save {tmp_path / 'saved'}")
+        resumed = backend_of(ALONE, tiny_model_path, tmp_path / "saved")
+        assert resumed.digests().weights == digest
+        weights = dict(resumed.export())
+        for name, weight in backend.export():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-6)
+        started.process.kill()
+        wait_until(lambda: is_gone(started.pid_of_rank_1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("blow", "reason"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "gave no sign of life for 4 s")]
+)
+def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow: signal.Signals, reason: str) -> None:
+    """In the middle of a step, though nothing of it is being computed, and with the reason in its log."""
+    with trainer(tiny_model_path, silence_s=4.0) as started:
+        started.ask("load")
+        started.ask("begin")
+        os.kill(started.pid_of_rank_1, blow)
+        assert started.process.wait(60.0) == 1
+        assert started.process.stderr is not None
+        assert f"rank 1 {reason}" in started.process.stderr.read()
+        assert is_gone(started.pid_of_rank_1)
