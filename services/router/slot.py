@@ -4,7 +4,7 @@ Invariant: a slot is released exactly once.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.clients.stream_attempt import UnreachableError
 from penstock.errors import (
@@ -21,8 +21,9 @@ from services.router.balancing import UnroutableReason
 from services.router.connection import ReplicaConnection
 from services.router.replica_slots import ReplicaSlots
 
-_LEASE_DELAY_S = 0.1
-"""How long news of a replica's lease may take to arrive."""
+_LEASE_DELAY_S = 1.0
+"""How long news of a replica's lease may take to arrive, on a machine that is busy."""
+_LEASE_POLL_S = 0.02
 
 
 class Slot:
@@ -161,9 +162,7 @@ class Slot:
             return error if reason is None else NotReadyError(f"{error} (the replica is {reason.value})")
         both = (self.prefill or self.sibling, self)
         unsettled = [each for each in both if each is not None and not each._is_settled]
-        if not any(each._is_pushed for each in unsettled):
-            await asyncio.sleep(_LEASE_DELAY_S)
-        pushed = next((each for each in unsettled if each._is_pushed), None)
+        pushed = await _first_pushed(unsettled)
         if pushed is None:
             return error
         self.culprit = pushed
@@ -196,3 +195,13 @@ class Slot:
             replica.lease.state == common_pb2.REPLICA_STATE_UPDATING
             or replica.status.policy_version != self._policy_version
         )
+
+
+async def _first_pushed(slots: Sequence[Slot]) -> Slot | None:
+    """The slot whose replica is said to be pushed to, now or within `_LEASE_DELAY_S`; None if that is of none."""
+    for _ in range(round(_LEASE_DELAY_S / _LEASE_POLL_S)):
+        for slot in slots:
+            if slot._is_pushed:
+                return slot
+        await asyncio.sleep(_LEASE_POLL_S)
+    return None
