@@ -167,6 +167,23 @@ class Renderer:
         """Whether the generation prompt opens `<think>`, so that an answer has the closing mark only."""
         return self._probe.opens_thinking(template_kwargs)
 
+    def drops_thoughts(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] = {}) -> bool:
+        """Whether the template leaves out what an assistant thought, once `messages` follow its turn.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages.
+        """
+        return self._probe.drops_thoughts([self._to_chat(message, []) for message in messages], template_kwargs)
+
+    def num_opening_ids(self, template_kwargs: Mapping[str, Any] = {}) -> int:
+        """How many ids at the end of a generation prompt an earlier turn without its thoughts does not have.
+
+        Raises:
+            InvalidRequestError: the template shows such a turn in another form altogether.
+        """
+        prompt, header = self._probe.opening(template_kwargs)
+        return len(self._encode(prompt, ())) - len(self._encode(header, ()))
+
     def parse_turn(
         self, text: str, *, tools: Sequence[Mapping[str, Any]] = (), template_kwargs: Mapping[str, Any] = {}
     ) -> AssistantTurn:

@@ -18,6 +18,7 @@ from penstock.records import Message, TextPart
 
 _NAME = "penstock_probe"
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
+_THOUGHT, _SAID = f"{_NAME}_thought", f"{_NAME}_said"
 _MAX_SHAPES = 4096
 
 
@@ -95,6 +96,40 @@ class TemplateProbe:
                 self._thinking.clear()
             self._thinking[key] = prompt.rfind(OPEN) > prompt.rfind(CLOSE)
         return self._thinking[key]
+
+    def drops_thoughts(self, chat: Sequence[dict[str, Any]], template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether it leaves out what an assistant thought when the messages of `chat` follow its turn.
+
+        Raises:
+            InvalidRequestError: it refuses the messages.
+        """
+        return _THOUGHT not in self._fill([*self._thoughtful_turn, *chat], template_kwargs=template_kwargs)
+
+    def opening(self, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """The generation prompt of a first turn, and how it begins once the turn's thoughts are left out.
+
+        Raises:
+            InvalidRequestError: its beginning is another one then.
+        """
+        question = self.message("user", "?")
+        prompt = self._fill([question], template_kwargs=template_kwargs)
+        later = self._fill([*self._thoughtful_turn, question], template_kwargs=template_kwargs)
+        header = later.partition(_SAID)[0]
+        if not prompt.startswith(header):
+            raise InvalidRequestError(
+                "the model's chat template shows an earlier turn in another form than it asks for one; set "
+                "worker.strip_thinking = false"
+            )
+        return prompt, header
+
+    @functools.cached_property
+    def _thoughtful_turn(self) -> list[dict[str, Any]]:
+        """A question and an answer with thoughts, as the template knows them: in a field of their own, or as text."""
+        question, said = self.message("user", "?"), self.message("assistant", _SAID)
+        known = [question, {**said, "reasoning_content": _THOUGHT}]
+        if _THOUGHT in self._fill(known, is_prompt=False):
+            return known
+        return [question, self.message("assistant", f"{OPEN}\n{_THOUGHT}\n{CLOSE}\n\n{_SAID}")]
 
     def require_shown(
         self, messages: Sequence[Message], *, has_tools: bool, template_kwargs: Mapping[str, Any], num_before: int = 0

@@ -39,6 +39,11 @@ class WorkerConfig(Config):
     """Seconds for all turns of an episode and its environment, queues and verdicts not counted. A sample that takes
     longer ends with the tokens that came, finish reason `deadline`. `data.limits` may ask for less."""
 
+    strip_thinking: bool = False
+    """Whether an environment's messages leave out what the policy thought in turns before them, where the model's chat
+    template does; else the policy goes on from all that it said. Left out, thoughts take no room in `data.limits`, and
+    the sample is trained as one sequence for each text that the policy saw. Agents keep them."""
+
     @pydantic.model_validator(mode="after")
     def _names_are_different(self) -> Self:
         if both := sorted(set(self.agents) & set(self.environments)):

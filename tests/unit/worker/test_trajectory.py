@@ -41,7 +41,7 @@ def test_only_the_policys_own_tokens_carry_mask_logprobs_and_versions() -> None:
             usage=generate_pb2.Usage(num_prompt_tokens=13, num_cached_tokens=12, num_output_tokens=2),
         )
     )
-    sequence = trajectory.to_sequence()
+    [sequence] = trajectory.to_sequences()
     token_ids, loss_mask, logprobs = sequence.token_ids, sequence.loss_mask, sequence.logprobs
     assert token_ids.tolist() == [1, 2, 10, 11, 12, 3, 20, 21]
     assert loss_mask.tolist() == [False, False, True, True, True, False, True, True]

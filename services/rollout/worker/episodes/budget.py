@@ -78,6 +78,10 @@ class Budget:
         """Note what the engine holds after a turn, images expanded."""
         self._num_tokens = num_context_tokens
 
+    def leave_out(self, num_tokens: int) -> None:
+        """Note that the next turn has so many tokens less before it."""
+        self._num_tokens -= num_tokens
+
     def max_new_tokens(self, wanted: int) -> int:
         """The most tokens of the next turn: `wanted`, or what is left of the row's own limit."""
         return wanted if self._limits.max_tokens is None else min(wanted, self._limits.max_tokens - self._num_tokens)

@@ -1,8 +1,9 @@
 """Plays one sample: turn by turn, from the environment's first messages to its end.
 
-Invariants: token in, token out: the ids of a turn's request are exactly the ids of the turns before and those of the
-environment's answers, and the policy's own ids are never made from text. A sample that has tokens is never thrown away:
-whatever ends it early is its finish reason. Only a sample without any token fails its group.
+Invariants: token in, token out: the ids of a turn's request are exactly the ids of the turns before, without thoughts
+where `worker.strip_thinking` says so, and those of the environment's answers; the policy's own ids are never made from
+text. A sample that has tokens is never thrown away: whatever ends it early is its finish reason. Only a sample without
+any token fails its group.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.beginning import Beginning, EpisodeStarter, describe_failure
 from services.rollout.worker.episodes.budget import OverBudgetError
 from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.earlier_thoughts import EarlierThoughts
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.rendering import Rendering
 from services.rollout.worker.episodes.tasks import make_task
@@ -82,7 +84,7 @@ class Episode:
         """The finished sample; `verdict` is the reward service's, if it was asked."""
         judged = None if verdict is None or not verdict.is_judged else verdict.score
         return Sample(
-            sequences=(self.trajectory.to_sequence(),),
+            sequences=self.trajectory.to_sequences(),
             reward=judged if self.reward is None else self.reward,
             metrics={name: value for turn in self.trajectory.turns for name, value in turn.metrics.items()},
             finish_reason=self.finish_reason,
@@ -123,11 +125,15 @@ class EpisodePlayer:
             context_length: The most tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
             wait_timeout_s: How long a turn may wait while no replica works on it.
+
+        Raises:
+            ConfigError: thoughts are to be left out, and the model's chat template never does.
         """
         self._config = config
         self._renderer = renderer
         self._turns = TurnPlayer(generator, wait_timeout_s=wait_timeout_s)
         self._rendering = Rendering(renderer)
+        self._earlier_thoughts = EarlierThoughts(renderer) if config.strip_thinking else None
         self._starter = EpisodeStarter(
             renderer=renderer,
             rendering=self._rendering,
@@ -254,7 +260,7 @@ class EpisodePlayer:
                 return "environment" if result.truncated else "stop"
             if limits.max_turns is not None and len(trajectory.turns) >= limits.max_turns:
                 return "environment"
-            ids = await self._render_next(result.observation, episode)
+            kept, ids = await self._render_next(result.observation, episode)
         except OverBudgetError as error:
             log.debug("episode.over_budget", sample=episode.session_id, reason=str(error))
             return "length"
@@ -270,10 +276,12 @@ class EpisodePlayer:
             hashes = await episode.images.add(result.observation.images)
         except PenstockError as error:
             return _end_by(error, episode)
+        trajectory.leave_out(kept)
         trajectory.add_observation(ids, hashes)
         return None
 
-    async def _render_next(self, observation: Observation, episode: "_Episode") -> list[int]:
+    async def _render_next(self, observation: Observation, episode: "_Episode") -> tuple[list[int], list[int]]:
+        """The ids so far that stay before the policy, and those of `observation`, which follow them."""
         if observation.tools:
             raise ValueError(
                 f"it shows {len(observation.tools)} tools after the first turn, where the chat template cannot; show "
@@ -285,20 +293,27 @@ class EpisodePlayer:
                 f"it answers a turn with messages of roles {roles}; answer with roles user or tool, or end the episode "
                 "with observation=None"
             )
-        last_id, num_earlier_images = episode.trajectory.token_ids[-1], len(episode.trajectory.images)
+        trajectory, template_kwargs = episode.trajectory, episode.prompt.chat_template_kwargs
+        kept = trajectory.token_ids
+        if self._earlier_thoughts is not None:
+            kept = self._earlier_thoughts.leave_out(
+                kept, trajectory.turn_places, observation.messages, template_kwargs=template_kwargs
+            )
 
         def render(renderer: Renderer) -> list[int]:
             return renderer.render_continuation(
-                last_id,
+                kept[-1],
                 observation.messages,
                 num_images=len(observation.images),
-                num_earlier_images=num_earlier_images,
-                template_kwargs=episode.prompt.chat_template_kwargs,
+                num_earlier_images=len(trajectory.images),
+                template_kwargs=template_kwargs,
             )
 
-        return await episode.begun.budget.add_observation(
+        episode.begun.budget.leave_out(len(trajectory.token_ids) - len(kept))
+        ids = await episode.begun.budget.add_observation(
             observation, lambda num_bytes: self._rendering.render(render, num_bytes=num_bytes)
         )
+        return kept, ids
 
 
 @dataclasses.dataclass(slots=True)

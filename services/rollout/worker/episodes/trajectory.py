@@ -1,11 +1,13 @@
 """What an episode leaves behind, token for token: ids, loss mask, logprobs and version spans.
 
 Invariants: the policy's own tokens carry the engine's logprobs and a version span; all others carry neither. What was
-appended is never changed. What an engine answers is checked here, before anything learns from it.
+appended is never changed: where something is left out, another sequence begins, in which all of it is context. So each
+token is trained once, behind exactly the ids that it was sampled behind. What an engine answers is checked here, before
+anything learns from it.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -43,11 +45,13 @@ class Trajectory:
         self._spans: list[VersionSpan] = []
         self._images: list[str] = []
         self._turns: list[Turn] = []
+        self._places: list[range] = []
+        self._complete: list[TokenSequence] = []
         self.last_finish: FinishReasonValue = generate_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
     def token_ids(self) -> list[int]:
-        """All ids so far, one placeholder per image."""
+        """All ids that the policy has before it, one placeholder per image."""
         return self._ids
 
     @property
@@ -61,6 +65,11 @@ class Trajectory:
         return tuple(self._turns)
 
     @property
+    def turn_places(self) -> Sequence[range]:
+        """Where in `token_ids` the policy's turns are that were played since it began or last left something out."""
+        return self._places
+
+    @property
     def num_context_tokens(self) -> int:
         """Tokens that the engine holds after the last turn, image placeholders expanded."""
         last = self._turns[-1]
@@ -72,6 +81,14 @@ class Trajectory:
         self._mask.extend([False] * len(ids))
         self._logprobs.extend([0.0] * len(ids))
         self._images.extend(images)
+
+    def leave_out(self, kept: Sequence[int]) -> None:
+        """Go on from the `kept` ids of those so far; nothing happens if that is all of them. No image is left out."""
+        if len(kept) == len(self._ids):
+            return
+        self._complete.append(self._sequence())
+        self._ids, self._mask, self._logprobs = list(kept), [False] * len(kept), [0.0] * len(kept)
+        self._spans, self._places = [], []
 
     def add_step(self, reward: float | None, metrics: Mapping[str, float]) -> None:
         """Note what the environment said of the last turn."""
@@ -93,6 +110,7 @@ class Trajectory:
         problem = self._find_problem(response, ids, spans)
         if problem:
             raise PenstockError(f"replica {response.replica_id or '?'} gave an answer that cannot be used: {problem}")
+        self._places.append(range(len(self._ids), len(self._ids) + len(ids)))
         self._ids.extend(ids)
         self._mask.extend([True] * len(ids))
         self._logprobs.extend(response.logprobs)
@@ -110,8 +128,11 @@ class Trajectory:
         )
         self.last_finish = response.finish_reason
 
-    def to_sequence(self) -> TokenSequence:
-        """The tokens as they travel to the trainer."""
+    def to_sequences(self) -> tuple[TokenSequence, ...]:
+        """The tokens as they travel to the trainer: one sequence, and one more each time something was left out."""
+        return (*self._complete, self._sequence())
+
+    def _sequence(self) -> TokenSequence:
         last = self._turns[-1]
         return TokenSequence(
             token_ids=np.array(self._ids, dtype="<i4"),

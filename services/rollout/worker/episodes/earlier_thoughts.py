@@ -1,0 +1,85 @@
+"""Leaves out what the policy thought in earlier turns, where the model's chat template does: `worker.strip_thinking`.
+
+Invariant: ids are left out, never made: what stays are the ids that were sampled, and they are the same text that the
+template shows, but for white space around what was said.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.model.chat_template import Renderer
+from penstock.model.reasoning import CLOSE, OPEN
+from penstock.records import Message, TextPart
+
+_CHOICES: tuple[Mapping[str, Any], ...] = ({}, {"preserve_thinking": False})
+"""Templates that keep thoughts by default leave them out with the second."""
+_NEXT_QUESTION = Message(role="user", parts=(TextPart(text="?"),))
+
+
+class EarlierThoughts:
+    """Finds thoughts among the ids of a conversation."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        """Look at conversations that `renderer` renders.
+
+        Raises:
+            ConfigError: its template never leaves out thoughts, or its vocabulary has no tokens for their marks.
+        """
+        if not any(renderer.drops_thoughts([_NEXT_QUESTION], choice) for choice in _CHOICES):
+            raise ConfigError(
+                "worker.strip_thinking = true, but the chat template of model.path keeps the thoughts of earlier turns "
+                "when a user's message follows; leave it out"
+            )
+        opening, closing = renderer.render_text(OPEN), renderer.render_text(CLOSE)
+        if len(opening) != 1 or len(closing) != 1:
+            raise ConfigError(
+                f"worker.strip_thinking = true, but the tokenizer of model.path has no tokens of their own for {OPEN} "
+                f"and {CLOSE}; leave it out"
+            )
+        self._renderer = renderer
+        [self._open_id], [self._close_id] = opening, closing
+
+    def leave_out(
+        self,
+        ids: list[int],
+        turns: Sequence[range],
+        messages: Sequence[Message],
+        *,
+        template_kwargs: Mapping[str, Any] = {},
+    ) -> list[int]:
+        """The ids of a conversation that `messages` follow, without the thoughts that the template leaves out.
+
+        Args:
+            ids: Of the conversation so far.
+            turns: Where the policy's turns are among them. What it thought in turns that are not named stays.
+            messages: Those that follow.
+            template_kwargs: Further variables of the template.
+
+        Raises:
+            InvalidRequestError: the template cannot show an assistant's turn as it asks for it.
+        """
+        if not turns or not self._renderer.drops_thoughts(messages, template_kwargs):
+            return ids
+        num_opening = self._renderer.num_opening_ids(template_kwargs)
+        is_open = self._renderer.opens_thinking(template_kwargs)
+        kept: list[int] = []
+        place = 0
+        for turn in turns:
+            kept += ids[place : turn.start - num_opening]
+            kept += self._said(ids[turn.start : turn.stop], is_open=is_open)
+            place = turn.stop
+        return [*kept, *ids[place:]]
+
+    def _said(self, turn: list[int], *, is_open: bool) -> list[int]:
+        """What follows the thoughts of a turn; only its end if it never closed them."""
+        texts = [self._renderer.decode([token]) for token in turn]
+        start = next((place for place, text in enumerate(texts) if not text.isspace()), len(turn))
+        if not is_open and turn[start : start + 1] != [self._open_id]:
+            return turn
+        if self._close_id not in turn:
+            return turn[-1:] if texts[-1] == "" else []
+        place = turn.index(self._close_id) + 1
+        while place < len(turn) and texts[place].isspace():
+            place += 1
+        return turn[place:]
