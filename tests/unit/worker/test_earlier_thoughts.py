@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from models.tiny_qwen3_vl import build_tokenizer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PromptTooLongError
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits, Message, Sampling, TextPart, TokenSequence
 from services.rollout.worker.episodes.episode import Episode
@@ -157,6 +157,28 @@ async def test_a_turn_that_never_stopped_thinking_said_nothing(renderer_of: Rend
     Scripted.plays(shows("No."), DONE)
     await episode_of(template, policy)
     assert policy.requests[1].input_ids == rendered(renderer_of, ("assistant", ""), ("user", "No."), **OPENED[template])
+
+
+@pytest.mark.parametrize("template", ["qwen3_vl_thinking"])
+async def test_an_end_behind_thoughts_that_were_left_out_keeps_the_turns_before(
+    renderer_of: Renderer, template: str
+) -> None:
+    """What the policy saw last, and no longer answered, is no sequence."""
+    policy = ScriptedPolicy(renderer_of, [(THOUGHTFUL, 4), PromptTooLongError("it is full")])
+    Scripted.plays(shows("No."))
+    sample = (await episode_of(template, policy)).to_sample(None)
+    assert sample.finish_reason == "length"
+    assert [trained(renderer_of, sequence) for sequence in sample.sequences] == [THOUGHTFUL]
+
+
+@pytest.mark.parametrize("template", ["qwen3_vl_thinking", "qwen3_5", "qwen3_6"])
+async def test_thoughts_end_where_the_template_ends_them(renderer_of: Renderer, template: str) -> None:
+    """At the last of several marks."""
+    twice = "So 5?\n</think>\n\nOr 6?\n</think>\n\nIt is 5." + END
+    policy = ScriptedPolicy(renderer_of, [(twice, 4), ("\n</think>\n\n6." + END, 4)])
+    Scripted.plays(shows("No."), DONE)
+    await episode_of(template, policy)
+    assert policy.requests[1].input_ids == rendered(renderer_of, ("assistant", "It is 5."), ("user", "No."))
 
 
 @pytest.mark.parametrize("template", OPENED)

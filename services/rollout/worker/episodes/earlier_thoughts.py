@@ -7,7 +7,7 @@ template shows, but for white space around what was said.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.model.reasoning import CLOSE, OPEN
 from penstock.records import Message, TextPart
@@ -26,7 +26,8 @@ class EarlierThoughts:
         Raises:
             ConfigError: its template never leaves out thoughts, or its vocabulary has no tokens for their marks.
         """
-        if not any(renderer.drops_thoughts([_NEXT_QUESTION], choice) for choice in _CHOICES):
+        choices = [choice for choice in _CHOICES if renderer.drops_thoughts([_NEXT_QUESTION], choice)]
+        if not choices:
             raise ConfigError(
                 "worker.strip_thinking = true, but the chat template of model.path keeps the thoughts of earlier turns "
                 "when a user's message follows; leave it out"
@@ -37,6 +38,10 @@ class EarlierThoughts:
                 f"worker.strip_thinking = true, but the tokenizer of model.path has no tokens of their own for {OPEN} "
                 f"and {CLOSE}; leave it out"
             )
+        try:
+            renderer.num_opening_ids(choices[0])
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from None
         self._renderer = renderer
         [self._open_id], [self._close_id] = opening, closing
 
@@ -73,13 +78,15 @@ class EarlierThoughts:
 
     def _said(self, turn: list[int], *, is_open: bool) -> list[int]:
         """What follows the thoughts of a turn; only its end if it never closed them."""
-        texts = [self._renderer.decode([token]) for token in turn]
-        start = next((place for place, text in enumerate(texts) if not text.isspace()), len(turn))
+        start = self._after_space(turn, 0)
         if not is_open and turn[start : start + 1] != [self._open_id]:
             return turn
         if self._close_id not in turn:
-            return turn[-1:] if texts[-1] == "" else []
-        place = turn.index(self._close_id) + 1
-        while place < len(turn) and texts[place].isspace():
+            return [] if self._renderer.decode(turn[-1:]) else turn[-1:]  # the id that ended it has no text
+        last = len(turn) - 1 - turn[::-1].index(self._close_id)  # where templates cut
+        return turn[self._after_space(turn, last + 1) :]
+
+    def _after_space(self, turn: list[int], place: int) -> int:
+        while place < len(turn) and self._renderer.decode([turn[place]]).isspace():
             place += 1
-        return turn[place:]
+        return place

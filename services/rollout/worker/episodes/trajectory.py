@@ -129,8 +129,9 @@ class Trajectory:
         self.last_finish = response.finish_reason
 
     def to_sequences(self) -> tuple[TokenSequence, ...]:
-        """The tokens as they travel to the trainer: one sequence, and one more each time something was left out."""
-        return (*self._complete, self._sequence())
+        """The tokens as they travel to the trainer: a sequence, and another one for what came after something was left
+        out."""
+        return (*self._complete, *([self._sequence()] if any(self._mask) else []))
 
     def _sequence(self) -> TokenSequence:
         last = self._turns[-1]
