@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-clients test-compose test-lmms-eval test-mooncake test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-clients test-compose test-lmms-eval test-mooncake test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -130,6 +130,9 @@ bench-async: setup ## Measure steps/s under each bound on staleness beside the b
 
 bench-images: setup ## Count the bytes of a group's images, by value and by hash; ARGS="--turns 8" picks.
 	@$(BIN)/python bench/bench_images.py $(ARGS)
+
+bench-ranks: setup ## Measure the optimizer step on one rank and on two, with a core each.
+	@$(BIN)/python bench/bench_ranks.py $(ARGS)
 
 bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it is the zoom; ARGS="--seeds 0" is one run.
 	@$(BIN)/python bench/bench_zoom.py $(ARGS)

@@ -33,6 +33,9 @@ class SimulatedBackend:
         """The settings in use."""
         return self._config
 
+    def close(self) -> None:
+        """There is nothing beside this process."""
+
     def load(self, checkpoint: Path | None) -> None:
         """Go on with the checkpoint's number of steps: there is no model."""
         if checkpoint is not None:

@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
 
+_RANK = "services.trainer.backend.ranks.follower"
+
 
 @dataclass(slots=True)
 class TrainProcess:
@@ -64,12 +66,15 @@ class TrainProcess:
             raise AssertionError(f"the run did not end within {timeout_s} s\n{self.tail()}") from None
 
     def processes(self) -> dict[str, int]:
-        """The services that run, by the name that the launcher gave them, and their process ids; also nats-server."""
+        """The services that run, by the name that the launcher gave them, and their process ids; also nats-server, and
+        rank-1 and so on of a trainer of several ranks."""
         found = {}
         for pid in self.pids():
             arguments = _arguments(pid)
             if Path(arguments[0]).name == "nats-server":
                 found["nats"] = pid
+            if _RANK in arguments:
+                found[f"rank-{arguments[arguments.index(_RANK) + 1]}"] = pid
             if "serve" in arguments and "--name" in arguments and _leads_its_session(pid):
                 found[arguments[arguments.index("--name") + 1]] = pid
         return found

@@ -125,8 +125,8 @@ def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
     """Which process computes where; `penstock sft` is the trainer alone."""
     if not is_sft:
         return make_plan(recipe, devices, own_bus=not recipe.bus.url).gpus
-    uses_gpu = recipe.trainer.device != "cpu"
-    return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_uses_gpu=uses_gpu, memory_fraction=0.0)
+    ranks = int(recipe.trainer.device != "cpu")
+    return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_ranks=ranks, memory_fraction=0.0)
 
 
 def _gpus(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:

@@ -59,22 +59,21 @@ def plan_gpus(
     engines: Sequence[str],
     *,
     tensor_parallel: int,
-    trainer_uses_gpu: bool,
+    trainer_ranks: int,
     memory_fraction: float,
 ) -> GpuPlan:
-    """Give each engine `tensor_parallel` GPUs and the trainer one, each its own; a single GPU is shared by all.
+    """Give each engine `tensor_parallel` GPUs and each rank of the trainer one, all their own; a single GPU is shared.
 
     Args:
         devices: The GPUs, as `find_gpus` returns them.
         engines: The engines' names.
         tensor_parallel: GPUs of one engine.
-        trainer_uses_gpu: Whether the trainer computes on a GPU.
+        trainer_ranks: Ranks of the trainer; 0 if it computes on the CPU.
         memory_fraction: Share of a GPU's memory that one engine takes.
 
     Raises:
         ConfigError: the GPUs do not suffice, or the engines want the whole memory of the GPU that they share.
     """
-    trainer = [TRAINER] if trainer_uses_gpu else []
     if not devices:
         if engines and tensor_parallel > 1:
             raise ConfigError(
@@ -82,34 +81,37 @@ def plan_gpus(
                 "process; set it to 1"
             )
         return GpuPlan(devices=(), of_process={}, is_shared=False)
-    if len(devices) == 1 and tensor_parallel == 1:
+    if len(devices) == 1 and tensor_parallel == 1 and trainer_ranks <= 1:
         if len(engines) * memory_fraction >= 1:
             raise ConfigError(
                 f"rollout.gpu_memory_fraction = {memory_fraction:g}: {len(engines)} engines with that share do not fit "
                 f"the one GPU; set it below {1 / len(engines):.2f}, or lower rollout.replicas"
             )
-        shared = {name: tuple(devices) for name in (*engines, *trainer)}
+        shared = {name: tuple(devices) for name in (*engines, *[TRAINER] * trainer_ranks)}
         return GpuPlan(devices=tuple(devices), of_process=shared, is_shared=len(shared) > 1)
-    num_needed = len(engines) * tensor_parallel + len(trainer)
+    num_needed = len(engines) * tensor_parallel + trainer_ranks
     if num_needed > len(devices):
-        raise ConfigError(_explain_shortage(len(devices), len(engines), tensor_parallel, len(trainer)))
+        raise ConfigError(_explain_shortage(len(devices), len(engines), tensor_parallel, trainer_ranks))
     free = iter(devices)
     of_process = {name: tuple(next(free) for _ in range(tensor_parallel)) for name in engines}
-    of_process |= {name: (next(free),) for name in trainer}
+    if trainer_ranks:
+        of_process[TRAINER] = tuple(next(free) for _ in range(trainer_ranks))
     return GpuPlan(devices=tuple(devices), of_process=of_process, is_shared=False)
 
 
-def _explain_shortage(num_devices: int, num_engines: int, tensor_parallel: int, num_trainers: int) -> str:
+def _explain_shortage(num_devices: int, num_engines: int, tensor_parallel: int, trainer_ranks: int) -> str:
     needed = (
         f"{num_engines} {'engine' if num_engines == 1 else 'engines'} with rollout.tensor_parallel = {tensor_parallel}"
     )
-    needed += " and the trainer" if num_trainers else ""
-    num_fitting = (num_devices - num_trainers) // tensor_parallel
+    needed += {0: "", 1: " and the trainer"}.get(trainer_ranks, f" and a trainer of {trainer_ranks} ranks")
+    num_fitting = (num_devices - trainer_ranks) // tensor_parallel
     if num_fitting >= 1:
         remedy = f"lower the number of engines to {num_fitting} (rollout.replicas, prefill, decode)"
+    elif trainer_ranks > 1:
+        remedy = f"lower trainer.ranks to at most {max(1, num_devices - num_engines * tensor_parallel)}"
     else:
-        remedy = f"lower rollout.tensor_parallel to at most {max(1, num_devices - num_trainers)}"
+        remedy = f"lower rollout.tensor_parallel to at most {max(1, num_devices - trainer_ranks)}"
     return (
-        f"{needed} need {num_engines * tensor_parallel + num_trainers} GPUs, and {num_devices} can be used; {remedy}, "
+        f"{needed} need {num_engines * tensor_parallel + trainer_ranks} GPUs, and {num_devices} can be used; {remedy}, "
         "or show the run more GPUs with CUDA_VISIBLE_DEVICES"
     )

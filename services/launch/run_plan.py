@@ -83,7 +83,7 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: 
         devices,
         [process.name for process in processes if process.service == "rollout"],
         tensor_parallel=recipe.rollout.tensor_parallel,
-        trainer_uses_gpu=trains and recipe.trainer.device != "cpu",
+        trainer_ranks=recipe.trainer.ranks if trains and recipe.trainer.device != "cpu" else 0,
         memory_fraction=recipe.rollout.gpu_memory_fraction,
     )
     return RunPlan(processes=processes, gpus=gpus)

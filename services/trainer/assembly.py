@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -25,7 +25,7 @@ from services.trainer.admission.pools import RowPools
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.statistics import whole_batch_setting
 from services.trainer.backend.base import TrainBackend
-from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
 from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
@@ -66,19 +66,36 @@ OpenBackend: TypeAlias = Callable[[TrainerSettings], TrainBackend]
 """Makes what computes; `load` is still to be called."""
 
 
-def in_process(settings: TrainerSettings) -> TrainBackend:
-    """Return the backend that computes in the trainer's own process.
+def on_ranks(settings: TrainerSettings) -> TrainBackend:
+    """Return the backend that computes in the trainer's own process, or on all of its ranks. Blocks.
 
     Raises:
-        ConfigError: the device or a function of the algorithm is not there, or the process is one of several ranks.
+        ConfigError: a device or a function of the algorithm is not there, or torchrun has started other ranks.
     """
-    return InProcessBackend(
-        settings.model.path,
-        settings.trainer,
-        settings.algorithm,
-        seed=settings.run.seed,
-        temperature=settings.sampling.temperature,
-    )
+    return open_ranks(_backend_arguments(settings), num_ranks=settings.trainer.ranks)
+
+
+def followed(settings: TrainerSettings) -> bool:
+    """Follow rank 0 to its end, if torchrun has started this process as another rank; return whether it has. Blocks.
+
+    Raises:
+        ConfigError: a device is not there, or the recipe asks for another number of ranks.
+    """
+    if not is_follower():
+        return False
+    follow_torchrun(_backend_arguments(settings), num_ranks=settings.trainer.ranks)
+    return True
+
+
+def _backend_arguments(settings: TrainerSettings) -> dict[str, Any]:
+    """Return those of `InProcessBackend`."""
+    return {
+        "model_path": settings.model.path,
+        "config": settings.trainer,
+        "algorithm": settings.algorithm,
+        "seed": settings.run.seed,
+        "temperature": settings.sampling.temperature,
+    }
 
 
 async def assemble(
@@ -107,7 +124,8 @@ async def assemble(
     dataset = await asyncio.to_thread(_open_dataset, settings)
     evaluated = await asyncio.to_thread(_open_evaluation_sets, settings)
     pools = _open_pools(settings, dataset, start.checkpoint, next_position=ledger.next_index)
-    backend = open_backend(settings)
+    backend = await asyncio.to_thread(open_backend, settings)
+    stack.push_async_callback(asyncio.to_thread, backend.close)
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
     reader = await asyncio.to_thread(open_reader, settings.model.path)
     progress.step = progress.checkpoint_step = start.step

@@ -158,6 +158,9 @@ class TrainerConfig(BackendConfig):
 
     port: int = pydantic.Field(default=0, ge=0, le=65535)
     """Port on which TrainerService listens; 0 takes any that is free."""
+    ranks: int = pydantic.Field(default=1, ge=1)
+    """Processes that compute each step together, each on a GPU of its own and with its share of weights, gradients and
+    AdamW's averages. The trainer starts them on its machine; leave it out where torchrun does."""
     groups_per_step: int = pydantic.Field(default=16, ge=1)
     """Prompt groups in the batch of one optimizer step."""
     samples_per_group: int = pydantic.Field(default=8, ge=2)

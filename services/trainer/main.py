@@ -1,4 +1,7 @@
-"""The trainer process: assembles the run from its newest checkpoint and trains until the last step or a signal."""
+"""The trainer process: assembles the run from its newest checkpoint and trains until the last step or a signal.
+
+Started by torchrun as a rank that is not the first, it follows that one instead.
+"""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -12,7 +15,7 @@ from penstock.runtime.disk_space import disk_full_told
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
-from services.trainer.assembly import OpenBackend, assemble, in_process
+from services.trainer.assembly import OpenBackend, assemble, followed, on_ranks
 from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
 from services.trainer.starting_point import find_starting_point
@@ -27,13 +30,15 @@ async def serve(
     stop: asyncio.Event,
     *,
     security: Security | None = None,
-    open_backend: OpenBackend = in_process,
+    open_backend: OpenBackend = on_ranks,
 ) -> None:
     """Train with the backend of `open_backend` until the recipe's last step or until `stop`, then draw the curves.
 
     Raises:
         UserError: the model, the data, NATS or the checkpoints are not as the run needs them, or the disk is full.
     """
+    if await asyncio.to_thread(followed, settings):
+        return
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         await bus.ensure_streams()

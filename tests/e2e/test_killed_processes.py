@@ -33,21 +33,30 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 
 
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
-    """An engine, the worker, the router, the reward service and the trainer die in turn; the run goes to its end.
+    """An engine, the worker, the router, the reward service, the trainer and its second rank die in turn; the run goes
+    to its end.
 
     Weights are broadcast, the one way in which the members of a push wait for each other. The run evaluates itself, and
-    the trainer dies inside an evaluation.
+    the trainer dies inside an evaluation. It starts its rank itself, so both come up again whichever of them dies.
     """
     num_steps = 24
     evaluation = {"every": 14, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
     settings = overrides(
         tmp_path,
         trainer__num_steps=num_steps,
+        trainer__ranks=2,
         trainer__weight_sync__transport="broadcast",
         **{f"evaluation__{key}": value for key, value in evaluation.items()},
     )
     with started(tmp_path, str(RECIPE), *settings) as train:
-        for step, victim in ((2, "rollout"), (5, "worker"), (8, "router"), (11, "reward"), (14, "trainer")):
+        for step, victim in (
+            (2, "rollout"),
+            (5, "worker"),
+            (8, "router"),
+            (11, "reward"),
+            (14, "trainer"),
+            (17, "rank"),
+        ):
             train.wait_for_step(step, timeout_s=240)
             if victim == "trainer":
                 begun = train.folder / f"evaluations/step-{step:06d}/samples.jsonl"

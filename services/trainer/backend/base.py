@@ -100,6 +100,9 @@ class TrainBackend(Protocol):
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
 
+    def close(self) -> None:
+        """End what computes beside the controller's process. Nothing may be called afterwards."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:

@@ -20,6 +20,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the GPU, or of the CPU and the instruction set that torch uses."""
     num_threads: int
     """Threads of one torch operation: how a sum is divided changes its rounding."""
+    num_ranks: int = 1
+    """Processes that computed the step together."""
 
     def differences(self, other: "Environment") -> list[tuple[str, str | int, str | int]]:
         """Return name, own value and other value of each field that differs."""
@@ -27,8 +29,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         return [(name, ours, theirs) for name, ours, theirs in fields if ours != theirs]
 
 
-def current_environment(device: torch.device) -> Environment:
-    """The environment of this process for computations on `device`."""
+def current_environment(device: torch.device, *, num_ranks: int = 1) -> Environment:
+    """The environment of this process, one of `num_ranks`, for computations on `device`."""
     return Environment(
         torch=str(torch.__version__),
         torchvision=version("torchvision"),
@@ -36,6 +38,7 @@ def current_environment(device: torch.device) -> Environment:
         pillow=version("pillow"),
         device=_cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
         num_threads=torch.get_num_threads(),
+        num_ranks=num_ranks,
     )
 
 

@@ -1,8 +1,10 @@
 """Weights out of the model: under the names that engines load, as a model folder, and as one digest."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -29,12 +31,12 @@ def weights_digest(weights: MasterWeights) -> str:
     return digest
 
 
-def save_model(policy: PolicyModel, weights: MasterWeights, base_path: Path, folder: Path) -> None:
+def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Path, folder: Path) -> None:
     """Write `folder/model`: the master weights, and everything but weights of the base model's folder.
 
     Args:
         policy: The policy.
-        weights: Its master weights.
+        state: Its master weights (`MasterWeights.model_state`).
         base_path: Folder that the policy was loaded from, for tokenizer, processor and chat template.
         folder: Where to make `model`.
 
@@ -48,4 +50,9 @@ def save_model(policy: PolicyModel, weights: MasterWeights, base_path: Path, fol
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
     with writing_safetensors():
-        policy.model.save_pretrained(target, state_dict=weights.model_state())
+        policy.model.save_pretrained(target, state_dict=state)
+    if state is not None:
+        # It names the precision that the model computes with, which is not that of what was written.
+        config = target / "config.json"
+        dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")

@@ -1,7 +1,9 @@
-"""The backend of one rank, in the trainer's own process."""
+"""The backend of one rank, in its own process: alone, or for its part of every step beside other ranks."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,17 +17,31 @@ from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.backend.export import named_weights
 from services.trainer.backend.memory import memory_peaks, reset_memory_peak
-from services.trainer.backend.model_state import ModelState
+from services.trainer.backend.model_state import Collected, ModelState
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.model import PolicyModel
-from services.trainer.backend.policy.reference import ReferencePolicy
+from services.trainer.backend.policy.reference import ReferencePolicy, save_reference
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.ranks.sharding import full_tensor
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CollectedBackend:
+    """All that a checkpoint has of a backend."""
+
+    model: Collected
+    reference: dict[str, Any] | None
+    """The reference policy's state; None without one."""
+
+
 class InProcessBackend:
-    """A `TrainBackend` on one device."""
+    """A `TrainBackend` on one device.
+
+    Beside other ranks each method is to be called on all of them, with the same arguments, in the same order.
+    """
 
     def __init__(
         self,
@@ -37,6 +53,7 @@ class InProcessBackend:
         temperature: float,
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
 
@@ -48,10 +65,10 @@ class InProcessBackend:
             temperature: Of the sampling that is trained.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
+            ranks: All that compute.
 
         Raises:
-            ConfigError: the device is not there, the process is one of several ranks, or a function of the algorithm
-                cannot be imported.
+            ConfigError: the device is not there, or a function of the algorithm cannot be imported.
         """
         require_functions(algorithm)
         self._algorithm = algorithm
@@ -67,6 +84,7 @@ class InProcessBackend:
             },
             adam_eps=adam_eps,
             max_skipped_steps=max_skipped_steps,
+            ranks=ranks,
         )
         self._step: TrainStep | None = None
 
@@ -96,6 +114,8 @@ class InProcessBackend:
                 self._reference.load(checkpoint)
         self._parts = StepParts(
             model=model.logprobs,
+            forget_forward=model.forget_forward,
+            ranks=model.ranks,
             optimizer=model.optimizer,
             reference=self._reference,
             entropy=self._entropy,
@@ -117,7 +137,9 @@ class InProcessBackend:
 
     def finish_step(self) -> dict[str, float]:
         """Update the weights; see `TrainBackend.finish_step`."""
-        metrics = self._open_step().finish() | memory_peaks(self._model.device)
+        metrics = self._open_step().finish()
+        for peaks in self._model.ranks.gather(memory_peaks(self._model.device)):
+            metrics |= {name: max(peak, metrics.get(name, 0.0)) for name, peak in peaks.items()}
         self._step = None
         self._model.finish_step()
         return metrics
@@ -136,17 +158,32 @@ class InProcessBackend:
         """Yield what an engine loads; see `TrainBackend.export`."""
         dtype = DTYPES[self.config.dtype]
         for name, parameter in named_weights(self.policy):
-            yield name, parameter.to(dtype)
+            yield name, full_tensor(parameter.to(dtype))
 
     def save(self, folder: Path) -> None:
+        """Write a checkpoint; see `TrainBackend.save`.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        self.write(self.collect(), folder)
+
+    def collect(self) -> "CollectedBackend":
+        """Return what `write` writes. Beside other ranks it is a copy, and of use on one of them only."""
+        return CollectedBackend(
+            model=self._model.collect({"entropy": self._entropy.state_dict()}),
+            reference=None if self._reference is None else self._reference.state_dict(),
+        )
+
+    def write(self, collected: "CollectedBackend", folder: Path) -> None:
         """Write `model/`, `optimizer.pt` and where there is one the reference policy into `folder`.
 
         Raises:
             OSError: a file cannot be written.
         """
-        self._model.save(folder, {"entropy": self._entropy.state_dict()})
-        if self._reference is not None:
-            self._reference.save(folder)
+        self._model.write(collected.model, folder)
+        if collected.reference is not None:
+            save_reference(collected.reference, folder)
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights and random state."""
@@ -154,4 +191,7 @@ class InProcessBackend:
 
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
-        return current_environment(self._model.device)
+        return current_environment(self._model.device, num_ranks=self._model.ranks.size)
+
+    def close(self) -> None:
+        """Nothing computes beside this process."""

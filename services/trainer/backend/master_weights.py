@@ -1,4 +1,4 @@
-"""The float32 weights that AdamW updates: the policy's own parameters, or copies of them on the host.
+"""The float32 weights that AdamW updates: the policy's own parameters, shards of them, or copies on the host.
 
 Invariants: gradients are summed in float32, over all backward passes of a step. What AdamW updates is what checkpoints
 and digests hold; what the device computes with is its value in the device's precision.
@@ -7,9 +7,13 @@ Names are transformers' own, which engines know; tied weights have one name.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from services.trainer.backend.ranks.sharding import full_like, full_tensor, local_shard, local_shard_like
 
 
 class MasterWeights:
@@ -33,9 +37,78 @@ class MasterWeights:
     def updated(self) -> None:
         """Take note of an update."""
 
+    def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
+        """Return all of something like the weight `name`, such as an average, given what this rank holds of it."""
+        return of_shard
+
+    def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of something like the weight `name`."""
+        return full
+
     def model_state(self) -> dict[str, Any] | None:
         """Return what to save under the names of the model's state; None for the model's own."""
         return None
+
+
+class ShardedMasterWeights(MasterWeights):
+    """This rank's shards of the parameters of a model that many ranks hold together.
+
+    `trained` has the shards. All ranks must ask together for what is whole: `named`, `collected` and `model_state`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Take the float32 parameters of a model that was sharded."""
+        super().__init__(model)
+        self._parameters = self._masters
+        self._masters = {
+            name: torch.nn.Parameter(local_shard(parameter.detach()), requires_grad=parameter.requires_grad)
+            for name, parameter in self._parameters.items()
+        }
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_moves_gradient_to(self._masters[name]))
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight, whole."""
+        for name, parameter in self._parameters.items():
+            yield name, full_tensor(parameter.detach())
+
+    def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
+        """Return on rank 0, in the host's memory, all of something like the weight `name`; elsewhere nothing of it."""
+        return _kept(full_like(of_shard, self._parameters[name]))
+
+    def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of something like the weight `name`."""
+        return local_shard_like(full, self._parameters[name])
+
+    @contextmanager
+    def replaced_by(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Have the model compute with other weights, given this rank's shard of each, within the context."""
+        own = {name: master.detach().clone() for name, master in self._masters.items()}
+        self._write(shards)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    def _write(self, shards: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(shards[name])
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the model's state with whole parameters, as `collected` does; tied names share one."""
+        known: dict[int, torch.Tensor] = {}
+        state = self._model.state_dict(keep_vars=True)
+        for tensor in state.values():
+            if id(tensor) not in known:
+                known[id(tensor)] = _kept(full_tensor(tensor.detach()))
+        return {name: known[id(tensor)] for name, tensor in state.items()}
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host of rank 0, which writes checkpoints; an empty tensor elsewhere."""
+    return tensor.to("cpu", copy=True) if dist.get_rank() == 0 else tensor.new_empty(0, device="cpu")
 
 
 class HostMasterWeights(MasterWeights):
@@ -73,7 +146,7 @@ class HostMasterWeights(MasterWeights):
 
 def _moves_gradient_to(master: torch.nn.Parameter) -> Any:
     def move(parameter: torch.nn.Parameter) -> None:
-        gradient = parameter.grad.to("cpu", torch.float32)
+        gradient = local_shard(parameter.grad).to(master.device, torch.float32)
         if master.grad is None:
             master.grad = gradient
         else:

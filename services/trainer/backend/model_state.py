@@ -1,10 +1,10 @@
-"""What a checkpoint of one rank holds: weights, the optimizer's averages, random state. Every kind of step uses it.
+"""What a checkpoint holds: weights, the optimizer's averages, random state. Every kind of step uses it.
 
-Invariant: what `save` writes is of the moment after the last step that was finished.
+Invariant: what `collect` returns is of the moment after the last step that was finished.
 """
 
-import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,18 @@ import structlog
 import torch
 
 from penstock.config.base import leaves
-from penstock.errors import ConfigError
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
 from services.trainer.backend.export import save_model, weights_digest
 from services.trainer.backend.learning_rates import rates_of
-from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
+from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights, ShardedMasterWeights
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.ranks.sharding import forget_gathered, shard
 from services.trainer.backend.tensor_files import save_state
 from services.trainer.config import BackendConfig
 
@@ -31,8 +32,18 @@ log = structlog.get_logger()
 _STATE_FILE = "optimizer.pt"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collected:
+    """A model and its optimizer as a checkpoint has them."""
+
+    model: dict[str, Any] | None
+    """State of the model; None: the model's own is what it says."""
+    state: dict[str, Any]
+    """Of `optimizer.pt`."""
+
+
 class ModelState:
-    """A model on one device, with its optimizer."""
+    """A model on one device, or this rank's share of it, with its optimizer."""
 
     policy: PolicyModel
     weights: MasterWeights
@@ -49,6 +60,7 @@ class ModelState:
         settings: Mapping[str, Any],
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes policy, weights and optimizer.
 
@@ -61,15 +73,12 @@ class ModelState:
             settings: Those that decide beside `config` what a step computes, by their names in a recipe, as plain data.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
+            ranks: All that hold a share of the model.
 
         Raises:
-            ConfigError: the device is not there, or the process is one of several ranks.
+            ConfigError: the device is not there.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the trainer runs as one process; start it without "
-                "torchrun or accelerate launch"
-            )
+        self.ranks = ranks
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         own = {name: getattr(config, name) for name in BackendConfig.model_fields}
@@ -84,7 +93,7 @@ class ModelState:
         self._max_skipped_steps = max_skipped_steps
 
     def load(self, checkpoint: Path | None) -> Mapping[str, Any]:
-        """Load a checkpoint, or with None the model folder; return what `save` was given beside it, or nothing.
+        """Load a checkpoint, or with None the model folder; return what `collect` was given beside it, or nothing.
 
         Raises:
             ConfigError: the folder holds no model that can be loaded.
@@ -108,10 +117,12 @@ class ModelState:
             is_fused=self.device.type == "cuda",
             eps=self._adam_eps,
             max_skipped_steps=self._max_skipped_steps,
+            ranks=self.ranks,
         )
         state: Mapping[str, Any] = {}
         if checkpoint is not None:
-            state = torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True)
+            is_sharded = self.ranks.size > 1  # each rank copies its part, and need not read the others'
+            state = torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True, mmap=is_sharded)
             self._log_changes(state["settings"])
             self.optimizer.load_state_dict(state["optimizer"])
             restore_random_state(state["random"])
@@ -119,7 +130,7 @@ class ModelState:
         return state
 
     def finish_step(self) -> None:
-        """Take the present random state as the one that `save` writes: the next step may draw."""
+        """Take the present random state as the one that `collect` returns: the next step may draw."""
         self._random_state = capture_random_state()
 
     def precision(self) -> torch.autocast:
@@ -132,24 +143,29 @@ class ModelState:
             logprobs: TokenLogprobs = self.policy(*inputs)
         return logprobs
 
-    def save(self, folder: Path, further: Mapping[str, Any]) -> None:
-        """Write `model/` and `optimizer.pt` into `folder`.
+    def forget_forward(self) -> None:
+        """Take note that no backward pass follows the forward passes so far."""
+        if self.ranks.size > 1:
+            forget_gathered(self.policy)
 
-        Args:
-            folder: There already.
-            further: Plain data and tensors that `load` returns.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        save_model(self.policy, self.weights, self._model_path, folder)
+    def collect(self, further: Mapping[str, Any]) -> "Collected":
+        """Return what `write` writes; `further` is plain data and tensors that `load` returns."""
         state = {
             **further,
             "optimizer": self.optimizer.state_dict(),
             "random": self._random_state,
             "settings": self._settings,
         }
-        save_state(state, folder / _STATE_FILE)
+        return Collected(model=self.weights.model_state(), state=state)
+
+    def write(self, collected: "Collected", folder: Path) -> None:
+        """Write `model/` and `optimizer.pt` into `folder`, which is there.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        save_model(self.policy, collected.model, self._model_path, folder)
+        save_state(collected.state, folder / _STATE_FILE)
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights and random state."""
@@ -169,6 +185,9 @@ class ModelState:
         return rates
 
     def _place_weights(self) -> MasterWeights:
+        if self.ranks.size > 1:
+            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype])
+            return ShardedMasterWeights(self.policy.model)
         if not self.config.optimizer.offload:
             return MasterWeights(self.policy.to(self.device).model)
         weights = HostMasterWeights(self.policy.model, device=self.device, dtype=DTYPES[self.config.dtype])

@@ -5,14 +5,16 @@ a checkpoint holds what AdamW has averaged and how many updates there were, neve
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import structlog
 import torch
 
 from penstock.errors import SetupError, UserError
+from penstock.model.families.qwen_vl import part_of
 from services.trainer.backend.master_weights import MasterWeights
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.schedule import rate_factor
 from services.trainer.config import OptimizerConfig
 
@@ -37,6 +39,7 @@ class Optimizer:
         is_fused: bool = False,
         eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Make AdamW over the trained weights.
 
@@ -48,7 +51,9 @@ class Optimizer:
             is_fused: Use torch's fused kernels. Their last bits differ from those of the plain loop.
             eps: Added to AdamW's denominator.
             max_skipped_steps: More updates in a row than this that are not applied are an error.
+            ranks: All that hold a shard of the weights.
         """
+        self._ranks = ranks
         self._weights = weights
         self._trained = weights.trained
         self._config = config
@@ -76,7 +81,7 @@ class Optimizer:
         Raises:
             UserError: more than `max_skipped_steps` updates in a row were not applied.
         """
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), self._config.grad_clip))
+        grad_norm = self._clip()
         factor = rate_factor(self._num_updates, self._config, num_updates=self._num_updates_of_run)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             problem = f"loss {loss} and gradient norm {grad_norm}"
@@ -99,6 +104,14 @@ class Optimizer:
             **{name: rate * factor for name, rate in rates.items()},
         }
 
+    def _clip(self) -> float:
+        """Scale the gradient down to the largest norm allowed; return the norm it had."""
+        gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
+        norm = self._ranks.norm(torch.nn.utils.get_total_norm(gradients))
+        if gradients:
+            torch._foreach_mul_(gradients, (self._config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        return float(norm)
+
     def scale(self, factor: float) -> None:
         """Multiply the accumulated gradient."""
         for weight in self._trained.values():
@@ -108,6 +121,12 @@ class Optimizer:
     def discard(self) -> None:
         """Clear the accumulated gradient."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def discard_parts(self, parts: Collection[str]) -> None:
+        """Clear the gradient of some parts of the model: the batch had nothing for them, so they stay as they are."""
+        for name, weight in self._trained.items():
+            if part_of(name) in parts:
+                weight.grad = None
 
     def _skip(self, problem: str) -> None:
         self.discard()
@@ -124,7 +143,10 @@ class Optimizer:
         """Return what `load_state_dict` continues from: plain data and tensors."""
         averages = self._adamw.state_dict()["state"]
         return {
-            "averages": {self._names[number]: state for number, state in averages.items()},
+            "averages": {
+                self._names[number]: self._each_average(self._names[number], state, self._weights.collected)
+                for number, state in averages.items()
+            },
             "num_updates": self._num_updates,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
         }
@@ -151,13 +173,24 @@ class Optimizer:
             )
         self._adamw.load_state_dict(
             {
-                "state": {number: averages[name] for number, name in enumerate(self._names) if name in averages},
+                "state": {
+                    number: self._each_average(name, averages[name], self._weights.local_shard)
+                    for number, name in enumerate(self._names)
+                    if name in averages
+                },
                 # torch would take the checkpoint's learning rate, betas, eps and weight decay with its param_groups.
                 "param_groups": self._adamw.state_dict()["param_groups"],
             }
         )
         self._num_updates = state["num_updates"]
         self._num_skipped_in_a_row = state["num_skipped_in_a_row"]
+
+    @staticmethod
+    def _each_average(
+        name: str, state: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Change the averages of a weight; its number of updates is no average."""
+        return {key: change(name, value) if value.ndim else value for key, value in state.items()}
 
 
 def _param_groups(

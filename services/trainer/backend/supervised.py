@@ -9,12 +9,14 @@ gives.
 Invariant: the loss and its gradient do not depend on how the batch is packed, up to the order of float32 sums.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from penstock.errors import ConfigError
 from services.trainer.backend.base import TokenLoss
 from services.trainer.backend.memory import memory_peaks, reset_memory_peak
 from services.trainer.backend.model_state import ModelState
@@ -37,6 +39,11 @@ class InProcessSupervisedBackend:
         Raises:
             ConfigError: the device is not there, or the process is one of several ranks.
         """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but supervised training computes on one rank; start it "
+                "without torchrun"
+            )
         self._model = ModelState(model_path, config, seed=seed, temperature=1.0, forbidden_ids=(), settings={})
 
     @property
@@ -56,8 +63,8 @@ class InProcessSupervisedBackend:
         rows = self._plan(sequences)
         num_learned = sum(sequence.num_own_tokens for sequence in sequences)
         loss = entropy = 0.0
-        for row in rows:
-            said = model.logprobs(row)
+        for each in rows:
+            said = model.logprobs(each.row)
             value = -said.logprobs_N.sum() / num_learned
             value.backward()
             loss += float(value.detach())
@@ -82,7 +89,7 @@ class InProcessSupervisedBackend:
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch's stubs are skipped
     def measure(self, sequences: Sequence[TrainSequence]) -> TokenLoss:
         """Return the loss of some samples; see `SupervisedBackend.measure`."""
-        total = sum(-float(self._model.logprobs(row).logprobs_N.double().sum()) for row in self._plan(sequences))
+        total = sum(-float(self._model.logprobs(each.row).logprobs_N.double().sum()) for each in self._plan(sequences))
         return TokenLoss(total=total, num_tokens=sum(sequence.num_own_tokens for sequence in sequences))
 
     def save(self, folder: Path) -> None:
@@ -91,7 +98,7 @@ class InProcessSupervisedBackend:
         Raises:
             OSError: a file cannot be written.
         """
-        self._model.save(folder, {})
+        self._model.write(self._model.collect({}), folder)
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> PlannedRows:
         numbers = range(len(sequences))

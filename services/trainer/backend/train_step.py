@@ -12,6 +12,10 @@ How a batch is trained in chunks: the gradient of each is summed with the denomi
 right by one factor when the batch is complete. A batch of one chunk is never scaled. Samples without gradient are
 measured at the end, so which ones does not depend on the cut. Where a sample's gradient depends on the whole batch,
 chunks wait until it is complete (`statistics.whole_batch_setting`).
+
+How a batch is trained by many ranks: each has all groups and plans all rows, computes those that are its own, and
+learns from the others what their tokens gave. So all take the same decisions on the same numbers, whatever is not a
+row's own work is done alike on each, and the gradient alone is summed by `ranks.sharding`.
 """
 
 import time
@@ -40,6 +44,7 @@ from services.trainer.backend.optimizer import Optimizer
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.policy.reference import ReferencePolicy
+from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig
@@ -48,6 +53,9 @@ log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
+IMAGE_PARTS = ("tower", "merger")
+"""Parts of the model that only images go through."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
@@ -55,6 +63,9 @@ class StepParts:
 
     model: Callable[[PackedRow], TokenLogprobs]
     """With gradient."""
+    forget_forward: Callable[[], None]
+    """To be called after forward passes that no backward pass followed."""
+    ranks: Ranks
     optimizer: Optimizer
     reference: ReferencePolicy | None
     """What the loss compares the policy with, if it does."""
@@ -85,6 +96,8 @@ class _Sums:
     tokens: list[Tokens] = field(default_factory=list)
     """Of each row that was computed, detached."""
     counts: TokenCounts = field(default_factory=TokenCounts)
+    has_images: bool = False
+    """Whether any row with gradient had one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,7 +120,7 @@ class _Pass:
     samples: Samples
     """Of the chunk."""
     references: Sequence[torch.Tensor | None]
-    """The reference policy's log-probabilities in each row."""
+    """The reference policy's log-probabilities in each row that this rank computes."""
     first_sample: int
     """Number in the batch of the chunk's first sample."""
 
@@ -123,6 +136,8 @@ class TrainStep:
             policy_version: The published version, which the weights have before the step.
         """
         self._model = parts.model
+        self._forget_forward = parts.forget_forward
+        self._ranks = parts.ranks
         self._optimizer = parts.optimizer
         self._reference = parts.reference
         self._entropy = parts.entropy
@@ -159,6 +174,8 @@ class TrainStep:
             self._optimizer.scale(factor)
             self._sums.loss *= factor
         entropy_coef, loss = self._entropy.value, self._sums.loss
+        if not self._sums.has_images:
+            self._optimizer.discard_parts(IMAGE_PARTS)
         metrics = self._optimizer.update(loss, problem=_problem(passed, self._algorithm))
         if not metrics["skipped"]:
             self._count_update(passed)
@@ -203,6 +220,7 @@ class TrainStep:
             try:
                 return compute()
             except _NotFiniteError as found:
+                self._forget_forward()
                 self._optimizer.discard()
                 self._sums = _Sums()
                 group_of = [number for number, group in enumerate(self._groups) for _ in group.samples]
@@ -264,37 +282,50 @@ class TrainStep:
             [sequence for sample in chosen for sequence in np.flatnonzero(batch.sample_S == sample).tolist()],
             self._config,
             self._device,
+            self._ranks,
         )
-        references: list[torch.Tensor | None] = [None] * len(rows)
+        references: list[torch.Tensor | None] = [None] * rows.num_of_rank
         if self._reference is not None:
-            references = [*self._reference.logprobs(rows)]
+            references = [*self._reference.logprobs(each.row for each in rows)]
         return _Pass(rows=rows, samples=batch.samples, references=references, first_sample=first_sample)
 
     def _add_gradient(self, planned: _Pass, statistics: BatchStatistics) -> None:
-        for row, reference_N in zip(planned.rows, planned.references, strict=True):
+        computed: list[tuple[int, tuple[float, Tokens]]] = []
+        for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True):
             tokens = self._forward(planned, row, reference_N)
             terms = policy_loss(
                 tokens, planned.samples, self._algorithm, statistics=statistics, entropy_coef=self._entropy.value
             )
-            if terms.value.requires_grad:
-                terms.value.backward()
-            self._sums.loss += float(terms.value.detach())
-            self._sums.tokens.append(_numbered(tokens.detached(), planned.first_sample))
+            value = terms.value
+            if self._ranks.size > 1:  # all ranks go backward as often, through all layers
+                (value * float(counts) + 0.0 * tokens.logprobs_N.sum()).backward()
+            elif value.requires_grad:
+                value.backward()
+            if counts:
+                seen = _numbered(tokens.detached(), planned.first_sample)
+                computed.append((number, (float(terms.value.detach()), seen)))
+        for loss, seen in self._ranks.in_order(computed):
+            self._sums.loss += loss
+            self._sums.tokens.append(seen)
         self._sums.counts += planned.rows.token_counts
+        self._sums.has_images |= planned.rows.have_images
 
     def _measure(self, planned: _Pass) -> list[Tokens]:
         """Compute rows without gradient."""
         with torch.no_grad():
-            return [
-                _numbered(self._forward(planned, row, reference_N).detached(), planned.first_sample)
-                for row, reference_N in zip(planned.rows, planned.references, strict=True)
+            computed = [
+                (number, counts, _numbered(self._forward(planned, row, reference_N).detached(), planned.first_sample))
+                for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True)
             ]
+        self._forget_forward()
+        return self._ranks.in_order([(number, seen) for number, counts, seen in computed if counts])
 
     def _forward(self, planned: _Pass, row: PackedRow, reference_N: torch.Tensor | None) -> Tokens:
         output = self._model(row)
         is_finite_N = output.logprobs_N.isfinite()
-        if not is_finite_N.all():
-            raise _NotFiniteError({planned.first_sample + sample for sample in row.sample_N[~is_finite_N].tolist()})
+        own = set() if is_finite_N.all() else set(row.sample_N[~is_finite_N].tolist())
+        if not_finite := set().union(*self._ranks.gather(own)):
+            raise _NotFiniteError({planned.first_sample + sample for sample in not_finite})
         return Tokens(
             logprobs_N=output.logprobs_N,
             engine_logprobs_N=row.engine_logprobs_N,

@@ -100,3 +100,19 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
         assert started.process.stderr is not None
         assert f"rank 1 {reason}" in started.process.stderr.read()
         assert is_gone(started.pid_of_rank_1)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_too(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Each as the trainer is started; the others follow the first to its end."""
+    backend = backend_of(ALONE, tiny_model_path)
+    groups = groups_of(tiny_model_path, seed=0)
+    alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", _MODULE, str(tiny_model_path), "1", "60", "load;step 0;close"]
+    own_files = {**os.environ, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run(command, cwd=ROOT, env=own_files, text=True, capture_output=True, timeout=180, check=False)
+    assert ran.returncode == 0, ran.stderr
+    _, _, step, closed = (json.loads(line) for line in ran.stdout.splitlines())
+    assert step[0] == pytest.approx(alone["loss"], rel=1e-3)
+    assert closed == "closed"

@@ -10,7 +10,7 @@ import pytest
 import structlog
 import torch
 
-from penstock.errors import ConfigError, UserError
+from penstock.errors import UserError
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
@@ -302,13 +302,6 @@ def test_recomputing_activations_changes_nothing(tiny_model_path: Path, groups: 
     recomputed = take_step(backend_of(tiny_model_path, config(gradient_checkpointing=True)), [groups], 2)
     assert recomputed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
-
-
-def test_refuses_several_ranks(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of training the same thing several times."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
-        backend_of(tiny_model_path, config())
 
 
 def test_a_resume_logs_every_setting_that_changed(

@@ -15,7 +15,7 @@ EIGHT = [str(index) for index in range(8)]
 
 def plan(devices: list[str], num_engines: int, **options: Any) -> GpuPlan:
     """A plan for engines named e0, e1, ..."""
-    options = {"tensor_parallel": 1, "trainer_uses_gpu": True, "memory_fraction": 0.4} | options
+    options = {"tensor_parallel": 1, "trainer_ranks": 1, "memory_fraction": 0.4} | options
     return plan_gpus(devices, [f"e{index}" for index in range(num_engines)], **options)
 
 
@@ -31,18 +31,35 @@ def test_eight_gpus_give_every_process_its_own() -> None:
     }
 
 
+def test_each_rank_of_the_trainer_has_a_gpu() -> None:
+    """Behind those of the engines; what does not fit is refused with what would."""
+    assert plan(EIGHT, 2, tensor_parallel=2, trainer_ranks=4).of_process == {
+        "e0": ("0", "1"),
+        "e1": ("2", "3"),
+        "trainer": ("4", "5", "6", "7"),
+    }
+    with pytest.raises(
+        ConfigError, match=r"^1 engine with .* and a trainer of 8 ranks need 9 GPUs, .*trainer\.ranks to at most 7"
+    ):
+        plan(EIGHT, 1, trainer_ranks=8)
+    with pytest.raises(
+        ConfigError, match=r"a trainer of 2 ranks need 2 GPUs, and 1 can be used; .*trainer\.ranks to at most 1"
+    ):
+        plan(["0"], 0, trainer_ranks=2)
+
+
 @given(
     num_devices=st.integers(2, 16),
     num_engines=st.integers(0, 16),
     tensor_parallel=st.integers(1, 8),
-    trainer=st.booleans(),
+    trainer=st.integers(0, 8),
 )
-def test_no_gpu_is_given_twice(num_devices: int, num_engines: int, tensor_parallel: int, trainer: bool) -> None:
+def test_no_gpu_is_given_twice(num_devices: int, num_engines: int, tensor_parallel: int, trainer: int) -> None:
     """Whatever is asked for: either every process has as many as it needs, all different, or it is refused."""
     devices = [f"GPU-{index}" for index in range(num_devices)]
     needed = num_engines * tensor_parallel + trainer
     try:
-        found = plan(devices, num_engines, tensor_parallel=tensor_parallel, trainer_uses_gpu=trainer)
+        found = plan(devices, num_engines, tensor_parallel=tensor_parallel, trainer_ranks=trainer)
     except ConfigError:
         assert needed > num_devices
         return

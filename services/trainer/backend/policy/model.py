@@ -49,6 +49,12 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train(gradient_checkpointing)  # only checkpointing needs the training mode; dropout is off
 
+    @property
+    def text_layers(self) -> Any:
+        """The layers that read the row, in their order."""
+        base = self.model.base_model
+        return getattr(base, "language_model", base).layers
+
     def forward(self, row: PackedRow) -> TokenLogprobs:
         """Return the tempered logprob of each of the policy's own tokens, given all tokens before it, and entropies."""
         hidden_TH = self._backbone(row)

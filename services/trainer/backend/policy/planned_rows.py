@@ -1,15 +1,27 @@
-"""Sequences packed into rows, each of which is built when its forward pass comes."""
+"""Sequences packed into rows, each of which is built when its forward pass comes, on the rank that computes it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.ranks.rounds import evened, rounds_of
 from services.trainer.batching.packing import Row, num_row_tokens, pack
 from services.trainer.batching.rows import PackedRow, build_row, padded_length
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
+
+
+class RankRow(NamedTuple):
+    """A row that this rank computes."""
+
+    number: int
+    """In the plan."""
+    row: PackedRow
+    counts: bool
+    """False: it is another rank's, and computed only because all ranks compute equally often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,6 +36,7 @@ class PlannedRows:
     row_length: int
     """To which rows are padded; 0 pads nothing."""
     device: torch.device
+    ranks: Ranks
 
     @classmethod
     def of(
@@ -34,6 +47,7 @@ class PlannedRows:
         chosen: Sequence[int],
         config: BackendConfig,
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> Self:
         """Plan rows of the chosen sequences.
 
@@ -44,27 +58,51 @@ class PlannedRows:
             chosen: Numbers of the sequences, with all of a sample or none.
             config: How they are packed.
             device: Where the rows are computed.
+            ranks: Who computes them.
         """
-        plan = pack(
-            sequences,
-            groups,
-            chosen,
-            max_tokens=config.micro_batch_tokens,
-            share_prompts=config.share_prompts,
-            fill=config.fixed_rows,
-            samples=samples,
-        )
+        lengths = [sequence.num_inputs for sequence in sequences]
+
+        def plan(max_tokens: int) -> list[Row]:
+            return pack(
+                sequences,
+                groups,
+                chosen,
+                max_tokens=max_tokens,
+                share_prompts=config.share_prompts,
+                fill=config.fixed_rows,
+                samples=samples,
+            )
+
+        widest = plan(config.micro_batch_tokens)
+        if ranks.size > 1 and not config.fixed_rows:
+            num_tokens = sum(num_row_tokens(row, lengths) for row in widest)
+            widest = evened(ranks.size, plan, widest, num_tokens=num_tokens, max_tokens=config.micro_batch_tokens)
         row_length = config.micro_batch_tokens if config.fixed_rows else 0
-        return cls(sequences=sequences, samples=samples, plan=plan, row_length=row_length, device=device)
+        return cls(sequences=sequences, samples=samples, plan=widest, row_length=row_length, device=device, ranks=ranks)
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.plan)
+    def __iter__(self) -> Iterator[RankRow]:
+        """Build what this rank computes, one row after the other, on the device."""
+        costs = [self._cost(row) if self.ranks.size > 1 else 0 for row in self.plan]
+        for number, counts in rounds_of(self.ranks.rank, costs, self.ranks.size):
+            row = build_row(self.sequences, self.plan[number], length=self.row_length, samples=self.samples)
+            yield RankRow(number, row.to(self.device), counts)
 
-    def __iter__(self) -> Iterator[PackedRow]:
-        """Build one row after the other, on the device."""
-        for row in self.plan:
-            yield build_row(self.sequences, row, length=self.row_length, samples=self.samples).to(self.device)
+    @property
+    def num_of_rank(self) -> int:
+        """How many rows this rank computes; all compute equally many."""
+        return -(-len(self.plan) // self.ranks.size)
+
+    @property
+    def have_images(self) -> bool:
+        """Whether any rank's rows have any."""
+        return any(self.sequences[number].images for row in self.plan for block in row for number in block.sequences)
+
+    def _cost(self, row: Row) -> int:
+        """What a row takes, roughly: its tokens, and the patches of its different images."""
+        numbers = [number for block in row for number in block.sequences]
+        images = {id(image): image for number in numbers for image in self.sequences[number].images}
+        num_patches = sum(len(image.pixel_values_PD) for image in images.values())
+        return num_row_tokens(row, [sequence.num_inputs for sequence in self.sequences]) + num_patches
 
     @property
     def token_counts(self) -> "TokenCounts":

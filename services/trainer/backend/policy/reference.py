@@ -4,7 +4,8 @@ Legend: N = own tokens of a row.
 
 Its weights wait in the host's memory. From a step's first chunk to its last they are on the device beside the
 policy's, and the policy's own module computes with them; no second model exists. So they move there once per step,
-however many chunks it has, and are gone when the optimizer needs the room.
+however many chunks it has, and are gone when the optimizer needs the room. Where many ranks hold shards of the policy,
+each has its shard of the reference, and the two change places for as long as the reference computes.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +18,9 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
-from services.trainer.backend.master_weights import MasterWeights
+from services.trainer.backend.master_weights import MasterWeights, ShardedMasterWeights
+from services.trainer.backend.policy.logprobs import TokenLogprobs
+from services.trainer.backend.ranks.sharding import forget_gathered
 from services.trainer.backend.tensor_files import save_state
 from services.trainer.batching.rows import PackedRow
 
@@ -48,19 +51,29 @@ class ReferencePolicy:
         self._config = config
         self._precision = precision
         self._num_updates = 0
-        self._weights = {_in_policy(name): _on_host(weight) for name, weight in weights.named()}
+        self._weights = {
+            _in_policy(name): _on_host(weights.local_shard(name, weight)) for name, weight in weights.named()
+        }
         self._on_device: dict[str, torch.Tensor] | None = None
 
     def logprobs(self, rows: Iterable[PackedRow]) -> list[torch.Tensor]:
-        """Return float32[N] on the host for each row. The weights stay on the device until `release`."""
+        """Return float32[N] on the host for each row. One rank's weights stay on the device until `release`."""
+        if isinstance(self._masters, ShardedMasterWeights):
+            with self._masters.replaced_by({_own(name): weight for name, weight in self._weights.items()}):
+                logprobs = self._computed(self._policy, rows)
+                forget_gathered(self._policy)
+            return logprobs
         if self._on_device is None:
             self._on_device = {
                 name: self._weights[name].to(parameter.device, parameter.dtype, non_blocking=True)
                 for name, parameter in self._policy.named_parameters()
             }
         compute = partial(torch.func.functional_call, self._policy, self._on_device)
+        return self._computed(lambda row: compute((row,)), rows)
+
+    def _computed(self, compute: Callable[[PackedRow], TokenLogprobs], rows: Iterable[PackedRow]) -> list[torch.Tensor]:
         with torch.no_grad(), self._precision():
-            return [compute((row,)).logprobs_N.float().cpu() for row in rows]
+            return [compute(row).logprobs_N.float().cpu() for row in rows]
 
     def release(self) -> None:
         """Give the device's memory back, after the last pass of a step."""
@@ -73,11 +86,12 @@ class ReferencePolicy:
             return
         share = 1.0 if self._config.refresh == "copy" else self._config.ema_weight
         for name, weight in self._masters.named():
-            self._weights[_in_policy(name)].lerp_(weight.to("cpu"), share)
+            self._weights[_in_policy(name)].lerp_(self._masters.local_shard(name, weight).to("cpu"), share)
 
-    def save(self, folder: Path) -> None:
-        """Write `reference.pt` into a checkpoint."""
-        save_state({"num_updates": self._num_updates, "weights": self._weights}, folder / _FILE)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `save_reference` writes; many ranks must ask for it together."""
+        weights = {name: self._masters.collected(_own(name), weight) for name, weight in self._weights.items()}
+        return {"num_updates": self._num_updates, "weights": weights}
 
     def load(self, folder: Path) -> None:
         """Read `reference.pt` from a checkpoint.
@@ -93,12 +107,25 @@ class ReferencePolicy:
         state: dict[str, Any] = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
         self._num_updates = state["num_updates"]
         for name, weight in state["weights"].items():
-            self._weights[name].copy_(weight)
+            self._weights[name].copy_(self._masters.local_shard(_own(name), weight))
+
+
+def save_reference(state: dict[str, Any], folder: Path) -> None:
+    """Write `reference.pt` into a checkpoint.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    save_state(state, folder / _FILE)
 
 
 def _in_policy(name: str) -> str:
     """The name within `PolicyModel`, which holds the transformers model as `model`."""
     return f"model.{name}"
+
+
+def _own(name_in_policy: str) -> str:
+    return name_in_policy.removeprefix("model.")
 
 
 def _on_host(weight: torch.Tensor) -> torch.Tensor:

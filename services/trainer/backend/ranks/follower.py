@@ -1,0 +1,61 @@
+"""The process of a rank that is not rank 0: takes part in what rank 0 commands, until rank 0 is gone.
+
+    python -m services.trainer.backend.ranks.follower RANK SIZE STORE DEVICE SOCKET
+
+`processes` starts it. What it computes it is told when it has joined.
+"""
+
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.config import LogConfig
+from penstock.errors import PenstockError
+from penstock.runtime.process import EXIT_FAILURE
+from penstock.telemetry import log as logging
+from services.trainer.backend.ranks.processes import beat
+
+log = structlog.get_logger()
+
+_REPORTING_S = 5.0
+"""Rank 0, which has probably failed in the same way, says so first."""
+
+
+def main(rank: int, size: int, store: Path, device: str, descriptor: int) -> int:
+    """Join, and follow; return the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first
+    logging.configure(LogConfig(level="error"), service=f"trainer, rank {rank}")  # the rest rank 0 says
+    threading.Thread(target=beat, args=(socket.socket(fileno=descriptor),), daemon=True).start()
+    is_over = threading.Event()
+    try:
+        _follow(rank, size, store, device)
+    except PenstockError as error:  # rank 0 has it too, and ends the trainer with it
+        log.error("rank.refused", reason=str(error))
+        is_over.wait()
+    except Exception as error:
+        log.error("rank.failed", exc_info=error)
+        is_over.wait(_REPORTING_S)
+        return EXIT_FAILURE
+    return 0
+
+
+def _follow(rank: int, size: int, store: Path, device: str) -> None:
+    # torch takes seconds; signals are ignored and rank 0 hears of this process before.
+    from services.trainer.backend.in_process import InProcessBackend
+    from services.trainer.backend.ranks.many_ranks import follow
+    from services.trainer.backend.ranks.start import join_on_this_machine, prepare_device
+
+    placed = prepare_device(device, local_rank=rank, num_local=size)
+    ranks = join_on_this_machine(store, rank=rank, size=size, device=placed)
+    backend: dict[str, Any] = ranks.broadcast(None)
+    follow(InProcessBackend(**backend, ranks=ranks), ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])))

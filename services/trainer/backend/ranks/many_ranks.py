@@ -1,0 +1,149 @@
+"""The backend of many ranks: rank 0, beside the controller, passes on every command and takes part in it.
+
+Invariant: all ranks run the same commands in the same order, one at a time. So whatever one of them computes with the
+others, the others compute with it.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+import torch
+
+from penstock.errors import PenstockError
+from penstock.runtime.process import EXIT_FAILURE
+from services.trainer.backend.base import StateDigests
+from services.trainer.backend.environment import Environment
+from services.trainer.backend.in_process import CollectedBackend, InProcessBackend
+from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.config import BackendConfig
+
+log = structlog.get_logger()
+
+_END = "end"
+_PATIENCE_S = 30.0
+"""How long the end of the trainer waits for a command that is still running."""
+
+
+class RankProcesses(Protocol):
+    """What keeps the other ranks going: `processes.RankProcesses`, or torchrun."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+class ManyRanksBackend:
+    """A `TrainBackend` that computes on all ranks. It belongs to rank 0; the others `follow` it."""
+
+    def __init__(self, own: InProcessBackend, ranks: Ranks, processes: RankProcesses | None) -> None:
+        """Command the other ranks.
+
+        Args:
+            own: Rank 0's part.
+            ranks: All.
+            processes: The others, if this process has started them.
+        """
+        self._own = own
+        self._ranks = ranks
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._is_broken = False
+        """Whether a command failed on rank 0 in a way that the others may not share."""
+
+    @property
+    def config(self) -> BackendConfig:
+        """The settings in use, with device and dtype resolved."""
+        return self._own.config
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or with None the model folder; see `TrainBackend.load`."""
+        self._command("load", checkpoint)
+
+    def begin_step(self, policy_version: int) -> None:
+        """Begin an optimizer step; see `TrainBackend.begin_step`."""
+        self._command("begin_step", policy_version)
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Add groups to the step's batch; see `TrainBackend.accumulate`."""
+        self._command("accumulate", groups)
+
+    def finish_step(self) -> dict[str, float]:
+        """Update the weights; see `TrainBackend.finish_step`."""
+        metrics: dict[str, float] = self._command("finish_step")
+        return metrics
+
+    def abort_step(self) -> None:
+        """Leave out a step that was begun."""
+        self._command("abort_step")
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what an engine loads; see `TrainBackend.export`. No other command is run meanwhile."""
+        with self._lock:
+            self._ranks.broadcast(("export", ()))
+            weights = self._own.export()
+            try:
+                for each in weights:  # noqa: UP028 - `yield from` would end them with their reader
+                    yield each
+            finally:
+                _exhaust(weights)  # the others go on to the end
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; see `TrainBackend.save`. Other commands wait while the state is collected, not longer."""
+        collected: CollectedBackend = self._command("collect")
+        self._own.write(collected, folder)
+
+    def digests(self) -> StateDigests:
+        """Return digests of the present weights, and of rank 0's random state."""
+        digests: StateDigests = self._command("digests")
+        return digests
+
+    def environment(self) -> Environment:
+        """Return what the numbers depend on beside the inputs."""
+        return self._own.environment()
+
+    def close(self) -> None:
+        """End the other ranks. If a command does not come to its end, this process ends with them, at once."""
+        is_free = self._lock.acquire(timeout=_PATIENCE_S)
+        if self._processes is not None:
+            self._processes.close()
+        elif is_free and not self._is_broken:
+            self._ranks.broadcast((_END, ()))
+        if not is_free:
+            log.error("ranks.left", reason="a command did not come to its end")
+            os._exit(EXIT_FAILURE)  # the thread that waits in a collective would never end
+
+    def _command(self, name: str, *args: Any) -> Any:
+        with self._lock:
+            self._ranks.broadcast((name, args))
+            try:
+                return getattr(self._own, name)(*args)
+            except PenstockError:
+                raise  # of all ranks alike
+            except BaseException:
+                self._is_broken = True
+                raise
+
+
+def follow(own: InProcessBackend, ranks: Ranks) -> None:
+    """Run the commands of rank 0 until it says that it was the last."""
+    while True:
+        name: str
+        args: tuple[Any, ...]
+        name, args = ranks.broadcast(None)
+        if name == _END:
+            return
+        try:
+            done = getattr(own, name)(*args)
+            if name == "export":
+                _exhaust(done)
+        except PenstockError as error:  # rank 0 raises it too, and decides what becomes of it
+            log.debug("command.refused", command=name, reason=str(error))
+
+
+def _exhaust(values: Iterator[Any]) -> None:
+    for _ in values:
+        pass

@@ -1,0 +1,130 @@
+"""Starts the other ranks of a trainer on its machine, and notices when one dies or hangs.
+
+Each shares a socket with rank 0. It writes to it every second, and ends when the socket is closed, which it is when
+rank 0 ends, however that ends. A rank that is gone, or silent, cannot be replaced in the middle of a step: the others
+wait for it in a collective that nothing interrupts. So the whole trainer ends, as if it had been killed; what started
+it starts it again, and it goes on from its checkpoint.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from penstock.runtime.process import EXIT_FAILURE
+
+log = structlog.get_logger()
+
+BEAT_S = 1.0
+SILENCE_S = 20.0
+"""A rank that was silent for this long is taken for hung. A process that computes still beats."""
+_START_S = 300.0
+"""For the first beat: torch is imported before it."""
+_MODULE = "services.trainer.backend.ranks.follower"
+
+
+class RankProcesses:
+    """Ranks 1 to n - 1 as processes of this machine."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequence[socket.socket]) -> None:
+        """Use `start`."""
+        self._processes = processes
+        self._sockets = sockets
+        self._is_closed = False
+
+    @classmethod
+    def start(cls, size: int, *, store: Path, device: str, on_loss: Callable[[str], None] | None = None) -> Self:
+        """Start all but rank 0.
+
+        Args:
+            size: How many ranks there are, this one included.
+            store: File by which they find each other.
+            device: cpu or cuda.
+            on_loss: Called in a thread with the reason when a rank died or hangs; by default the process ends.
+        """
+        processes, sockets = [], []
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-P", "-m", _MODULE]
+                command += [str(each) for each in (rank, size, store, device, theirs.fileno())]
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        # They import what this process can, a recipe's own functions included.
+                        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    )
+                )
+            sockets.append(ours)
+        started = cls(processes, sockets)
+        for rank in range(1, size):
+            watching = threading.Thread(
+                target=started._watch, args=(rank, on_loss or _end), name=f"watch of rank {rank}", daemon=True
+            )
+            watching.start()
+        return started
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End them. Blocks until they have ended, for a moment."""
+        self._is_closed = True
+        for ours in self._sockets:
+            ours.shutdown(socket.SHUT_RDWR)
+            ours.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self, rank: int, on_loss: Callable[[str], None]) -> None:
+        """Return when the rank was ended on purpose; else tell how it was lost."""
+        process, ours = self._processes[rank - 1], self._sockets[rank - 1]
+        ours.settimeout(_START_S)
+        problem = ""
+        while not problem and not self._is_closed:
+            try:
+                if not ours.recv(64):
+                    code = process.wait()
+                    problem = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+                ours.settimeout(SILENCE_S)
+            except TimeoutError:
+                problem = f"gave no sign of life for {ours.gettimeout():g} s"
+                process.kill()
+            except OSError:
+                problem = "is out of reach"
+        if not self._is_closed:
+            on_loss(f"rank {rank} {problem}")
+
+
+def beat(to_rank_0: socket.socket) -> None:
+    """Tell rank 0 every second that this process lives; end the process when rank 0 is gone. For a thread."""
+    to_rank_0.settimeout(BEAT_S)
+    while True:
+        try:
+            to_rank_0.send(b".")
+            if not to_rank_0.recv(1):
+                break
+        except TimeoutError:  # nothing is ever sent here: a second has passed
+            continue
+        except OSError:
+            break
+    os._exit(0)  # a collective that waits for rank 0 would never end
+
+
+def _end(problem: str) -> None:
+    log.error("rank.lost", reason=problem, consequence="the trainer ends, and goes on from its last checkpoint")
+    os._exit(EXIT_FAILURE)

@@ -1,0 +1,100 @@
+"""Shards of weights: each rank holds an equal part of every parameter, and whole ones only while it computes with them.
+
+torch's `fully_shard` does this by units: a unit's parameters are gathered before its forward pass and again before its
+backward pass, which sums their gradient over the ranks and leaves each with its shard. Units are the text's layers, and
+everything else as one: embedding, tower, norm and head. So a rank whose row has no picture gathers the tower all the
+same, and nobody waits for it.
+
+Invariant: gradients are plain sums over ranks. Weights of tokens are the whole batch's, so no factor of the number of
+ranks appears anywhere.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from penstock.errors import ConfigError
+
+
+def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+    """Leave this rank its shard of every parameter of the policy.
+
+    Args:
+        policy: A `PolicyModel` with float32 parameters, the same on every rank. They move to the mesh's device.
+        mesh: All ranks.
+        dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
+
+    Raises:
+        ConfigError: torch is too old to sum gradients of which only some ranks have all.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"trainer.ranks: several ranks need torch 2.14, and {torch.__version__} is installed; update it"
+        )
+    # Else what a frozen embedding feeds needs a gradient in rows with pictures only, and ranks would not go backward
+    # through the same layers.
+    policy.model.enable_input_require_grads()
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if dtype is torch.float32 else dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        ),
+    }
+    for layer in policy.text_layers:
+        fully_shard(layer, **settings)
+    fully_shard(policy, **settings)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # only NCCL can divide while it sums
+            module.set_reduce_scatter_unused_params(True)  # the tower, in a row without pictures
+
+
+def forget_gathered(policy: Any) -> None:
+    """Drop what forward passes have gathered that no backward pass followed: the weights may change before the next."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor. Every rank must ask for the same tensors in the same order."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a copy."""
+    if isinstance(tensor, DTensor):
+        local: torch.Tensor = tensor.to_local()
+        return local
+    return tensor
+
+
+def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor of which every rank holds the shard that it holds of `parameter`."""
+    if isinstance(parameter, DTensor):
+        placed = DTensor.from_local(
+            shard.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return placed.full_tensor()
+    return shard
+
+
+def local_shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return of a tensor, which every rank has, the shard that this rank holds of `parameter`."""
+    if isinstance(parameter, DTensor):
+        placed = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return local_shard(placed).clone()
+    return tensor

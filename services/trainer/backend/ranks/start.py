@@ -1,0 +1,138 @@
+"""Begins the ranks of a trainer: as processes of its own on this machine, or as those that torchrun has started.
+
+Under torchrun every rank is started as the trainer is, on one machine or several. Rank 0 is the trainer with all that
+it talks to; the others follow it.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import ConfigError
+from services.trainer.backend.base import TrainBackend
+from services.trainer.backend.device import resolve_device
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks.many_ranks import ManyRanksBackend, follow
+from services.trainer.backend.ranks.processes import RankProcesses
+from services.trainer.backend.ranks.ranks import Ranks
+
+_MEETING = timedelta(minutes=30)
+"""Rank 0 opens the run's data before it joins the others."""
+
+
+def is_follower() -> bool:
+    """Return whether torchrun has started this process as a rank that is not the first."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
+    """Return the backend of one rank, or of as many as are asked for, all of which are started. Blocks.
+
+    Args:
+        backend: Arguments of `InProcessBackend`, the same for every rank.
+        num_ranks: `trainer.ranks`.
+
+    Raises:
+        ConfigError: torchrun has started another number of ranks, or there are fewer GPUs than ranks.
+    """
+    size = _num_started(num_ranks)
+    if size == 1:
+        return InProcessBackend(**backend)
+    device = backend["config"].device
+    if backend["config"].optimizer.offload:
+        raise ConfigError(
+            "trainer.optimizer.offload = true is of one rank only so far; set it to false, or trainer.ranks to 1"
+        )
+    if "WORLD_SIZE" in os.environ:
+        ranks = _join_torchrun(device)
+        return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, None)
+    placed = prepare_device(device, local_rank=0, num_local=size)
+    # A file that only this user can read: what ranks tell each other is not signed.
+    with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as folder:
+        store = Path(folder) / "store"
+        processes = RankProcesses.start(size, store=store, device=placed.type)
+        ranks = join_on_this_machine(store, rank=0, size=size, device=placed)
+    ranks.broadcast(dict(backend))
+    return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, processes)
+
+
+def follow_torchrun(backend: Mapping[str, Any], *, num_ranks: int) -> None:
+    """Be one of torchrun's ranks until rank 0 ends. Blocks.
+
+    Raises:
+        ConfigError: as `open_ranks`.
+    """
+    _num_started(num_ranks)
+    ranks = _join_torchrun(backend["config"].device)
+    follow(InProcessBackend(**backend, ranks=ranks), ranks)
+
+
+def prepare_device(device: str, *, local_rank: int, num_local: int) -> torch.device:
+    """Take this rank's GPU, or its share of the processor, and return the device.
+
+    Args:
+        device: `trainer.device`.
+        local_rank: Number of the rank on this machine.
+        num_local: Ranks on this machine.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
+    if resolve_device(device) == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_local))
+        return torch.device("cpu")
+    if (num_gpus := torch.cuda.device_count()) < num_local:
+        raise ConfigError(
+            f"trainer.ranks: {num_local} ranks of this machine need a GPU each, and torch finds {num_gpus}; lower it, "
+            "or show the trainer more with CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def join_on_this_machine(store: Path, *, rank: int, size: int, device: torch.device) -> Ranks:
+    """Form the group of ranks that all run on this machine and share a file. Blocks."""
+    with _gloo_over_loopback():
+        return Ranks.join(dist.FileStore(str(store), size), rank=rank, size=size, device=device)
+
+
+def _join_torchrun(device: str) -> Ranks:
+    environment = os.environ
+    placed = prepare_device(
+        device, local_rank=int(environment["LOCAL_RANK"]), num_local=int(environment["LOCAL_WORLD_SIZE"])
+    )
+    store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
+    return Ranks.join(store, rank=rank, size=size, device=placed)
+
+
+def _num_started(num_ranks: int) -> int:
+    """Return how many ranks there are to be."""
+    started = int(os.environ.get("WORLD_SIZE", num_ranks))
+    if num_ranks not in (1, started):
+        raise ConfigError(
+            f"trainer.ranks = {num_ranks}, but WORLD_SIZE is {started}: torchrun has started the ranks already; leave "
+            "trainer.ranks out, or start the trainer without torchrun"
+        )
+    return started
+
+
+@contextmanager
+def _gloo_over_loopback() -> Iterator[None]:
+    """Have gloo's groups that form within the context use the loopback interface, and those after it their own."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,77 @@
+"""A trainer of several ranks, in real processes, that does what its standard input says.
+
+    python -m tests.support.trainer.ranks_trainer MODEL NUM_RANKS SILENCE_S [COMMANDS]
+
+Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`, `step SEED`, `begin`, `save FOLDER`,
+`close`. Each is answered with a line of JSON; the first line, before any, is the pids of the ranks that it has started.
+Under torchrun it is one of the ranks.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.config import LogConfig
+from penstock.telemetry import log
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
+from services.trainer.backend.ranks import processes
+from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
+from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
+from services.trainer.config import BackendConfig, OptimizerConfig
+from tests.support.trainer.ranked_groups import VERSION, groups_of
+
+
+def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str]) -> None:
+    """Do it."""
+    processes.SILENCE_S = silence_s
+    log.configure(LogConfig(), service="trainer")
+    config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=1e-3))
+    arguments = {
+        "model_path": model,
+        "config": config,
+        "algorithm": AlgorithmConfig(),
+        "seed": 0,
+        "temperature": 1.0,
+        "adam_eps": 1e-3,
+    }
+    if is_follower():
+        follow_torchrun(arguments, num_ranks=num_ranks)
+        return
+    backend = open_ranks(arguments, num_ranks=num_ranks)
+    assert isinstance(backend, ManyRanksBackend)
+    say(backend._processes.pids if isinstance(backend._processes, processes.RankProcesses) else [])
+    for line in commands:
+        match line.split():
+            case ["load", *paths]:
+                backend.load(Path(paths[0]) if paths else None)
+                say(backend.digests().weights)
+            case ["step", seed]:
+                groups = groups_of(model, seed=int(seed))
+                metrics = take_step(backend, [groups[:1], groups[1:]], VERSION + int(seed))
+                say([metrics["loss"], backend.digests().weights])
+            case ["begin"]:
+                backend.begin_step(VERSION)
+                backend.accumulate(groups_of(model)[:2])
+                say("begun")
+            case ["save", folder]:
+                backend.save(Path(folder))
+                say("saved")
+            case ["close"]:
+                backend.close()
+                say("closed")
+                return
+
+
+def say(answer: object) -> None:
+    """A line of JSON."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    given = sys.argv[4].split(";") if len(sys.argv) > 4 else sys.stdin
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), given)

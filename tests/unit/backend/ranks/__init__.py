@@ -1,0 +1,1 @@
+"""Tests of steps that many ranks compute together."""

@@ -1,0 +1,55 @@
+"""What rank 0 passes on to the others."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
+
+
+class Broadcasts:
+    """Ranks that are told what rank 0 says."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def broadcast(self, value: Any) -> Any:
+        self.said.append(value)
+        return value
+
+
+def test_an_export_that_its_reader_leaves_goes_on_to_its_end() -> None:
+    """The others gather every weight with rank 0, so it must not stop before them."""
+    gathered = []
+
+    def export() -> Iterator[int]:
+        for number in range(3):
+            gathered.append(number)
+            yield number
+
+    own: Any = SimpleNamespace(export=export, begin_step=lambda version: None)
+    ranks: Any = Broadcasts()
+    backend = ManyRanksBackend(own, ranks, None)
+    weights: Any = backend.export()
+    assert next(weights) == 0
+    weights.close()
+    assert gathered == [0, 1, 2]
+    backend.begin_step(4)
+    assert ranks.said == [("export", ()), ("begin_step", (4,))]
+
+
+def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> None:
+    """The others are still in it and would not listen; torchrun ends them."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    own: Any = SimpleNamespace(finish_step=fail)
+    ranks: Any = Broadcasts()
+    backend = ManyRanksBackend(own, ranks, None)
+    with pytest.raises(MemoryError):
+        backend.finish_step()
+    backend.close()
+    assert ranks.said == [("finish_step", ())]

@@ -1,0 +1,191 @@
+"""A step that two ranks compute together is the step of one."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import take_step
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.config import BackendConfig, OptimizerConfig
+from tests.support.trainer.rank_pool import RankPool
+from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.unit.algorithm.test_chunks import ALGORITHMS
+
+READ_MORE_THAN_A_ROW = {
+    name: ALGORITHMS[name]
+    for name in ("gspo", "m2po", "reinforce_pp_baseline", "kl in reward", "regularised", "normalised", "opsm")
+}
+"""Algorithms that need what other ranks computed: whole samples, statistics of the batch, a reference, entropy."""
+
+OF_THE_CUT = {"step_time_s", "trained_tokens_per_s", "shared_token_fraction", "host_memory_peak_bytes"}
+"""Metrics that depend on how rows are cut."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **settings: Any) -> InProcessBackend:
+    """One that has loaded the model, or a checkpoint. `algorithm` is that; other settings are the trainer's."""
+    algorithm = AlgorithmConfig.model_validate(settings.pop("algorithm", {}))
+    optimizer = OptimizerConfig(**({"learning_rate": 1e-3} | settings.pop("optimizer", {})))
+    config = BackendConfig(device="cpu", optimizer=optimizer, **settings)
+    backend = InProcessBackend(path, config, algorithm, seed=0, temperature=1.0, adam_eps=1e-3, ranks=ranks)
+    backend.load(checkpoint)
+    return backend
+
+
+def steps_of(backend: InProcessBackend, path: Path, seeds: Sequence[int], *, first: int = 0) -> list[dict[str, float]]:
+    """Metrics of a step for each seed, of the groups from `first` on, in chunks."""
+    metrics = []
+    for seed in seeds:
+        groups: list[TrainGroup] = groups_of(path, seed=seed)[first:]
+        metrics.append(take_step(backend, [groups[:1], groups[1:2], groups[2:]], VERSION + seed))
+    return metrics
+
+
+def weights_of(backend: InProcessBackend) -> dict[str, torch.Tensor]:
+    """A copy of them."""
+    return {name: weight.clone() for name, weight in backend.export()}
+
+
+def trained(
+    ranks: Ranks, path: Path, settings: dict[str, Any], seeds: Sequence[int] = (0,), first: int = 0
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights and metrics after some steps."""
+    backend = backend_of(ranks, path, **settings)
+    metrics = steps_of(backend, path, seeds, first=first)
+    return weights_of(backend), metrics
+
+
+def trained_by_each(
+    ranks: Ranks, path: Path, algorithms: dict[str, Any]
+) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, float]]]]:
+    """Weights and metrics of a step with each algorithm."""
+    return {name: trained(ranks, path, {"algorithm": algorithm}) for name, algorithm in algorithms.items()}
+
+
+def assert_same(one: Any, other: Any, *, atol: float = 2e-6) -> None:
+    """Weights and metrics are, up to the order of sums."""
+    for name, weight in one[0].items():
+        torch.testing.assert_close(other[0][name], weight, rtol=0, atol=atol, msg=lambda text, name=name: name + text)
+    for ours, theirs in zip(one[1], other[1], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - OF_THE_CUT:
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch_tokens": 90},
+        {"micro_batch_tokens": 8192},
+        {"fixed_rows": True, "micro_batch_tokens": 256},
+        {"gradient_checkpointing": True, "micro_batch_tokens": 90},
+        {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}},
+        {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},
+    ],
+    ids=str,
+)
+def test_two_ranks_take_the_steps_of_one(pool: RankPool, tiny_model_path: Path, settings: dict[str, Any]) -> None:
+    """However rows are cut, with pictures in the rows of one rank only, and more ranks than rows."""
+    alone = trained(ALONE, tiny_model_path, settings, range(3))
+    for together in pool.run(trained, tiny_model_path, settings, range(3)):
+        assert_same(alone, together)
+
+
+def test_what_an_algorithm_reads_of_other_rows_it_reads_of_other_ranks(pool: RankPool, tiny_model_path: Path) -> None:
+    """So the step is the same."""
+    alone = trained_by_each(ALONE, tiny_model_path, READ_MORE_THAN_A_ROW)
+    for together in pool.run(trained_by_each, tiny_model_path, READ_MORE_THAN_A_ROW):
+        for name in READ_MORE_THAN_A_ROW:
+            assert_same(alone[name], together[name])
+
+
+def test_a_batch_without_pictures_leaves_the_tower_as_it_is(pool: RankPool, tiny_model_path: Path) -> None:
+    """Neither weight decay nor averages of earlier steps move it, as on one rank."""
+    settings = {"optimizer": {"weight_decay": 0.1}}
+    alone = trained(ALONE, tiny_model_path, settings, range(2), 1)
+    before = weights_of(backend_of(ALONE, tiny_model_path))
+    for together in pool.run(trained, tiny_model_path, settings, range(2), 1):
+        assert_same(alone, together)
+        assert all(torch.equal(weight, before[name]) for name, weight in together[0].items() if "visual" in name)
+
+
+def saved(ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: Sequence[int]) -> str:
+    """The digest of the weights after some steps from a checkpoint, of which rank 0 writes another."""
+    algorithm = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5}}
+    backend = backend_of(ranks, path, checkpoint, algorithm=algorithm)
+    steps_of(backend, path, seeds)
+    collected = backend.collect()
+    if ranks.rank == 0:
+        folder.mkdir()
+        backend.write(collected, folder)
+    return backend.digests().weights
+
+
+def test_a_checkpoint_is_of_no_number_of_ranks(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
+    """What two have saved one continues and the other way round, averages and reference policy included."""
+    pool.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
+    saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0])
+    digests = pool.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two two", [1])
+    assert digests[0] == digests[1]
+    saved(ALONE, tiny_model_path, tmp_path / "by two", tmp_path / "two one", [1])
+    pool.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "one two", [1])
+    saved(ALONE, tiny_model_path, tmp_path / "by one", tmp_path / "one one", [1])
+    straight = torch.load(tmp_path / "one one" / "optimizer.pt")
+    for way in ("two two", "two one", "one two"):
+        found = torch.load(tmp_path / way / "optimizer.pt")
+        assert found["optimizer"]["num_updates"] == 2
+        for name, averages in straight["optimizer"]["averages"].items():
+            for key, value in averages.items():
+                torch.testing.assert_close(found["optimizer"]["averages"][name][key], value, rtol=1e-3, atol=1e-6)
+        assert_same(
+            (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one")), []),
+            (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / way)), []),
+        )
+
+
+def step_with_a_hole(ranks: Ranks, path: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """As `trained`, with a policy that gives one group's tokens no number."""
+    backend = backend_of(ranks, path, micro_batch_tokens=90)
+    compute = backend._parts.model
+    groups = groups_of(path)
+    first_of_third_group = len(groups[0].samples) + len(groups[1].samples)
+
+    def with_hole(row: Any) -> Any:
+        said = compute(row)
+        return said._replace(logprobs_N=said.logprobs_N.masked_fill(row.sample_N == first_of_third_group, torch.nan))
+
+    object.__setattr__(backend._parts, "model", with_hole)
+    metrics = take_step(backend, [groups], VERSION)
+    return weights_of(backend), [metrics]
+
+
+def test_a_group_without_numbers_is_skipped_by_all(pool: RankPool, tiny_model_path: Path) -> None:
+    """Only one rank computes it; the others learn of it before they go on."""
+    for weights, [metrics] in pool.run(step_with_a_hole, tiny_model_path):
+        assert metrics["num_groups_skipped"] == 1
+        assert metrics["skipped"] == 0
+        assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_bfloat16_is_gathered_and_summed_in_float32(pool: RankPool, tiny_model_path: Path) -> None:
+    """The same as on one rank, within what bfloat16 rounds."""
+    settings = {"dtype": "bfloat16", "optimizer": {"learning_rate": 1e-4}}
+    alone = trained(ALONE, tiny_model_path, settings, range(2))
+    for weights, metrics in pool.run(trained, tiny_model_path, settings, range(2)):
+        for name, weight in alone[0].items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-2)
+        for ours, theirs in zip(alone[1], metrics, strict=True):
+            assert theirs["loss"] == pytest.approx(ours["loss"], abs=0.02)
+            assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.1)

@@ -1,0 +1,46 @@
+"""How many ranks a trainer has."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks.start import is_follower, open_ranks, prepare_device
+from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.config import BackendConfig
+
+
+def arguments(path: Path) -> dict[str, object]:
+    """Of `InProcessBackend`."""
+    config = BackendConfig(device="cpu")
+    return {"model_path": path, "config": config, "algorithm": AlgorithmConfig(), "seed": 0, "temperature": 1.0}
+
+
+def test_one_rank_is_the_trainer_alone(tiny_model_path: Path) -> None:
+    """Nothing is started."""
+    assert isinstance(open_ranks(arguments(tiny_model_path), num_ranks=1), InProcessBackend)
+    assert not is_follower()
+
+
+def test_torchrun_and_the_recipe_must_agree(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise some ranks would wait for others that never come."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"trainer\.ranks = 3, but WORLD_SIZE is 2: .* leave trainer\.ranks out"):
+        open_ranks(arguments(tiny_model_path), num_ranks=3)
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of them starts."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"trainer\.ranks: 4 ranks of this machine need a GPU each, .* finds 2"):
+        prepare_device("auto", local_rank=0, num_local=4)
+
+
+def test_supervised_training_refuses_several_ranks(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of training the same thing several times."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, but supervised training computes on one rank"):
+        InProcessSupervisedBackend(tiny_model_path, BackendConfig(device="cpu"), seed=0)
