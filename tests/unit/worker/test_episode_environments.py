@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.environments import Observation, StepResult, Task
-from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, UnavailableError
+from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PoisonError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits, Message, TextPart
 from services.rollout.worker.episodes.episode import Episode
@@ -125,6 +125,22 @@ async def test_an_error_of_ours_in_a_reset_keeps_its_meaning(renderer: Renderer,
     with pytest.raises(type(failure), match=str(failure)):
         await play_one(renderer)
     assert Scripted.num_made == Scripted.num_closed == 1
+
+
+async def test_waiting_for_room_at_a_server_is_no_time_of_the_episode(renderer: Renderer) -> None:
+    """It waits longer than the whole episode may take, and is played."""
+    Scripted.plays(DONE, resets=[OverloadedError("its server has no room")] * 4)
+    sample = await play_one(renderer, limits=Limits(episode_timeout_s=1.0))
+    assert sample.finish_reason == "stop"
+    assert Scripted.num_made == Scripted.num_closed == 5
+
+
+async def test_a_server_that_never_has_room_puts_the_group_back(renderer: Renderer) -> None:
+    """After the wait of a turn that finds no replica."""
+    Scripted.plays(resets=[OverloadedError("its server has no room")] * 9)
+    with pytest.raises(OverloadedError, match="its server has no room"):
+        await play(make_player(renderer, ScriptedPolicy(renderer, []), wait_timeout_s=0.2), make_prompt("Scripted"))
+    assert Scripted.num_made == Scripted.num_closed
 
 
 async def test_a_reset_that_never_returns_ends_at_the_episodes_deadline(renderer: Renderer) -> None:

@@ -6,7 +6,6 @@ failure here selects nothing: another environment is tried.
 
 import asyncio
 import dataclasses
-import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +16,7 @@ from penstock.environments import Environment, EnvironmentFactory, Observation, 
 from penstock.errors import (
     EnvironmentFailedError,
     InvalidRequestError,
+    OverloadedError,
     PenstockError,
     PoisonError,
     PromptTooLongError,
@@ -25,6 +25,7 @@ from penstock.errors import (
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt
+from penstock.runtime.backoff import Backoff
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.budget import Budget, OverBudgetError
 from services.rollout.worker.episodes.clock import EpisodeClock
@@ -35,6 +36,8 @@ from services.rollout.worker.shared_prefill import SharedPrefill
 log = structlog.get_logger()
 
 _CLOSE_TIMEOUT_S = 5.0
+_WAITS = Backoff(0.1, 5.0)
+"""Pauses while a server of environments has no room. They are no time of the episode."""
 _MAX_RESETS = 3
 """How often an environment is made and reset before it counts as broken: a sample that fails without a token takes its
 group with it."""
@@ -64,6 +67,7 @@ class EpisodeStarter:
         environments: EnvironmentRegistry,
         context_length: int | None,
         grid: ImageGrid | None,
+        wait_timeout_s: float,
     ) -> None:
         """Begin with these parts; they are those of `EpisodePlayer`."""
         self._longest_token_bytes = renderer.longest_token_bytes
@@ -71,6 +75,7 @@ class EpisodeStarter:
         self._environments = environments
         self._context_length = context_length
         self._grid = grid
+        self._wait_timeout_s = wait_timeout_s
 
     @asynccontextmanager
     async def begun(
@@ -84,6 +89,7 @@ class EpisodeStarter:
             InvalidRequestError: the prompt, or how the environment begins, can never be played.
             PoisonError: every environment that was made for it failed.
             UnavailableError: the same, for want of something outside: an error of the operating system or the network.
+            OverloadedError: a server of environments had no room for too long.
             DeadlineError: it took too long.
         """
         factory = self._environments.find(prompt.environment)
@@ -103,7 +109,8 @@ class EpisodeStarter:
         grading: Grading,
         prefill: SharedPrefill,
     ) -> AsyncIterator[Beginning]:
-        for num_tried in itertools.count(1):
+        num_tried, num_waits, give_up_at = 0, 0, time.monotonic() + self._wait_timeout_s
+        while True:
             async with AsyncExitStack() as stack:
                 try:
                     environment = await stack.enter_async_context(_closing(factory()))
@@ -116,18 +123,27 @@ class EpisodeStarter:
                     raise PromptTooLongError(
                         f"environment {prompt.environment!r} begins with {error}; see data.limits"
                     ) from None
+                except OverloadedError:
+                    if time.monotonic() >= give_up_at:
+                        raise
+                    num_waits += 1
                 except Exception as error:  # a boundary: environments are other people's code
                     if isinstance(error, PenstockError) and not isinstance(error, EnvironmentFailedError):
                         raise
                     grading.require_sound()
+                    num_tried += 1
                     reason = describe_failure(prompt.environment, error)
                     log.warning("environment.reset_failed", sample=task.id, error=reason, num_tried=num_tried)
                     if num_tried < _MAX_RESETS:
                         continue
                     kind = UnavailableError if isinstance(error, OSError) else PoisonError
                     raise kind(f"{reason}; its reset failed {num_tried} times") from None
-                yield Beginning(environment=environment, first=first, ids=ids, budget=budget)
-                return
+                else:
+                    yield Beginning(environment=environment, first=first, ids=ids, budget=budget)
+                    return
+            pause_s = _WAITS.after(num_waits)
+            await asyncio.sleep(pause_s)
+            clock.stop_for(pause_s)
 
     async def _render(
         self, first: Observation, prompt: Prompt, task: Task, budget: Budget, prefill: SharedPrefill

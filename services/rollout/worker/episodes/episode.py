@@ -124,7 +124,8 @@ class EpisodePlayer:
             forbidden_ids: A turn that holds one of them is refused.
             context_length: The most tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
-            wait_timeout_s: How long a turn may wait while no replica works on it.
+            wait_timeout_s: How long a turn may wait while no replica works on it, and an episode for room at a server
+                of environments.
 
         Raises:
             ConfigError: thoughts are to be left out, and the model's chat template never does.
@@ -140,6 +141,7 @@ class EpisodePlayer:
             environments=environments,
             context_length=context_length,
             grid=grid,
+            wait_timeout_s=wait_timeout_s,
         )
         self._judge = judge
         self._forbidden_ids = frozenset(forbidden_ids)

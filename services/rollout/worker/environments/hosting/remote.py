@@ -4,7 +4,8 @@
     DELETE /v1/episodes/{id}    the end
 
 The worker makes the ids, so that it can end an episode whose first reply it never got. Nothing is sent twice, except
-the first request where no episode began: the connection was refused, or the server had no room.
+the first request where no episode began: the connection was refused, or, by whoever begins episodes, the server had no
+room.
 """
 
 import asyncio
@@ -115,7 +116,7 @@ class _HttpChannel:
         while True:
             try:
                 return await self._post(request)
-            except (UnavailableError, OverloadedError) as error:
+            except UnavailableError as error:
                 if self._task.remaining_s() < 2 * pause_s:
                     raise
                 log.debug("environment.begin_retried", server=self._server, reason=str(error))
