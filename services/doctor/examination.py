@@ -125,7 +125,7 @@ def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
     """Which process computes where; `penstock sft` is the trainer alone."""
     if not is_sft:
         return make_plan(recipe, devices, own_bus=not recipe.bus.url).gpus
-    ranks = int(recipe.trainer.device != "cpu")
+    ranks = recipe.trainer.ranks if recipe.trainer.device != "cpu" else 0
     return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_ranks=ranks, memory_fraction=0.0)
 
 

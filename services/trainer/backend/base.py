@@ -154,6 +154,9 @@ class SupervisedBackend(Protocol):
     def save(self, folder: Path) -> None:
         """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit."""
 
+    def close(self) -> None:
+        """End what computes beside this process. Nothing may be called afterwards."""
+
 
 def take_step(backend: TrainBackend, chunks: Iterable[Sequence[TrainGroup]], policy_version: int) -> dict[str, float]:
     """Take one optimizer step over groups that are all there, and return its metrics.

@@ -16,7 +16,7 @@ from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.backend.export import named_weights
-from services.trainer.backend.memory import memory_peaks, reset_memory_peak
+from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.model_state import Collected, ModelState
 from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.model import PolicyModel
@@ -137,9 +137,7 @@ class InProcessBackend:
 
     def finish_step(self) -> dict[str, float]:
         """Update the weights; see `TrainBackend.finish_step`."""
-        metrics = self._open_step().finish()
-        for peaks in self._model.ranks.gather(memory_peaks(self._model.device)):
-            metrics |= {name: max(peak, metrics.get(name, 0.0)) for name, peak in peaks.items()}
+        metrics = self._open_step().finish() | highest(self._model.ranks.gather(memory_peaks(self._model.device)))
         self._step = None
         self._model.finish_step()
         return metrics

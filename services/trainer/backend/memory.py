@@ -1,6 +1,7 @@
 """The most memory that a step took."""
 
 import resource
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -20,3 +21,11 @@ def memory_peaks(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         peaks["device_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
     return peaks
+
+
+def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the highest of each peak, of all ranks."""
+    found: dict[str, float] = {}
+    for of_rank in peaks:
+        found |= {name: max(peak, found.get(name, 0.0)) for name, peak in of_rank.items()}
+    return found

@@ -9,18 +9,18 @@ gives.
 Invariant: the loss and its gradient do not depend on how the batch is packed, up to the order of float32 sums.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from penstock.errors import ConfigError
 from services.trainer.backend.base import TokenLoss
-from services.trainer.backend.memory import memory_peaks, reset_memory_peak
-from services.trainer.backend.model_state import ModelState
+from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
+from services.trainer.backend.model_state import Collected, ModelState
 from services.trainer.backend.policy.planned_rows import PlannedRows
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.train_step import IMAGE_PARTS
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
 
@@ -28,23 +28,21 @@ from services.trainer.config import BackendConfig
 class InProcessSupervisedBackend:
     """A `SupervisedBackend` on one device."""
 
-    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int) -> None:
+    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int, ranks: Ranks = ALONE) -> None:
         """Choose device and precision; `load` makes the rest.
 
         Args:
             model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
             config: How steps are computed.
             seed: Of torch's generator.
+            ranks: All that compute. Beside others, each method is to be called on all of them, in the same order.
 
         Raises:
-            ConfigError: the device is not there, or the process is one of several ranks.
+            ConfigError: the device is not there.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but supervised training computes on one rank; start it "
-                "without torchrun"
-            )
-        self._model = ModelState(model_path, config, seed=seed, temperature=1.0, forbidden_ids=(), settings={})
+        self._model = ModelState(
+            model_path, config, seed=seed, temperature=1.0, forbidden_ids=(), settings={}, ranks=ranks
+        )
 
     @property
     def config(self) -> BackendConfig:
@@ -62,13 +60,19 @@ class InProcessSupervisedBackend:
         reset_memory_peak(model.device)
         rows = self._plan(sequences)
         num_learned = sum(sequence.num_own_tokens for sequence in sequences)
-        loss = entropy = 0.0
-        for each in rows:
-            said = model.logprobs(each.row)
+        computed: list[tuple[int, tuple[float, float]]] = []
+        for number, row, counts in rows:
+            said = model.logprobs(row)
             value = -said.logprobs_N.sum() / num_learned
-            value.backward()
-            loss += float(value.detach())
-            entropy += float(said.entropy_N.detach().double().sum())
+            (value if counts else 0.0 * value).backward()
+            if counts:
+                computed.append((number, (float(value.detach()), float(said.entropy_N.detach().double().sum()))))
+        loss = entropy = 0.0
+        for loss_of_row, entropy_of_row in model.ranks.in_order(computed):
+            loss += loss_of_row
+            entropy += entropy_of_row
+        if not rows.have_images:
+            model.optimizer.discard_parts(IMAGE_PARTS)
         metrics = model.optimizer.update(loss)
         model.finish_step()
         duration_s = time.perf_counter() - started
@@ -83,13 +87,19 @@ class InProcessSupervisedBackend:
             "step_time_s": duration_s,
             "trained_tokens_per_s": num_tokens / duration_s,
             "packing_density": rows.token_counts.packing_density,
-            **memory_peaks(model.device),
+            **highest(model.ranks.gather(memory_peaks(model.device))),
         }
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch's stubs are skipped
     def measure(self, sequences: Sequence[TrainSequence]) -> TokenLoss:
         """Return the loss of some samples; see `SupervisedBackend.measure`."""
-        total = sum(-float(self._model.logprobs(each.row).logprobs_N.double().sum()) for each in self._plan(sequences))
+        model = self._model
+        computed = [
+            (number, counts, -float(model.logprobs(row).logprobs_N.double().sum()))
+            for number, row, counts in self._plan(sequences)
+        ]
+        model.forget_forward()
+        total = sum(model.ranks.in_order([(number, loss) for number, counts, loss in computed if counts]))
         return TokenLoss(total=total, num_tokens=sum(sequence.num_own_tokens for sequence in sequences))
 
     def save(self, folder: Path) -> None:
@@ -98,8 +108,23 @@ class InProcessSupervisedBackend:
         Raises:
             OSError: a file cannot be written.
         """
-        self._model.write(self._model.collect({}), folder)
+        self.write(self.collect(), folder)
+
+    def collect(self) -> Collected:
+        """Return what `write` writes. Beside other ranks it is a copy, and of use on one of them only."""
+        return self._model.collect({})
+
+    def write(self, collected: Collected, folder: Path) -> None:
+        """Write `model/` and `optimizer.pt` into `folder`.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        self._model.write(collected, folder)
+
+    def close(self) -> None:
+        """Nothing computes beside this process."""
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> PlannedRows:
         numbers = range(len(sequences))
-        return PlannedRows.of(sequences, numbers, numbers, numbers, self.config, self._model.device)
+        return PlannedRows.of(sequences, numbers, numbers, numbers, self.config, self._model.device, self._model.ranks)

@@ -7,7 +7,7 @@ import pydantic
 import structlog
 
 from penstock.errors import ConfigError, SetupError
-from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.backend.ranks.start import open_supervised_ranks
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.data.dataset import Dataset, open_dataset
@@ -45,7 +45,8 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
     dataset = open_dataset(settings.data, seed=settings.run.seed, limit=limit, form=DEMONSTRATIONS)
     sets = open_sets(settings.evaluation, settings.data, form=DEMONSTRATIONS) if sft.validate_every else {}
     config = _with_steps(settings, dataset)
-    backend = InProcessSupervisedBackend(path, config, seed=settings.run.seed)
+    arguments = {"model_path": path, "config": config, "seed": settings.run.seed}
+    backend = open_supervised_ranks(arguments, num_ranks=config.ranks)
     backend.load(None if checkpoint is None else checkpoint.path)
     step = 0 if checkpoint is None else checkpoint.step
     run_id = new_run_id(settings.run.name) if checkpoint is None else str(checkpoint.state["run_id"])

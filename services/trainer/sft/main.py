@@ -36,6 +36,7 @@ async def train(
         try:
             await loop.run(stop)
         finally:
+            await asyncio.to_thread(loop.backend.close)
             await asyncio.to_thread(loop.trackers.close)
         if rows := loop.metrics.rows():
             title = f"{loop.run_id}: {len(rows)} steps"

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -47,14 +46,13 @@ def main(rank: int, size: int, store: Path, device: str, descriptor: int) -> int
 
 def _follow(rank: int, size: int, store: Path, device: str) -> None:
     # torch takes seconds; signals are ignored and rank 0 hears of this process before.
-    from services.trainer.backend.in_process import InProcessBackend
     from services.trainer.backend.ranks.many_ranks import follow
     from services.trainer.backend.ranks.start import join_on_this_machine, prepare_device
 
     placed = prepare_device(device, local_rank=rank, num_local=size)
     ranks = join_on_this_machine(store, rank=rank, size=size, device=placed)
-    backend: dict[str, Any] = ranks.broadcast(None)
-    follow(InProcessBackend(**backend, ranks=ranks), ranks)
+    kind, arguments = ranks.broadcast(None)
+    follow(kind(**arguments, ranks=ranks), ranks)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.process import EXIT_FAILURE
-from services.trainer.backend.base import StateDigests
+from services.trainer.backend.base import StateDigests, TokenLoss
 from services.trainer.backend.environment import Environment
-from services.trainer.backend.in_process import CollectedBackend, InProcessBackend
 from services.trainer.backend.ranks.ranks import Ranks
-from services.trainer.batching.sequences import TrainGroup
+from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
@@ -36,11 +35,11 @@ class RankProcesses(Protocol):
         """End them."""
 
 
-class ManyRanksBackend:
-    """A `TrainBackend` that computes on all ranks. It belongs to rank 0; the others `follow` it."""
+class _ManyRanks:
+    """Rank 0, commanding all ranks."""
 
-    def __init__(self, own: InProcessBackend, ranks: Ranks, processes: RankProcesses | None) -> None:
-        """Command the other ranks.
+    def __init__(self, own: Any, ranks: Ranks, processes: RankProcesses | None) -> None:
+        """Command the other ranks, which `follow`.
 
         Args:
             own: Rank 0's part.
@@ -57,11 +56,43 @@ class ManyRanksBackend:
     @property
     def config(self) -> BackendConfig:
         """The settings in use, with device and dtype resolved."""
-        return self._own.config
+        config: BackendConfig = self._own.config
+        return config
 
     def load(self, checkpoint: Path | None) -> None:
         """Load a checkpoint, or with None the model folder; see `TrainBackend.load`."""
         self._command("load", checkpoint)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; see `TrainBackend.save`. Other commands wait while the state is collected, not longer."""
+        collected = self._command("collect")
+        self._own.write(collected, folder)
+
+    def close(self) -> None:
+        """End the other ranks. If a command does not come to its end, this process ends with them, at once."""
+        is_free = self._lock.acquire(timeout=_PATIENCE_S)
+        if self._processes is not None:
+            self._processes.close()
+        elif is_free and not self._is_broken:
+            self._ranks.broadcast((_END, ()))
+        if not is_free:
+            log.error("ranks.left", reason="a command did not come to its end")
+            os._exit(EXIT_FAILURE)  # the thread that waits in a collective would never end
+
+    def _command(self, name: str, *args: Any) -> Any:
+        with self._lock:
+            self._ranks.broadcast((name, args))
+            try:
+                return getattr(self._own, name)(*args)
+            except PenstockError:
+                raise  # of all ranks alike
+            except BaseException:
+                self._is_broken = True
+                raise
+
+
+class ManyRanksBackend(_ManyRanks):
+    """A `TrainBackend` that computes on all ranks; rank 0's part is an `InProcessBackend`."""
 
     def begin_step(self, policy_version: int) -> None:
         """Begin an optimizer step; see `TrainBackend.begin_step`."""
@@ -91,11 +122,6 @@ class ManyRanksBackend:
             finally:
                 _exhaust(weights)  # the others go on to the end
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; see `TrainBackend.save`. Other commands wait while the state is collected, not longer."""
-        collected: CollectedBackend = self._command("collect")
-        self._own.write(collected, folder)
-
     def digests(self) -> StateDigests:
         """Return digests of the present weights, and of rank 0's random state."""
         digests: StateDigests = self._command("digests")
@@ -103,33 +129,26 @@ class ManyRanksBackend:
 
     def environment(self) -> Environment:
         """Return what the numbers depend on beside the inputs."""
-        return self._own.environment()
-
-    def close(self) -> None:
-        """End the other ranks. If a command does not come to its end, this process ends with them, at once."""
-        is_free = self._lock.acquire(timeout=_PATIENCE_S)
-        if self._processes is not None:
-            self._processes.close()
-        elif is_free and not self._is_broken:
-            self._ranks.broadcast((_END, ()))
-        if not is_free:
-            log.error("ranks.left", reason="a command did not come to its end")
-            os._exit(EXIT_FAILURE)  # the thread that waits in a collective would never end
-
-    def _command(self, name: str, *args: Any) -> Any:
-        with self._lock:
-            self._ranks.broadcast((name, args))
-            try:
-                return getattr(self._own, name)(*args)
-            except PenstockError:
-                raise  # of all ranks alike
-            except BaseException:
-                self._is_broken = True
-                raise
+        environment: Environment = self._own.environment()
+        return environment
 
 
-def follow(own: InProcessBackend, ranks: Ranks) -> None:
-    """Run the commands of rank 0 until it says that it was the last."""
+class ManyRanksSupervisedBackend(_ManyRanks):
+    """A `SupervisedBackend` that computes on all ranks; rank 0's part is an `InProcessSupervisedBackend`."""
+
+    def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Update the weights once; see `SupervisedBackend.step`."""
+        metrics: dict[str, float] = self._command("step", sequences)
+        return metrics
+
+    def measure(self, sequences: Sequence[TrainSequence]) -> TokenLoss:
+        """Return the loss of some samples; see `SupervisedBackend.measure`."""
+        loss: TokenLoss = self._command("measure", sequences)
+        return loss
+
+
+def follow(own: Any, ranks: Ranks) -> None:
+    """Run the commands of rank 0 with this rank's part, until rank 0 says that it was the last."""
     while True:
         name: str
         args: tuple[Any, ...]

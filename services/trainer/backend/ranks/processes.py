@@ -126,5 +126,7 @@ def beat(to_rank_0: socket.socket) -> None:
 
 
 def _end(problem: str) -> None:
-    log.error("rank.lost", reason=problem, consequence="the trainer ends, and goes on from its last checkpoint")
+    log.error("rank.lost", reason=problem)
+    sys.stderr.write(f"error: {problem}; the trainer ends, and continues from its last checkpoint when started again\n")
+    sys.stderr.flush()
     os._exit(EXIT_FAILURE)

@@ -10,18 +10,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
-from services.trainer.backend.base import TrainBackend
+from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.backend.ranks.many_ranks import ManyRanksBackend, follow
+from services.trainer.backend.ranks.many_ranks import ManyRanksBackend, ManyRanksSupervisedBackend, follow
 from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.config import BackendConfig
+
+OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
 
 _MEETING = timedelta(minutes=30)
 """Rank 0 opens the run's data before it joins the others."""
@@ -40,27 +44,62 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started another number of ranks, or there are fewer GPUs than ranks.
+        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or a setting is of
+            one rank only.
     """
     size = _num_started(num_ranks)
     if size == 1:
         return InProcessBackend(**backend)
-    device = backend["config"].device
-    if backend["config"].optimizer.offload:
+    config: BackendConfig = backend["config"]
+    _require_for_many(config)
+    if "WORLD_SIZE" not in os.environ:
+        return ManyRanksBackend(*_started(InProcessBackend, backend, config, size))
+    ranks = _join_torchrun(config.device)
+    return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, None)
+
+
+def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> SupervisedBackend:
+    """Return the backend of supervised training on one rank, or on as many as are asked for. Blocks.
+
+    Args:
+        backend: Arguments of `InProcessSupervisedBackend`, the same for every rank.
+        num_ranks: `trainer.ranks`.
+
+    Raises:
+        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or a setting is of one rank
+            only.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "trainer.optimizer.offload = true is of one rank only so far; set it to false, or trainer.ranks to 1"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but supervised training starts its ranks itself; start it "
+            "without torchrun, and set trainer.ranks"
         )
-    if "WORLD_SIZE" in os.environ:
-        ranks = _join_torchrun(device)
-        return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, None)
-    placed = prepare_device(device, local_rank=0, num_local=size)
+    if num_ranks == 1:
+        return InProcessSupervisedBackend(**backend)
+    config: BackendConfig = backend["config"]
+    _require_for_many(config)
+    return ManyRanksSupervisedBackend(*_started(InProcessSupervisedBackend, backend, config, num_ranks))
+
+
+def _started(
+    kind: type[OwnT], backend: Mapping[str, Any], config: BackendConfig, size: int
+) -> tuple[OwnT, Ranks, RankProcesses]:
+    """Start all other ranks, and return rank 0's part, the ranks, and their processes."""
+    placed = prepare_device(config.device, local_rank=0, num_local=size)
     # A file that only this user can read: what ranks tell each other is not signed.
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as folder:
         store = Path(folder) / "store"
         processes = RankProcesses.start(size, store=store, device=placed.type)
         ranks = join_on_this_machine(store, rank=0, size=size, device=placed)
-    ranks.broadcast(dict(backend))
-    return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, processes)
+    ranks.broadcast((kind, dict(backend)))
+    return kind(**backend, ranks=ranks), ranks, processes
+
+
+def _require_for_many(config: BackendConfig) -> None:
+    if config.optimizer.offload:
+        raise ConfigError(
+            "trainer.optimizer.offload = true is of one rank only so far; set it to false, or trainer.ranks to 1"
+        )
 
 
 def follow_torchrun(backend: Mapping[str, Any], *, num_ranks: int) -> None:

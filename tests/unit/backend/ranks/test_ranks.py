@@ -11,6 +11,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.rank_pool import RankPool
@@ -153,6 +154,30 @@ def test_a_checkpoint_is_of_no_number_of_ranks(pool: RankPool, tiny_model_path: 
             (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one")), []),
             (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / way)), []),
         )
+
+
+def supervised(
+    ranks: Ranks, path: Path, first: int
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], tuple[float, int]]:
+    """Weights, metrics and a measured loss after two supervised steps on the groups' samples."""
+    config = BackendConfig(device="cpu", micro_batch_tokens=90, optimizer=OptimizerConfig(learning_rate=1e-3))
+    backend = InProcessSupervisedBackend(path, config, seed=0, ranks=ranks)
+    backend.load(None)
+    sequences = [sequence for group in groups_of(path)[first:] for sequence in group.sequences]
+    metrics = [backend.step(sequences), backend.step(sequences[3:])]
+    measured = backend.measure(sequences)
+    weights = {name: weight.clone() for name, weight in backend._model.weights.named()}
+    return weights, metrics, (measured.total, measured.num_tokens)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["with pictures", "without"])
+def test_two_ranks_take_the_supervised_steps_of_one(pool: RankPool, tiny_model_path: Path, first: int) -> None:
+    """And measure the same loss. AdamW divides by the gradient's size, and so enlarges the rounding of small ones: a
+    fiftieth of a step is allowed."""
+    alone = supervised(ALONE, tiny_model_path, first)
+    for together in pool.run(supervised, tiny_model_path, first):
+        assert_same(alone[:2], together[:2], atol=2e-5)
+        assert together[2] == pytest.approx(alone[2], rel=1e-5)
 
 
 def step_with_a_hole(ranks: Ranks, path: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:

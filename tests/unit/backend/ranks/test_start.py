@@ -7,9 +7,8 @@ import pytest
 from penstock.errors import ConfigError
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.backend.ranks.start import is_follower, open_ranks, prepare_device
-from services.trainer.backend.supervised import InProcessSupervisedBackend
-from services.trainer.config import BackendConfig
+from services.trainer.backend.ranks.start import is_follower, open_ranks, open_supervised_ranks, prepare_device
+from services.trainer.config import BackendConfig, OptimizerConfig
 
 
 def arguments(path: Path) -> dict[str, object]:
@@ -39,8 +38,16 @@ def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -
         prepare_device("auto", local_rank=0, num_local=4)
 
 
-def test_supervised_training_refuses_several_ranks(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervised_training_refuses_torchrun(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of training the same thing several times."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, but supervised training computes on one rank"):
-        InProcessSupervisedBackend(tiny_model_path, BackendConfig(device="cpu"), seed=0)
+    backend = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0}
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, .* without torchrun, and set trainer\.ranks"):
+        open_supervised_ranks(backend, num_ranks=1)
+
+
+def test_what_is_of_one_rank_is_refused_on_several(tiny_model_path: Path) -> None:
+    """Before any is started."""
+    config = BackendConfig(device="cpu", optimizer=OptimizerConfig(offload=True))
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer\.offload = true is of one rank only"):
+        open_ranks(arguments(tiny_model_path) | {"config": config}, num_ranks=2)
