@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -39,14 +39,13 @@ class RankProcesses:
         self._is_closed = False
 
     @classmethod
-    def start(cls, size: int, *, store: Path, device: str, on_loss: Callable[[str], None] | None = None) -> Self:
+    def start(cls, size: int, *, store: Path, device: str) -> Self:
         """Start all but rank 0.
 
         Args:
             size: How many ranks there are, this one included.
             store: File by which they find each other.
             device: cpu or cuda.
-            on_loss: Called in a thread with the reason when a rank died or hangs; by default the process ends.
         """
         processes, sockets = [], []
         for rank in range(1, size):
@@ -66,10 +65,7 @@ class RankProcesses:
             sockets.append(ours)
         started = cls(processes, sockets)
         for rank in range(1, size):
-            watching = threading.Thread(
-                target=started._watch, args=(rank, on_loss or _end), name=f"watch of rank {rank}", daemon=True
-            )
-            watching.start()
+            threading.Thread(target=started._watch, args=(rank,), name=f"watch of rank {rank}", daemon=True).start()
         return started
 
     @property
@@ -90,8 +86,8 @@ class RankProcesses:
                 process.kill()
                 process.wait()
 
-    def _watch(self, rank: int, on_loss: Callable[[str], None]) -> None:
-        """Return when the rank was ended on purpose; else tell how it was lost."""
+    def _watch(self, rank: int) -> None:
+        """Return when the rank was ended on purpose; else end the trainer. For a thread."""
         process, ours = self._processes[rank - 1], self._sockets[rank - 1]
         ours.settimeout(_START_S)
         problem = ""
@@ -107,7 +103,7 @@ class RankProcesses:
             except OSError:
                 problem = "is out of reach"
         if not self._is_closed:
-            on_loss(f"rank {rank} {problem}")
+            _end(f"rank {rank} {problem}")
 
 
 def beat(to_rank_0: socket.socket) -> None:
