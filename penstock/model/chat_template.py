@@ -6,7 +6,6 @@ tokenizers, not torch.
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +16,10 @@ from penstock.model.assistant_spans import Span, added_spans, has_marks
 from penstock.model.assistant_turn import AssistantTurn
 from penstock.model.call_block import CallFormat
 from penstock.model.detokenize import TokenTexts
+from penstock.model.spelled_tokens import ASSISTANT, SpelledTokens, pieces
 from penstock.model.template_probe import TemplateProbe
 from penstock.model.tokens import end_token_ids, image_token_id
 from penstock.records import ImagePart, Message, TextPart
-
-# Text that spells a special token is replaced before the template is filled in, and encoded as ordinary tokens
-# afterwards. Private-use characters mark its place; if a text holds these characters, they are replaced as well.
-_OPEN, _CLOSE, _ASSISTANT = "\ue000", "\ue001", "\ue002"
-_TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class Renderer:
@@ -53,8 +48,7 @@ class Renderer:
         self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(special)))
         image_mark = None if image_token_id is None else tokenizer.convert_ids_to_tokens(image_token_id)
         self._probe = TemplateProbe(self._fill_template, image_mark=image_mark)
-        alternatives = [re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token))]
-        self._forged = re.compile("|".join([*alternatives, f"[{_OPEN}{_CLOSE}{_ASSISTANT}]"]))
+        self._spelled = SpelledTokens(special)
 
     @classmethod
     def load(cls, model_path: Path) -> Self:
@@ -95,7 +89,7 @@ class Renderer:
         """
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
-        take_out = functools.partial(self._take_out, taken_out)
+        take_out = functools.partial(self._spelled.take_out, taken_out)
         rendered = self._fill_template(
             chat, tools=[_each_text(tool, take_out) for tool in tools], template_kwargs=template_kwargs
         )
@@ -121,7 +115,7 @@ class Renderer:
         """
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
-        take_out = functools.partial(self._take_out, taken_out)
+        take_out = functools.partial(self._spelled.take_out, taken_out)
         shown_tools = [_each_text(tool, take_out) for tool in tools]
         is_marked = has_marks(self._tokenizer.get_chat_template(tools=shown_tools or None))
         if is_marked:
@@ -151,7 +145,7 @@ class Renderer:
     def render_text(self, text: str) -> list[int]:
         """The ids of plain text, without the template; special tokens that it spells become ordinary tokens."""
         taken_out: list[str] = []
-        return self._tokenize(self._take_out(taken_out, text), taken_out, num_images=0)
+        return self._tokenize(self._spelled.take_out(taken_out, text), taken_out, num_images=0)
 
     @property
     def takes_tools(self) -> bool:
@@ -248,10 +242,10 @@ class Renderer:
             Message(role="assistant", parts=(TextPart(text="!"),)),
         ]
         chat = [self._to_chat(message, taken_out) for message in [*before, *messages]]
-        chat[1] = self._probe.message("assistant", _ASSISTANT)
+        chat[1] = self._probe.message("assistant", ASSISTANT)
         rendered = self._fill_template(chat, template_kwargs=template_kwargs)
-        _, mark, tail = rendered.partition(_ASSISTANT)
-        if not mark or _ASSISTANT in tail:
+        _, mark, tail = rendered.partition(ASSISTANT)
+        if not mark or ASSISTANT in tail:
             raise InvalidRequestError(
                 "the model's chat template changes an assistant's text, so turns cannot be appended; play single turns"
             )
@@ -267,7 +261,7 @@ class Renderer:
 
     def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
         """The message in the form of chat templates, with text that spells special tokens replaced by marks."""
-        take_out = functools.partial(self._take_out, taken_out)
+        take_out = functools.partial(self._spelled.take_out, taken_out)
         # Adjacent texts are joined first: together they may spell a special token.
         content: list[dict[str, str]] = []
         for part in message.parts:
@@ -291,15 +285,6 @@ class Renderer:
                 "the prompt has images, but the model takes none: its config.json has no image_token_id"
             )
         return {**chat, "content": "".join(piece["text"] for piece in content)}
-
-    def _take_out(self, taken_out: list[str], text: str) -> str:
-        """The text with a mark in place of each spelt special token, which is appended to `taken_out`."""
-
-        def mark(match: re.Match[str]) -> str:
-            taken_out.append(match[0])
-            return f"{_OPEN}{len(taken_out) - 1}{_CLOSE}"
-
-        return self._forged.sub(mark, text)
 
     def _fill_template(
         self,
@@ -350,11 +335,8 @@ class Renderer:
 
     def _encode(self, rendered: str, taken_out: Sequence[str]) -> list[int]:
         ids: list[int] = []
-        for place, piece in enumerate(_TAKEN_OUT.split(rendered)):
-            if place % 2 == 0:
-                ids += self._tokenizer(piece, add_special_tokens=False).input_ids
-            else:
-                ids += self._spell_out(taken_out[int(piece)])
+        for text, was_taken_out in pieces(rendered, taken_out):
+            ids += self._spell_out(text) if was_taken_out else self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
     def _check_placeholders(self, ids: Sequence[int], num_images: int) -> None:

@@ -1,0 +1,36 @@
+"""Takes text that spells special tokens out of what a chat template is given, and finds its places afterwards. Pure.
+
+A mark of private-use characters stands in its place. If a text holds these characters, they are taken out as well.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+_OPEN, _CLOSE = "\ue000", "\ue001"
+ASSISTANT = "\ue002"
+"""Stands for an assistant's text, which no other text can spell."""
+_TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class SpelledTokens:
+    """The special tokens of one tokenizer, as text."""
+
+    def __init__(self, special: Collection[str]) -> None:
+        """Look for these."""
+        alternatives = [re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token))]
+        self._spelled = re.compile("|".join([*alternatives, f"[{_OPEN}{_CLOSE}{ASSISTANT}]"]))
+
+    def take_out(self, taken_out: list[str], text: str) -> str:
+        """The text with a mark in place of each spelt special token, which is appended to `taken_out`."""
+
+        def mark(match: re.Match[str]) -> str:
+            taken_out.append(match[0])
+            return f"{_OPEN}{len(taken_out) - 1}{_CLOSE}"
+
+        return self._spelled.sub(mark, text)
+
+
+def pieces(rendered: str, taken_out: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """The pieces of a text with marks, in order, each with whether it was taken out."""
+    for place, piece in enumerate(_TAKEN_OUT.split(rendered)):
+        yield (piece, False) if place % 2 == 0 else (taken_out[int(piece)], True)
