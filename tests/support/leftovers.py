@@ -9,6 +9,7 @@ task, thread, process, descriptor, file; without any it is not checked.
 import asyncio
 import contextlib
 import gc
+import inspect
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import nats
 import pytest
 
 _GRACE_S = 5.0
@@ -144,7 +146,8 @@ def _holdings() -> Holdings:
     found: Holdings = {}
     for task in asyncio.all_tasks(_loop) if _loop is not None else ():
         if not type(task.get_coro()).__module__.startswith("_cython"):  # gRPC's own; its sockets show what is left open
-            found[task] = f"task {task.get_name()} of {task.get_coro()!r}"
+            client = _nats_client(task)
+            found[task if client is None else ("task", client)] = f"task {task.get_name()} of {task.get_coro()!r}"
     for thread in threading.enumerate():
         if not thread.name.startswith(_POOLS):
             found[thread] = f"thread {thread.name}"
@@ -157,6 +160,14 @@ def _holdings() -> Holdings:
             if not path.name.startswith(_CACHES):
                 found["file", path] = f"file {path}"
     return found
+
+
+def _nats_client(task: asyncio.Task[Any]) -> nats.NATS | None:
+    """Whose task it is. A client that a busy test has held up reconnects, and then has other tasks than before."""
+    coroutine = task.get_coro()
+    frame = coroutine.cr_frame if inspect.iscoroutine(coroutine) else None
+    owner = frame.f_locals.get("self") if frame is not None else None
+    return owner if isinstance(owner, nats.NATS) else None
 
 
 def _children() -> Iterator[int]:

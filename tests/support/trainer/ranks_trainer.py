@@ -3,8 +3,8 @@
     python -m tests.support.trainer.ranks_trainer MODEL NUM_RANKS SILENCE_S [COMMANDS]
 
 Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`, `step SEED`, `begin`, `save FOLDER`,
-`close`. Each is answered with a line of JSON; the first line, before any, is the pids of the ranks that it has started.
-Under torchrun it is one of the ranks.
+`meet`, `close`. Each is answered with a line of JSON; the first line, before any, is the pids of the ranks that it has
+started. Under torchrun it is one of the ranks.
 """
 
 import json
@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from torch.distributed import distributed_c10d
 
 from penstock.config import LogConfig
 from penstock.telemetry import log
@@ -59,6 +61,8 @@ def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str])
             case ["save", folder]:
                 backend.save(Path(folder))
                 say("saved")
+            case ["meet"]:
+                say(distributed_c10d._get_default_store().add("met", 1))
             case ["close"]:
                 backend.close()
                 say("closed")

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 
 import structlog
 
@@ -25,7 +24,7 @@ _REPORTING_S = 5.0
 """Rank 0, which has probably failed in the same way, says so first."""
 
 
-def main(rank: int, size: int, store: Path, device: str, descriptor: int) -> int:
+def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
     """Join, and follow; return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first
@@ -44,7 +43,7 @@ def main(rank: int, size: int, store: Path, device: str, descriptor: int) -> int
     return 0
 
 
-def _follow(rank: int, size: int, store: Path, device: str) -> None:
+def _follow(rank: int, size: int, store: int, device: str) -> None:
     # torch takes seconds; signals are ignored and rank 0 hears of this process before.
     from services.trainer.backend.ranks.many_ranks import follow
     from services.trainer.backend.ranks.start import join_on_this_machine, prepare_device
@@ -56,4 +55,4 @@ def _follow(rank: int, size: int, store: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import structlog
@@ -39,12 +38,12 @@ class RankProcesses:
         self._is_closed = False
 
     @classmethod
-    def start(cls, size: int, *, store: Path, device: str) -> Self:
+    def start(cls, size: int, *, store: int, device: str) -> Self:
         """Start all but rank 0.
 
         Args:
             size: How many ranks there are, this one included.
-            store: File by which they find each other.
+            store: Descriptor of the file by which they find each other.
             device: cpu or cuda.
         """
         processes, sockets = [], []
@@ -57,7 +56,7 @@ class RankProcesses:
                     subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
-                        pass_fds=[theirs.fileno()],
+                        pass_fds=[store, theirs.fileno()],
                         # They import what this process can, a recipe's own functions included.
                         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     )

@@ -5,11 +5,9 @@ it talks to; the others follow it.
 """
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -86,11 +84,11 @@ def _started(
 ) -> tuple[OwnT, Ranks, RankProcesses]:
     """Start all other ranks, and return rank 0's part, the ranks, and their processes."""
     placed = prepare_device(config.device, local_rank=0, num_local=size)
-    # A file that only this user can read: what ranks tell each other is not signed.
-    with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as folder:
-        store = Path(folder) / "store"
-        processes = RankProcesses.start(size, store=store, device=placed.type)
-        ranks = join_on_this_machine(store, rank=0, size=size, device=placed)
+    # A file without a name, which only processes of this user can open: what ranks tell each other is not signed. It
+    # lives as long as they do, since a group may look into it when it is first used.
+    store = os.memfd_create("penstock-ranks")
+    processes = RankProcesses.start(size, store=store, device=placed.type)
+    ranks = join_on_this_machine(store, rank=0, size=size, device=placed)
     ranks.broadcast((kind, dict(backend)))
     return kind(**backend, ranks=ranks), ranks, processes
 
@@ -136,10 +134,10 @@ def prepare_device(device: str, *, local_rank: int, num_local: int) -> torch.dev
     return torch.device("cuda", local_rank)
 
 
-def join_on_this_machine(store: Path, *, rank: int, size: int, device: torch.device) -> Ranks:
-    """Form the group of ranks that all run on this machine and share a file. Blocks."""
+def join_on_this_machine(store: int, *, rank: int, size: int, device: torch.device) -> Ranks:
+    """Form the group of ranks that all run on this machine and share an open file. Blocks."""
     with _gloo_over_loopback():
-        return Ranks.join(dist.FileStore(str(store), size), rank=rank, size=size, device=device)
+        return Ranks.join(dist.FileStore(f"/proc/self/fd/{store}", size), rank=rank, size=size, device=device)
 
 
 def _join_torchrun(device: str) -> Ranks:
