@@ -17,6 +17,8 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 
 export UV_HTTP_TIMEOUT ?= 300
 export UV_PYTHON_DOWNLOADS ?= never
+# Many containers set it; then every process would compile anew what it imports, which takes longer than most of them run.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-mooncake check: export OMP_NUM_THREADS ?= 1
 

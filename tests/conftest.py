@@ -1,10 +1,11 @@
 """What tests share: a real nats-server for the whole session, and a run of its own for each test."""
 
 import functools
+import gc
 import os
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether:
     """For `make test`; plain `pytest` has no workers."""
     return EnginesTogether(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Do without garbage collection while test modules are imported; what they made stays for ever."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import os
 import signal
+import sys
 import time
 import uuid
 import warnings
@@ -122,6 +123,8 @@ class SglangEngine:
         cuda = settings.has_cuda()
         os.environ.update(settings.environment(config, network, group_timeout_s=group_timeout_s, cuda=cuda))
         disaggregation.require_transfer_backend(config, cuda=cuda)
+        if not cuda:
+            sys.modules["flashinfer"] = None  # type: ignore[assignment]  # kernels for GPUs: seconds to import, of no use
         # The import makes a million objects that live for ever; collecting garbage among them would take seconds.
         gc.disable()
         with warnings.catch_warnings(action="ignore"):  # of kernels that a machine without a GPU lacks
