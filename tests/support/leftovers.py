@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import nats
 import pytest
+from nats.aio.client import Client
 
 _GRACE_S = 5.0
 _POOLS = ("asyncio_", "ThreadPoolExecutor-", "AnyIO worker thread", "pytest_timeout")
@@ -162,12 +162,12 @@ def _holdings() -> Holdings:
     return found
 
 
-def _nats_client(task: asyncio.Task[Any]) -> nats.NATS | None:
+def _nats_client(task: asyncio.Task[Any]) -> Client | None:
     """Whose task it is. A client that a busy test has held up reconnects, and then has other tasks than before."""
     coroutine = task.get_coro()
     frame = coroutine.cr_frame if inspect.iscoroutine(coroutine) else None
     owner = frame.f_locals.get("self") if frame is not None else None
-    return owner if isinstance(owner, nats.NATS) else None
+    return owner if isinstance(owner, Client) else None
 
 
 def _children() -> Iterator[int]:

@@ -14,7 +14,14 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.engine.sglang_plugin import cpu_attention, grammar, pd_hooks, tensor_pickling, version_keys
+from services.rollout.engine.sglang_plugin import (
+    cpu_attention,
+    grammar,
+    image_processors,
+    pd_hooks,
+    tensor_pickling,
+    version_keys,
+)
 from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     GROUP_TIMEOUT_VARIABLE,
@@ -26,6 +33,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_PROCESSORS = "sglang.srt.managers.multimodal_processor"
 _ACCUMULATOR = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 
 
@@ -40,6 +48,8 @@ def register() -> None:
         HookRegistry.register(_ATTENTION + ".init_forward_metadata", cpu_attention.plan, HookType.AFTER)
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
+        HookRegistry.register(_PROCESSORS + ".import_processors", image_processors.import_some, HookType.AROUND)
+        HookRegistry.register(_PROCESSORS + ".get_mm_processor", image_processors.import_others, HookType.BEFORE)
         HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)

@@ -1,0 +1,59 @@
+"""Engines on CPUs import few of SGLang's image processors, and the others when a model needs one."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.rollout.engine.sglang_plugin import image_processors
+
+PACKAGE = "sglang.srt.multimodal.processors"
+
+
+class Qwen3VLForConditionalGeneration:
+    """An architecture of Qwen's."""
+
+
+class Glm4vForConditionalGeneration:
+    """Another one."""
+
+
+@pytest.fixture
+def mapping(monkeypatch: pytest.MonkeyPatch) -> dict[type, type]:
+    """SGLang's table of processors, without SGLang, which takes ten seconds to import."""
+    qwen = type("QwenVLImageProcessor", (), {"models": [Qwen3VLForConditionalGeneration]})
+    modules: dict[str, dict[str, Any]] = {
+        "sglang.srt.managers.multimodal_processor": {"PROCESSOR_MAPPING": {}},
+        f"{PACKAGE}.qwen_vl": {"QwenVLImageProcessor": qwen},
+    }
+    for name, members in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        for parent in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.multimodal", PACKAGE):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        monkeypatch.setitem(sys.modules, name, module)
+    found: dict[type, type] = modules["sglang.srt.managers.multimodal_processor"]["PROCESSOR_MAPPING"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [(Qwen3VLForConditionalGeneration, []), (Glm4vForConditionalGeneration, [(PACKAGE, {"overwrite": False})])],
+)
+def test_others_are_imported_when_a_model_needs_one(
+    mapping: dict[type, type], architecture: type, expected: list[tuple[str, dict[str, bool]]]
+) -> None:
+    """Once, as SGLang asked for it."""
+    imported = []
+
+    def import_all(package: str, **options: bool) -> None:
+        imported.append((package, options))
+        mapping[Glm4vForConditionalGeneration] = object
+
+    image_processors.import_some(import_all, PACKAGE, overwrite=False)
+    assert list(mapping) == [Qwen3VLForConditionalGeneration]
+    for _ in range(2):
+        image_processors.import_others(SimpleNamespace(architectures=[architecture.__name__]))
+    assert imported == expected
+    image_processors._postponed.clear()
