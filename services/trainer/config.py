@@ -18,7 +18,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig
 
-TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
 scale or cap their logits, count positions in another way, or route tokens to experts."""
 

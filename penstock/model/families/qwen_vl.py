@@ -4,8 +4,8 @@ Everything that depends on the family is here, so that engine, worker and traine
 transformers.
 
 Three spellings of a parameter's name exist. *Own*: transformers' `named_parameters`, as the trainer and every push use
-it. *Published*: the checkpoint's, which older members of the family keep from before transformers 5. *SGLang's*: fused
-projections, and the vision tower at the top.
+it. *Published*: the checkpoint's, which older members of the family keep from before transformers 5, and which lays the
+experts of a mixture out in another way (`experts`). *SGLang's*: fused projections, and the vision tower at the top.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import InvalidRequestError
+from penstock.model.families.experts import own_expert_name
 from penstock.model.folder import read_json
 
 VISION_TOKENS: Final = (
@@ -86,6 +87,7 @@ def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:
         name = f"model.language_model.{name.removeprefix('model.')}"
     if is_vision and ".attn.qkv_proj." in name:  # transformers fuses it too
         return (name.replace(".attn.qkv_proj.", ".attn.qkv."),)
+    name = own_expert_name(name)
     for fused, parts in _SGLANG_FUSED:
         if fused in name:
             return tuple(name.replace(fused, f".{part}.") for part in parts)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import xxhash
 
+from penstock.model.families.experts import has_experts, published_experts
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.master_weights import MasterWeights
 from services.trainer.backend.policy.model import PolicyModel
@@ -49,8 +50,16 @@ def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Pat
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-    with writing_safetensors():
-        policy.model.save_pretrained(target, state_dict=state)
+    model_type = policy.model.config.model_type
+    if has_experts(model_type):
+        own = dict(named_weights(policy)) if state is None else state
+        published = dict(part for name, weight in own.items() for part in published_experts(name, weight, model_type))
+        contiguous = {name: weight.contiguous() for name, weight in published.items()}
+        with writing_safetensors():
+            policy.model.save_pretrained(target, state_dict=contiguous, save_original_format=False)
+    else:
+        with writing_safetensors():
+            policy.model.save_pretrained(target, state_dict=state)
     if state is not None:
         # It names the precision that the model computes with, which is not that of what was written.
         config = target / "config.json"

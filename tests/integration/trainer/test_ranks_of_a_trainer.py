@@ -1,5 +1,6 @@
 """A trainer's ranks as real processes: they take its steps, and none outlives or outwaits another."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from penstock.runtime.ports import held_ports
 from services.trainer.backend.base import take_step
 from services.trainer.backend.ranks.ranks import ALONE
 from tests.conftest import ROOT
@@ -105,16 +107,28 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_too(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Each as the trainer is started; the others follow the first to its end."""
+def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Each as the trainer is started; the other machine's follows the first to its end."""
     backend = backend_of(ALONE, tiny_model_path)
     groups = groups_of(tiny_model_path, seed=0)
     alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, "-m", _MODULE, str(tiny_model_path), "1", "60", "load;step 0;close"]
     own_files = {**os.environ, "TMPDIR": str(tmp_path)}
-    ran = subprocess.run(command, cwd=ROOT, env=own_files, text=True, capture_output=True, timeout=180, check=False)
-    assert ran.returncode == 0, ran.stderr
-    _, _, step, closed = (json.loads(line) for line in ran.stdout.splitlines())
+    with held_ports(1) as (port,), contextlib.ExitStack() as stack:
+        machines = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"),
+                        *("--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1"),
+                        *("-m", _MODULE, str(tiny_model_path), "1", "60", "load;step 0;close"),
+                    ],
+                    cwd=ROOT, env=own_files, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )
+            )
+            for number in range(2)
+        ]  # fmt: skip
+        (out, err), (out_of_other, err_of_other) = (machine.communicate(timeout=180) for machine in machines)
+    assert [machine.returncode for machine in machines] == [0, 0], err + err_of_other
+    _, _, step, closed = (json.loads(line) for line in out.splitlines())
     assert step[0] == pytest.approx(alone["loss"], rel=1e-3)
-    assert closed == "closed"
+    assert (closed, out_of_other) == ("closed", "")

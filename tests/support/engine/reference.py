@@ -25,9 +25,11 @@ class Reference:
     """The same model in transformers."""
 
     def __init__(self, model_path: Path) -> None:
-        from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+        from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(model_path, dtype=torch.float32).eval()
+        has_images = hasattr(AutoConfig.from_pretrained(model_path), "vision_config")
+        auto_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+        self.model: Any = auto_class.from_pretrained(model_path, dtype=torch.float32).eval()
         self.processor: Any = AutoImageProcessor.from_pretrained(model_path)
         self.image_id = image_token_id(model_path)
         self.forbidden = list(forbidden_token_ids(model_path))

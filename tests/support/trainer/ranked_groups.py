@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.model.tokens import image_token_id
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from tests.support.trainer.groups import IMAGES, make_group, picture
 
@@ -11,12 +12,18 @@ VERSION = 3
 
 
 def groups_of(path: Path, *, seed: int = 0) -> list[TrainGroup]:
-    """Three with a signal and two of equal rewards, of several versions and sizes; the first has a picture."""
+    """Three with a signal and two of equal rewards, of several versions and sizes.
+
+    The first has a picture if the model takes any.
+    """
     reader = open_reader(path)
+    has_images = image_token_id(path) is not None
     rewards = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 0.5), (0.0, 1.0, 0.0), (0.9,) * 4, (0.3,) * 4]
     made = []
     for index, version in enumerate((1, 2, 3, 3, 2)):
-        shown: dict[str, Any] = {"images": [picture(index + seed)], "placeholders": [9]} if index == 0 else {}
+        shown: dict[str, Any] = (
+            {"images": [picture(index + seed)], "placeholders": [9]} if index == 0 and has_images else {}
+        )
         group = make_group(path, index=index, rewards=rewards[index], version=version, seed=seed, **shown)
         made.append(reader.read(group, IMAGES))
     made[1] = replace(made[1], masked=(False, False, False, True))

@@ -20,13 +20,10 @@ from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import TRAINED_MODEL_TYPES
-from tests.conftest import ROOT
 from tests.support.trainer.groups import picture
+from tests.support.trainer.mixtures import CHECKPOINT, MIXTURES, VOCABULARY
 from tests.support.trainer.rows import group_row, row_of
 
-CHECKPOINT = ROOT / "models" / "tiny-qwen3-vl"
-"""For its tokenizer, image processor and shape."""
-VOCABULARY = 384
 TEMPERATURE = 0.7
 
 Loader = Callable[[], Any]
@@ -39,6 +36,8 @@ def sharpened(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             std = 1.0 if "embed_tokens" in name else parameter[0].numel() ** -0.5
+            if ".experts." in name:
+                std = parameter.shape[-1] ** -0.5
             if parameter is head:
                 std = 4 * TEMPERATURE * parameter.shape[1] ** -0.5
             parameter.data.normal_(std=std, generator=generator)
@@ -113,6 +112,7 @@ def random_qwen3() -> Any:
 
 FAMILIES: dict[str, Loader] = {
     "qwen3_vl": random_qwen3_vl,
+    **{name: lambda make=make: sharpened(make()) for name, make in MIXTURES.items()},
     "qwen2_5_vl": random_qwen2_5_vl,
     "qwen2_vl": random_qwen2_vl,
     "qwen3": random_qwen3,
@@ -177,7 +177,7 @@ def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, 
 def groups_for(family: str, images: list[Any]) -> list[list[TrainSequence]]:
     """Groups with a picture, with none, with two and an answer that begins like another, and of several turns."""
     square, other, wide = images
-    if family in ("qwen2", "qwen3"):
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
         square = other = wide = 17
     prompt = [*words(0, 12), square, *words(1, 9)]
     two = [*words(2, 5), square, 17, wide, *words(3, 4)]

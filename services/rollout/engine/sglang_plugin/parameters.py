@@ -30,7 +30,7 @@ def digests_of(model: Any, kind: str) -> dict[str, str]:
 
 
 def trainer_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of a Qwen model (neither MoE nor tensor-parallel), with fused ones taken apart."""
+    """Every parameter of a Qwen model that is not tensor-parallel, with fused ones taken apart."""
     is_multimodal = hasattr(model, "visual")
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, parameter in model.named_parameters():

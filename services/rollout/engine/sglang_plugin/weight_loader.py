@@ -12,6 +12,7 @@ from typing import Any, Self
 import msgspec
 import torch
 
+from penstock.model.families.experts import published_experts
 from penstock.model.families.qwen_vl import published_name
 from penstock.weights.manifest import Manifest, TensorSpec
 from services.rollout.engine.sglang_plugin.parameters import trainer_parameters
@@ -62,7 +63,11 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
         return []
     architecture = updater.model_config.hf_config.architectures[0]
     arrivals = order.transport.arrivals(manifest, Destination({}, device), groups)
-    return ((published_name(name, architecture), tensor) for name, tensor in arrivals)
+    return (
+        (published_name(part, architecture), tensor)
+        for name, weight in arrivals
+        for part, tensor in published_experts(name, weight, architecture)
+    )
 
 
 def take_into(

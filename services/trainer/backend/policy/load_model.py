@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
+from penstock.model.families.experts import is_ambiguous, published_experts
 from penstock.model.families.qwen_vl import published_name
 from services.trainer.backend.export import named_weights
 from services.trainer.backend.policy.model import PolicyModel
@@ -82,7 +83,14 @@ def _check_names(path: Path, policy: PolicyModel) -> None:
         with safe_open(file, framework="pt") as tensors:
             in_checkpoint.update(tensors.keys())
     model_type = policy.model.config.model_type
-    ours = {published_name(name, model_type) for name, _ in named_weights(policy)}
+    ours: set[str] = set()
+    for name, weight in named_weights(policy):
+        if is_ambiguous(name, tuple(weight.shape), model_type):
+            raise ConfigError(
+                f"model.path {str(path)!r}: {name} has the shape {list(weight.shape)}, of which nobody can tell "
+                "whether it is transposed; choose a model whose hidden size differs from its experts' sizes"
+            )
+        ours.update(published_name(part, model_type) for part, _ in published_experts(name, weight, model_type))
     missing = sorted(ours - in_checkpoint)
     extra = sorted(name for name in in_checkpoint - ours if not name.endswith("lm_head.weight"))
     if in_checkpoint and (missing or extra):

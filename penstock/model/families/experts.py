@@ -1,0 +1,61 @@
+"""The experts of a mixture: two tensors of a layer, and how checkpoints and SGLang lay them out.
+
+Legend: E = experts, I = an expert's inner size, H = hidden size.
+
+*Own*, in transformers' memory: `mlp.experts.gate_up_proj` [E, 2I, H] and `mlp.experts.down_proj` [E, H, I]. SGLang has
+the same under other names. *Published*: Qwen3-VL-MoE has both transposed, [E, H, 2I] and [E, I, H]; Qwen3-MoE has three
+matrices for each expert, `mlp.experts.7.gate_proj.weight` and `up_proj` [I, H] and `down_proj` [H, I]. transformers
+reads both forms; the first it writes back as it lies in memory, so Penstock writes checkpoints of mixtures itself.
+
+Read in transformers 5.19 (conversion_mapping.py) and sglang 0.5.23 (models/qwen3_vl_moe.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+_GATE_UP: Final = ".mlp.experts.gate_up_proj"
+_DOWN: Final = ".mlp.experts.down_proj"
+_SGLANG_TO_OWN: Final = {".mlp.experts.w13_weight": _GATE_UP, ".mlp.experts.w2_weight": _DOWN}
+_TRANSPOSED: Final = frozenset({"qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"})
+_APART: Final = frozenset({"qwen3_moe", "Qwen3MoeForCausalLM"})
+"""Model types and architectures whose checkpoints have a matrix for each expert and projection."""
+
+
+def has_experts(model: str) -> bool:
+    """Whether models of this type or architecture are mixtures."""
+    return model in _TRANSPOSED | _APART
+
+
+def is_ambiguous(name: str, shape: tuple[int, ...], model: str) -> bool:
+    """Whether transformers cannot tell if a parameter is transposed: its two sizes are equal."""
+    return model in _TRANSPOSED and name.endswith((_GATE_UP, _DOWN)) and shape[1] == shape[2]
+
+
+def own_expert_name(name: str) -> str:
+    """The own spelling of what SGLang calls `name`; other names than those of experts stay as they are."""
+    for suffix, own in _SGLANG_TO_OWN.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + own
+    return name
+
+
+def published_experts(name: str, weight: Any, model: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a checkpoint that hold the parameter with this own name, as views of it.
+
+    Args:
+        name: The own name; one that is not of experts is yielded as it is.
+        weight: Its tensor.
+        model: The model's type, or its architecture.
+    """
+    if not name.endswith((_GATE_UP, _DOWN)):
+        yield name, weight
+    elif model in _TRANSPOSED:
+        yield name, weight.transpose(1, 2)
+    elif model in _APART:
+        layer, _, projection = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(weight):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{layer}.{expert}.{part}.weight", rows
+    else:
+        yield name, weight
