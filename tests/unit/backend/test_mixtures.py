@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy.load_model import load_policy
+from services.trainer.backend.policy.routers import route_in_float32
 from services.trainer.backend.ranks.ranks import ALONE
 from tests.support.trainer.mixtures import MIXTURES, heard, published, random_qwen3_vl_moe, write_mixture
 from tests.unit.backend.ranks.test_ranks import backend_of, steps_of
@@ -48,6 +49,33 @@ def test_what_is_written_is_as_published(model: Any, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(written[name], tensor), name
     assert backend_of(ALONE, path, folder).digests() == backend.digests()
+
+
+def test_tokens_are_routed_in_float32(model: Any) -> None:
+    """Rounded to bfloat16, scores that are nearly equal would choose other experts."""
+    of_transformers = next(part for part in model.modules() if type(part).__name__.endswith("TopKRouter"))
+    hidden = torch.randn(4000, of_transformers.hidden_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scores = hidden.double() @ of_transformers.weight.double().T
+    exact = scores.topk(of_transformers.top_k).indices
+
+    def num_other() -> int:
+        with torch.autocast("cpu", torch.bfloat16):
+            _, weights, experts = of_transformers(hidden)
+        assert weights.dtype is torch.bfloat16
+        return int((experts != exact).sum())
+
+    assert num_other() > 10
+    route_in_float32(model)
+    assert num_other() == 0
+
+
+def test_a_step_in_bfloat16_is_near_the_one_in_float32(model: Any, tmp_path: Path) -> None:
+    """Experts compute in the precision of the rest."""
+    path = write_mixture(model, tmp_path / "model")
+    made = [steps_of(backend_of(ALONE, path, dtype=dtype), path, [0]) for dtype in ("float32", "bfloat16")]
+    [exact], [rounded] = made
+    assert rounded["loss"] == pytest.approx(exact["loss"], abs=5e-3)
+    assert rounded["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.2)
 
 
 def test_a_mixture_of_which_nobody_can_tell_how_it_lies_is_refused(tmp_path: Path) -> None:
