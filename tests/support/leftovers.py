@@ -31,6 +31,8 @@ _POOLS = ("asyncio_", "ThreadPoolExecutor-", "AnyIO worker thread", "pytest_time
 _CACHES = ("torchinductor_", ".hypothesis")
 """How the names of folders begin that libraries make once: torch when its compiler is imported, hypothesis in a fresh
 clone, of what it has found."""
+_OF_CONNECTION = ("_read_loop", "_ping_interval", "_flusher")
+"""A NATS client's coroutines that end with its connection."""
 _LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 _ROOT = Path(__file__).parents[2]
@@ -165,8 +167,9 @@ def _holdings() -> Holdings:
 def _nats_client(task: asyncio.Task[Any]) -> Client | None:
     """Whose task it is. A client that a busy test has held up reconnects, and then has other tasks than before."""
     coroutine = task.get_coro()
-    frame = coroutine.cr_frame if inspect.iscoroutine(coroutine) else None
-    owner = frame.f_locals.get("self") if frame is not None else None
+    if not inspect.iscoroutine(coroutine) or coroutine.__name__ not in _OF_CONNECTION:
+        return None
+    owner = coroutine.cr_frame.f_locals.get("self") if coroutine.cr_frame is not None else None
     return owner if isinstance(owner, Client) else None
 
 

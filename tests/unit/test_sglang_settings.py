@@ -112,3 +112,13 @@ def test_a_name_that_sglang_does_not_know_is_refused(model_path: Path) -> None:
 def test_what_penstock_sets_sglang_knows() -> None:
     """No name is left over from another version of SGLang."""
     assert OWN_NAMES.keys() - known_names() == set()
+
+
+def test_experts_keep_their_layout_on_gpus(model_path: Path) -> None:
+    """Unless a recipe wants otherwise: what SGLang repacks when it loads takes no push."""
+    for model_type, chosen in (("qwen3_vl_moe", "triton"), ("qwen3_vl", None)):
+        (model_path / "config.json").write_text(f'{{"max_position_embeddings": 4096, "model_type": "{model_type}"}}')
+        assert args_of(RolloutConfig(), model_path, cuda=True).get("moe_runner_backend") == chosen
+    (model_path / "config.json").write_text('{"max_position_embeddings": 4096, "model_type": "qwen3_moe"}')
+    wanted = RolloutConfig(sglang={"moe_runner_backend": "deep_gemm"})
+    assert args_of(wanted, model_path, cuda=True)["moe_runner_backend"] == "deep_gemm"

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model import tokens
+from penstock.model.families.experts import has_experts
 from penstock.model.folder import read_json
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation, sglang_settings
@@ -43,6 +44,10 @@ _CPU_ARGS = {
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
 }
+
+
+_LAYOUT_OF_EXPERTS_KEPT = "triton"
+"""Others repack experts when they are loaded (on Blackwell by default), so that no push would fit."""
 
 
 def has_cuda() -> bool:
@@ -108,6 +113,8 @@ def server_args(
         args["max_total_tokens"] = config.max_total_tokens
     passed = {"log_level": "error", **config.sglang}
     if cuda:
+        if has_experts(str(read_json(model_path / "config.json").get("model_type"))):
+            passed = {"moe_runner_backend": _LAYOUT_OF_EXPERTS_KEPT, **passed}
         return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
     if config.dtype == "auto":
         args["dtype"] = "float32" if num_parameters(model_path) <= MAX_FLOAT32_PARAMETERS else "bfloat16"

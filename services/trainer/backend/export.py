@@ -18,6 +18,9 @@ from services.trainer.backend.tensor_files import writing_safetensors
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 
 
+_SHARD_OF_MIXTURE = "4GB"
+
+
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight that the policy computes with, tied ones once, in a fixed order."""
     for name, parameter in policy.model.named_parameters():
@@ -54,9 +57,10 @@ def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Pat
     if has_experts(model_type):
         own = dict(named_weights(policy)) if state is None else state
         published = dict(part for name, weight in own.items() for part in published_experts(name, weight, model_type))
-        contiguous = {name: weight.contiguous() for name, weight in published.items()}
-        with writing_safetensors():
-            policy.model.save_pretrained(target, state_dict=contiguous, save_original_format=False)
+        with writing_safetensors():  # file by file transposed parameters are copied, so files are small
+            policy.model.save_pretrained(
+                target, state_dict=published, save_original_format=False, max_shard_size=_SHARD_OF_MIXTURE
+            )
     else:
         with writing_safetensors():
             policy.model.save_pretrained(target, state_dict=state)

@@ -127,7 +127,11 @@ def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: 
             )
             for number in range(2)
         ]  # fmt: skip
-        (out, err), (out_of_other, err_of_other) = (machine.communicate(timeout=180) for machine in machines)
+        try:
+            (out, err), (out_of_other, err_of_other) = (machine.communicate(timeout=180) for machine in machines)
+        finally:
+            for machine in machines:
+                machine.kill()
     assert [machine.returncode for machine in machines] == [0, 0], err + err_of_other
     _, _, step, closed = (json.loads(line) for line in out.splitlines())
     assert step[0] == pytest.approx(alone["loss"], rel=1e-3)

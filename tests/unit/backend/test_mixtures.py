@@ -1,5 +1,6 @@
 """Mixtures of experts: read and written as they are published, trained, and continued."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy.load_model import load_policy
-from services.trainer.backend.policy.routers import route_in_float32
+from services.trainer.backend.policy.mixture import set_mixture_precision
 from services.trainer.backend.ranks.ranks import ALONE
-from tests.support.trainer.mixtures import MIXTURES, heard, published, random_qwen3_vl_moe, write_mixture
+from tests.support.trainer.families import MIXTURES, heard, published, random_qwen3_vl_moe, write_model
 from tests.unit.backend.ranks.test_ranks import backend_of, steps_of
 
 
@@ -23,7 +24,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def test_a_published_mixture_is_read(model: Any, tmp_path: Path) -> None:
     """Each expert's matrices the right way round."""
-    policy = load_policy(write_mixture(model, tmp_path / "model"), temperature=1.0, forbidden_ids=())
+    policy = load_policy(write_model(model, tmp_path / "model"), temperature=1.0, forbidden_ids=())
     read = dict(policy.model.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(read[name], parameter), name
@@ -31,7 +32,7 @@ def test_a_published_mixture_is_read(model: Any, tmp_path: Path) -> None:
 
 def test_what_is_written_is_as_published(model: Any, tmp_path: Path) -> None:
     """So transformers and SGLang read it; and a run continues from it."""
-    path = write_mixture(model, tmp_path / "model")
+    path = write_model(model, tmp_path / "model")
     backend = backend_of(ALONE, path)
     steps_of(backend, path, [0])
     folder = tmp_path / "checkpoint"
@@ -51,37 +52,65 @@ def test_what_is_written_is_as_published(model: Any, tmp_path: Path) -> None:
     assert backend_of(ALONE, path, folder).digests() == backend.digests()
 
 
-def test_tokens_are_routed_in_float32(model: Any) -> None:
+def part_of(model: Any, name: str) -> Any:
+    """The first module of a class whose name ends so."""
+    return next(part for part in model.modules() if type(part).__name__.endswith(name))
+
+
+def test_tokens_are_routed_by_float32_scores(model: Any) -> None:
     """Rounded to bfloat16, scores that are nearly equal would choose other experts."""
-    of_transformers = next(part for part in model.modules() if type(part).__name__.endswith("TopKRouter"))
-    hidden = torch.randn(4000, of_transformers.hidden_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    scores = hidden.double() @ of_transformers.weight.double().T
-    exact = scores.topk(of_transformers.top_k).indices
+    router = part_of(model, "TopKRouter")
+    hidden = torch.randn(4000, router.hidden_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = (hidden.double() @ router.weight.bfloat16().double().T).topk(router.top_k).indices
 
     def num_other() -> int:
         with torch.autocast("cpu", torch.bfloat16):
-            _, weights, experts = of_transformers(hidden)
+            _, weights, experts = router(hidden)
         assert weights.dtype is torch.bfloat16
         return int((experts != exact).sum())
 
     assert num_other() > 10
-    route_in_float32(model)
+    set_mixture_precision(model)
     assert num_other() == 0
 
 
+def test_experts_compute_in_the_precision_of_the_rest(model: Any) -> None:
+    """As experts with rounded weights do; autocast by itself leaves their grouped product in float32."""
+    experts = part_of(model, "Experts")
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(50, experts.hidden_dim, generator=generator)
+    chosen = torch.rand(50, experts.num_experts, generator=generator).topk(2).indices
+    weights = torch.full((50, 2), 0.5).bfloat16()
+    set_mixture_precision(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = experts(hidden, chosen, weights)
+    rounded = copy.deepcopy(experts).bfloat16()
+    assert got.dtype is torch.bfloat16
+    assert torch.equal(got, rounded(hidden.bfloat16(), chosen, weights))
+
+
 def test_a_step_in_bfloat16_is_near_the_one_in_float32(model: Any, tmp_path: Path) -> None:
-    """Experts compute in the precision of the rest."""
-    path = write_mixture(model, tmp_path / "model")
+    """The whole of it runs."""
+    path = write_model(model, tmp_path / "model")
     made = [steps_of(backend_of(ALONE, path, dtype=dtype), path, [0]) for dtype in ("float32", "bfloat16")]
     [exact], [rounded] = made
     assert rounded["loss"] == pytest.approx(exact["loss"], abs=5e-3)
     assert rounded["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.2)
 
 
-def test_a_mixture_of_which_nobody_can_tell_how_it_lies_is_refused(tmp_path: Path) -> None:
+def test_a_mixture_with_square_experts_is_refused(tmp_path: Path) -> None:
     """transformers would take a published matrix of equal sizes as it is."""
     hidden = random_qwen3_vl_moe().config.text_config.hidden_size
     model = random_qwen3_vl_moe(moe_intermediate_size=hidden)  # down_proj is square
-    path = write_mixture(model, tmp_path / "model")
-    with pytest.raises(ConfigError, match=rf"down_proj has the shape \[6, {hidden}, {hidden}\].* choose a model"):
+    path = write_model(model, tmp_path / "model")
+    with pytest.raises(ConfigError, match=rf"down_proj is square \(\[6, {hidden}, {hidden}\]\).* choose one"):
+        load_policy(path, temperature=1.0, forbidden_ids=())
+
+
+def test_a_mixture_that_transformers_wrote_is_refused(tmp_path: Path) -> None:
+    """It lies there as in memory, which transformers reads and engines do not."""
+    model = random_qwen3_vl_moe()
+    path = write_model(model, tmp_path / "model")
+    model.save_pretrained(path)
+    with pytest.raises(ConfigError, match=r"in the checkpoint and .* as published, which is what engines load"):
         load_policy(path, temperature=1.0, forbidden_ids=())

@@ -20,13 +20,11 @@ from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import TRAINED_MODEL_TYPES
+from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY
 from tests.support.trainer.groups import picture
-from tests.support.trainer.mixtures import CHECKPOINT, MIXTURES, VOCABULARY
 from tests.support.trainer.rows import group_row, row_of
 
 TEMPERATURE = 0.7
-
-Loader = Callable[[], Any]
 
 
 def sharpened(model: Any) -> Any:
@@ -44,80 +42,6 @@ def sharpened(model: Any) -> Any:
     return model
 
 
-def random_qwen3_vl() -> Any:
-    """With deepstack and a tied head."""
-    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
-
-    return sharpened(Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(CHECKPOINT)))
-
-
-def random_qwen2_5_vl() -> Any:
-    """With window attention in its tower: windows of 4 x 4 patches, and one layer that sees the whole image."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    image_id = image_token_id(CHECKPOINT)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    text = {
-        **sizes,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "vocab_size": VOCABULARY,
-        "rope_parameters": rope,
-    }
-    vision = {
-        **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16},
-        **{"depth": 2, "window_size": 64, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image_id, tie_word_embeddings=False
-    )
-    return sharpened(Qwen2_5_VLForConditionalGeneration(config))
-
-
-def random_qwen2_vl() -> Any:
-    """With full attention in its tower, and biases in the language model."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    text = {**sizes, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "rope_parameters": rope}
-    vision = {
-        **{"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        **{"depth": 2, "patch_size": 16, "spatial_merge_size": 2},
-    }
-    config = Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image_token_id(CHECKPOINT), tie_word_embeddings=False
-    )
-    return sharpened(Qwen2VLForConditionalGeneration(config))
-
-
-def random_qwen2() -> Any:
-    """Text only, tied, with biases."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
-    return sharpened(Qwen2ForCausalLM(config))
-
-
-def random_qwen3() -> Any:
-    """Text only, untied, more query than key heads."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(**sizes, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=False)
-    return sharpened(Qwen3ForCausalLM(config))
-
-
-FAMILIES: dict[str, Loader] = {
-    "qwen3_vl": random_qwen3_vl,
-    **{name: lambda make=make: sharpened(make()) for name, make in MIXTURES.items()},
-    "qwen2_5_vl": random_qwen2_5_vl,
-    "qwen2_vl": random_qwen2_vl,
-    "qwen3": random_qwen3,
-    "qwen2": random_qwen2,
-}
 assert set(FAMILIES) == set(TRAINED_MODEL_TYPES), "a type without these tests must be refused"
 
 
@@ -168,7 +92,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, PaddedPolicy]:
     """Ours, and the reference with the same weights."""
     forbidden = forbidden_token_ids(CHECKPOINT)
-    ours, theirs = FAMILIES[family](), FAMILIES[family]()
+    ours, theirs = sharpened(FAMILIES[family]()), sharpened(FAMILIES[family]())
     theirs.load_state_dict(ours.state_dict())
     policy = PolicyModel(ours, temperature=TEMPERATURE, forbidden_ids=forbidden, gradient_checkpointing=checkpointing)
     return policy, PaddedPolicy(theirs, temperature=TEMPERATURE, forbidden_ids=forbidden)

@@ -33,6 +33,7 @@ def mapping(monkeypatch: pytest.MonkeyPatch) -> dict[type, type]:
         for parent in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.multimodal", PACKAGE):
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(image_processors, "_postponed", [])
     found: dict[type, type] = modules["sglang.srt.managers.multimodal_processor"]["PROCESSOR_MAPPING"]
     return found
 
@@ -56,4 +57,10 @@ def test_others_are_imported_when_a_model_needs_one(
     for _ in range(2):
         image_processors.import_others(SimpleNamespace(architectures=[architecture.__name__]))
     assert imported == expected
-    image_processors._postponed.clear()
+
+
+def test_somebodys_own_processors_are_imported_at_once(mapping: dict[type, type]) -> None:
+    """Over SGLang's."""
+    imported = []
+    image_processors.import_some(lambda package, **options: imported.append((package, options)), "mine", overwrite=True)
+    assert imported == [("mine", {"overwrite": True})]

@@ -49,7 +49,7 @@ def register() -> None:
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(_PROCESSORS + ".import_processors", image_processors.import_some, HookType.AROUND)
-        HookRegistry.register(_PROCESSORS + ".get_mm_processor", image_processors.import_others, HookType.BEFORE)
+        HookRegistry.register(_PROCESSORS + ".get_mm_processor_cls", image_processors.import_others, HookType.BEFORE)
         HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)

@@ -7,11 +7,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+_OWN_PACKAGE = "sglang.srt.multimodal.processors"
 _postponed: list[Callable[[], None]] = []
 
 
 def import_some(import_all: Callable[..., None], package: str, *args: Any, **kwargs: Any) -> None:
-    """Instead of importing all processors of a package: import those of Qwen's models."""
+    """Instead of importing all processors of SGLang's own package: import those of Qwen's models."""
+    if package != _OWN_PACKAGE:  # somebody's own processors, which come over SGLang's
+        import_all(package, *args, **kwargs)
+        return
     from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
     from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 

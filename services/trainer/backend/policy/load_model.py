@@ -75,26 +75,34 @@ def _is_whole(file: Path) -> bool:
 
 
 def _check_names(path: Path, policy: PolicyModel) -> None:
-    """Compare the names to be pushed with those of the checkpoint; either may lack a tied copy."""
+    """Compare what is to be pushed with the checkpoint, by names and shapes; either may lack a tied copy."""
     from safetensors import safe_open
 
-    in_checkpoint: set[str] = set()
+    in_checkpoint: dict[str, list[int]] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            in_checkpoint.update(tensors.keys())
+            in_checkpoint.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
     model_type = policy.model.config.model_type
-    ours: set[str] = set()
+    ours: dict[str, list[int]] = {}
     for name, weight in named_weights(policy):
         if is_ambiguous(name, tuple(weight.shape), model_type):
             raise ConfigError(
-                f"model.path {str(path)!r}: {name} has the shape {list(weight.shape)}, of which nobody can tell "
-                "whether it is transposed; choose a model whose hidden size differs from its experts' sizes"
+                f"model.path {str(path)!r}: {name} is square ({list(weight.shape)}), so transformers cannot tell "
+                "whether the checkpoint has it transposed; choose one whose hidden and experts' sizes differ"
             )
-        ours.update(published_name(part, model_type) for part, _ in published_experts(name, weight, model_type))
-    missing = sorted(ours - in_checkpoint)
-    extra = sorted(name for name in in_checkpoint - ours if not name.endswith("lm_head.weight"))
+        for part, tensor in published_experts(name, weight, model_type):
+            ours[published_name(part, model_type)] = list(tensor.shape)
+    missing = sorted(ours.keys() - in_checkpoint)
+    extra = sorted(name for name in in_checkpoint.keys() - ours if not name.endswith("lm_head.weight"))
     if in_checkpoint and (missing or extra):
         raise ConfigError(
             f"model.path {str(path)!r}: {len(missing)} parameters are not in the checkpoint (such as {missing[:1]}), "
             f"{len(extra)} of the checkpoint are not in the model (such as {extra[:1]}); choose another model"
         )
+    for name in ours.keys() & in_checkpoint:
+        if ours[name] != in_checkpoint[name]:
+            raise ConfigError(
+                f"model.path {str(path)!r}: {name} is {in_checkpoint[name]} in the checkpoint and {ours[name]} as "
+                "published, which is what engines load; transformers writes mixtures as they lie in memory: take the "
+                "published checkpoint, or one that Penstock has written"
+            )

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import ConfigError
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
-from services.trainer.backend.policy.routers import route_in_float32
+from services.trainer.backend.policy.mixture import set_mixture_precision
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import TRAINED_MODEL_TYPES
 
@@ -42,7 +42,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             )
         self._has_images = hasattr(model.config, "vision_config")
         use_packed_attention(model)
-        route_in_float32(model)
+        set_mixture_precision(model)
         self.model = model
         self.temperature = temperature
         self._float32_head = float32_head

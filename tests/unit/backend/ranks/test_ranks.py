@@ -14,7 +14,7 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
-from tests.support.trainer.mixtures import MIXTURES, heard, write_mixture
+from tests.support.trainer.families import MIXTURES, heard, write_model
 from tests.support.trainer.rank_pool import RankPool
 from tests.support.trainer.ranked_groups import VERSION, groups_of
 from tests.unit.algorithm.test_chunks import ALGORITHMS
@@ -107,8 +107,8 @@ def test_two_ranks_take_the_steps_of_one(pool: RankPool, tiny_model_path: Path, 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPool, tmp_path: Path, kind: str) -> None:
-    """Also where no row of a rank is sent to an expert."""
-    path = write_mixture(heard(MIXTURES[kind](), std_of_embedding=0.3), tmp_path / kind)
+    """Their experts are shards as other weights are."""
+    path = write_model(heard(MIXTURES[kind](), std_of_embedding=0.3), tmp_path / kind)
     settings = {"micro_batch_tokens": 90}
     alone = trained(ALONE, path, settings, range(3))
     for together in pool.run(trained, path, settings, range(3)):

@@ -1,0 +1,70 @@
+"""The precision of a mixture of experts, where autocast does not see to it.
+
+Routers choose: rounded scores that are nearly equal choose other experts, and the token's log-probability jumps. So
+their inputs are rounded as everything's are, and their scores are float32; `token_logprobs` treats the head likewise.
+Experts are multiplied by a grouped product, which autocast does not know, so here they are rounded.
+
+Legend: T = tokens, H = hidden size, E = experts, K = experts of a token.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+
+def set_mixture_precision(model: Any) -> None:
+    """Have every router and all experts of a transformers model compute so. Dense models stay as they are."""
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = MethodType(_route, module)
+        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+            module.forward = MethodType(_compute, module)
+
+
+def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As transformers' forward, which this replaces.
+
+    Returns float32[T, E] scores, [T, K] weights in the precision of the input, and int64[T, K] experts.
+
+    Args:
+        router: The module; its weight is [E, H].
+        hidden_states: [..., H].
+    """
+    hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+    weight_EH = router.weight
+    if (dtype := _autocast_dtype(hidden_TH)) is not None:
+        hidden_TH, weight_EH = hidden_TH.to(dtype), weight_EH.to(dtype)
+    with torch.autocast(hidden_TH.device.type, enabled=False):
+        scores_TE = torch.nn.functional.linear(hidden_TH.float(), weight_EH.float())
+        weights_TK, experts_TK = scores_TE.softmax(dim=-1).topk(router.top_k, dim=-1)
+        if getattr(router, "norm_topk_prob", True):  # Qwen3-VL-MoE's always do
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return scores_TE, weights_TK.to(hidden_states.dtype), experts_TK
+
+
+def _compute(experts: Any, hidden_TH: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Return [T, H]: transformers' forward, with inputs and weights in autocast's precision."""
+    forward = type(experts).forward
+    if (dtype := _autocast_dtype(hidden_TH)) is None:
+        output: torch.Tensor = forward(experts, hidden_TH, *args)
+    else:
+        output = forward(_Rounded(experts, dtype), hidden_TH.to(dtype), *args)
+    return output
+
+
+class _Rounded:
+    """A module whose parameters are seen in another precision."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self._module = module
+        self._dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

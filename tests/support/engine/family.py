@@ -1,0 +1,52 @@
+"""An engine with a small model of a family, and how far its log-probabilities are from transformers'."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from penstock.testing.engine_process import EngineProcess, engine_process
+from tests.support.engine.push import Push
+from tests.support.engine.reference import Reference, picture, prompt, request
+
+MOST = 1e-5
+"""A float32 model's |dlogp| against transformers."""
+FELT = 1e-2
+"""What other weights make at least."""
+
+
+@asynccontextmanager
+async def engine_of(model: Path, nats_url: str, folder: Path) -> AsyncIterator[EngineProcess]:
+    """Run an engine with the model during the context."""
+    async with engine_process(model, nats_url, folder, max_running=8, context_length=512, grace_s=2.0) as engine:
+        await engine.replica()  # the connection lasts as long as the engine
+        yield engine
+
+
+async def difference(engine: EngineProcess, policy: Reference) -> float:
+    """The largest |dlogp| between the engine and transformers, over texts and, where the model has eyes, pictures."""
+    found = []
+    for seed in range(4):
+        images = [picture(96, 96, seed=seed)] * (seed % 2 if policy.image_id is not None else 0)
+        ids = prompt(random.Random(seed), num_images=len(images), image_id=policy.image_id)
+        answer = await engine.generation.Generate(request(ids, images, max_new_tokens=30), timeout=120)
+        expected, _ = policy.logprobs(ids, images, answer.output_ids, temperature=1.0)
+        found.append(float((torch.tensor(list(answer.logprobs)) - expected).abs().max()))
+    return max(found)
+
+
+async def require_same_through_pushes(engine: EngineProcess, policy: Reference) -> Reference:
+    """The engine has the model, and each of two that are pushed: through SGLang's loader, and into its parameters.
+
+    Returns the last that was pushed, as version 2.
+    """
+    assert await difference(engine, policy) <= MOST
+    newer = policy
+    for version in (1, 2):
+        newer = policy.perturbed(seed=version)
+        await Push(engine, newer.weights, version).complete()
+        assert await difference(engine, newer) <= MOST
+        assert await difference(engine, policy) > FELT
+    return newer

@@ -1,0 +1,174 @@
+"""A small model with random weights of each family that is trained, and its checkpoint as published.
+
+No two sizes of an expert's matrices are equal: a transposed one would not be noticed.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.model.tokens import image_token_id
+from tests.conftest import ROOT
+
+CHECKPOINT = ROOT / "models" / "tiny-qwen3-vl"
+"""For its tokenizer, image processor and shape."""
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+VOCABULARY = 384
+
+
+def random_qwen3_vl() -> Any:
+    """With deepstack and a tied head."""
+    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+
+    return Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(CHECKPOINT))
+
+
+def random_qwen2_5_vl() -> Any:
+    """With window attention in its tower: windows of 4 x 4 patches, and one layer that sees the whole image."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    image_id = image_token_id(CHECKPOINT)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = {
+        **sizes,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCABULARY,
+        "rope_parameters": rope,
+    }
+    vision = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16},
+        **{"depth": 2, "window_size": 64, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_id, tie_word_embeddings=False
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def random_qwen2_vl() -> Any:
+    """With full attention in its tower, and biases in the language model."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = {**sizes, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    vision = {
+        **{"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+        **{"depth": 2, "patch_size": 16, "spatial_merge_size": 2, "in_chans": 3},
+    }
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_token_id(CHECKPOINT), tie_word_embeddings=False
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def random_qwen2() -> Any:
+    """Text only, tied, with biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    return Qwen2ForCausalLM(config)
+
+
+def random_qwen3() -> Any:
+    """Text only, untied, more query than key heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**sizes, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    return Qwen3ForCausalLM(config)
+
+
+def random_qwen3_vl_moe(**text: Any) -> Any:
+    """Untied and with deepstack at three layers as published, for which SGLang is written.
+
+    `text` are settings of the language model.
+    """
+    from transformers import AutoConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    dense = AutoConfig.from_pretrained(CHECKPOINT).to_dict()
+    parts = {name: dense[name] | {"model_type": None} for name in ("text_config", "vision_config")}
+    for part in parts.values():
+        del part["model_type"]
+    parts["text_config"] |= {**EXPERTS, "mlp_only_layers": [], "tie_word_embeddings": False, **text}
+    parts["vision_config"] |= {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
+    tokens = {name: value for name, value in dense.items() if name.endswith("token_id")}
+    return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**parts, **tokens, tie_word_embeddings=False))
+
+
+def random_qwen3_moe() -> Any:
+    """Text only. Each layer is a mixture, as in every published one; SGLang knows no other."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rest = {"head_dim": 16, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **rest, **EXPERTS))
+
+
+MIXTURES: dict[str, Callable[[], Any]] = {"qwen3_vl_moe": random_qwen3_vl_moe, "qwen3_moe": random_qwen3_moe}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_vl": random_qwen3_vl,
+    "qwen2_5_vl": random_qwen2_5_vl,
+    "qwen2_vl": random_qwen2_vl,
+    "qwen3": random_qwen3,
+    "qwen2": random_qwen2,
+    **MIXTURES,
+}
+"""By model type."""
+
+
+def heard(model: Any, *, std_of_embedding: float = 1.0) -> Any:
+    """Weights at a scale where every layer, and every expert, is heard."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            fan_in = parameter.shape[-1] if ".experts." in name else parameter[0].numel()
+            std = std_of_embedding if "embed_tokens" in name else fan_in**-0.5
+            parameter.data.normal_(std=std, generator=generator)
+    return model
+
+
+def published(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the checkpoint, as the files on the hub have them."""
+    renamed = model.config.model_type in ("qwen2_vl", "qwen2_5_vl")
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        if renamed:
+            yield name.replace("model.visual.", "visual.").replace("model.language_model.", "model."), weight
+        elif ".experts." not in name:
+            yield name, weight
+        elif model.config.model_type == "qwen3_vl_moe":
+            yield name, torch.stack([matrix.T for matrix in weight])
+        else:
+            for expert, matrix in enumerate(weight):
+                prefix = f"{name.rpartition('.')[0]}.{expert}"
+                if name.endswith("down_proj"):
+                    yield f"{prefix}.down_proj.weight", matrix
+                else:
+                    inner = EXPERTS["moe_intermediate_size"]
+                    yield f"{prefix}.gate_proj.weight", matrix[:inner]
+                    yield f"{prefix}.up_proj.weight", matrix[inner:]
+
+
+def write_model(model: Any, folder: Path) -> Path:
+    """Make a model folder with the tokenizer and image processor of the tiny model."""
+    folder.mkdir()
+    for file in CHECKPOINT.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    tiny = json.loads((CHECKPOINT / "config.json").read_text())
+    for part, of_tiny in ((config, tiny), (config.get("text_config", config), tiny["text_config"])):
+        part.update({name: value for name, value in of_tiny.items() if name.endswith("token_id") and name in part})
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    tensors = {name: tensor.contiguous().clone() for name, tensor in published(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
