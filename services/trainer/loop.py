@@ -125,7 +125,7 @@ class TrainingLoop:
                 break
             await self._may_update.wait()
             clock.lap("evaluation_wait_s")
-            if self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
+            if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
                 await self._abort_batch()
                 break
             await writes.free()

@@ -205,33 +205,36 @@ class Evaluator:
             num_held_out=0 if hold_out is None else len(hold_out.replica_ids),
         )
         self._playing = step
-        with closing(SamplesFile(folder / SAMPLES_FILE, played)) as samples:
-            await asyncio.to_thread(write_set_settings, folder, self._sets)
+        try:
+            with closing(SamplesFile(folder / SAMPLES_FILE, played)) as samples:
+                await asyncio.to_thread(write_set_settings, folder, self._sets)
 
-            def on_played(outcome: PlayedPrompt) -> None:
-                samples.add(outcome)
-                outcomes[outcome.set_name].append(outcome)
+                def on_played(outcome: PlayedPrompt) -> None:
+                    samples.add(outcome)
+                    outcomes[outcome.set_name].append(outcome)
 
-            self._current = Evaluation(
-                self._sets,
-                bus=self._bus,
-                images=self._images,
-                run_id=f"{self._run_id}-step-{step}",
-                epoch=self._epoch,
-                version=version,
-                on_played=on_played,
-                has_received_all=has_received_all,
-                played={(each.set_name, each.row) for each in played},
-                num_slots=None if hold_out is None else hold_out.num_slots,
-            )
-            try:
-                await self._current.run()
-            finally:
-                self._current = self._playing = None
-        elapsed_s = time.monotonic() - started
-        title = f"Evaluation of step {step}, policy version {version}"
-        await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
-        self._report(step, version, elapsed_s, outcomes, hold_out)
+                self._current = Evaluation(
+                    self._sets,
+                    bus=self._bus,
+                    images=self._images,
+                    run_id=f"{self._run_id}-step-{step}",
+                    epoch=self._epoch,
+                    version=version,
+                    on_played=on_played,
+                    has_received_all=has_received_all,
+                    played={(each.set_name, each.row) for each in played},
+                    num_slots=None if hold_out is None else hold_out.num_slots,
+                )
+                try:
+                    await self._current.run()
+                finally:
+                    self._current = None
+            elapsed_s = time.monotonic() - started
+            title = f"Evaluation of step {step}, policy version {version}"
+            await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
+            self._report(step, version, elapsed_s, outcomes, hold_out)
+        finally:
+            self._playing = None  # not before it is reported, or else it would be due again
         if hold_out is not None:
             assert self._holding is not None
             await self._holding.end(step)

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
@@ -23,7 +25,7 @@ from services.trainer.evaluation.sets import open_sets
 from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.trainer.groups import make_group
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 NUM_PROMPTS = 3
 MANY_SLOTS = 64
@@ -98,6 +100,28 @@ async def test_an_evaluation_is_one_line(bus: Bus, tmp_path: Path, tiny_model_pa
     assert {tuple(json.loads(line)["versions"]) for line in lines} == {(7, 7)}
     [values] = logged
     assert (values["step"], values["eval/s/score"], values["eval/s/pass_at_2"]) == (4, 0.5, 1.0)
+    assert not evaluator.is_due(4)
+
+
+async def test_an_evaluation_is_not_due_while_its_answers_are_written_down(
+    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is played and nothing is reported yet: a loop that asks in this moment must not take it for a stopped one."""
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def write_slowly(*_: object) -> None:
+        is_writing.set()
+        may_write.wait(HANG_S)
+
+    monkeypatch.setattr("services.trainer.evaluation.evaluator.write_page", write_slowly)
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=[])
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
+    for prompt in await take_prompts(bus):
+        await evaluator.receive(played(prompt, tiny_model_path))
+    await until(is_writing.is_set)
+    assert not evaluator.is_due(4)
+    may_write.set()
+    await promptly(evaluating)
     assert not evaluator.is_due(4)
 
 
