@@ -1,5 +1,8 @@
 """The command line: `penstock train`, `penstock serve`, `penstock config`, `penstock version`."""
 
-from services.cli.app import main
+from penstock.runtime.imports import kept_for_ever
+
+with kept_for_ever():
+    from services.cli.app import main
 
 __all__ = ["main"]

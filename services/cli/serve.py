@@ -11,6 +11,7 @@ from penstock import config as configuration
 from penstock import shipped
 from penstock.errors import PenstockError
 from penstock.runtime import process
+from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
@@ -84,9 +85,10 @@ def serve(
             folder = recipe.run.folder or recipe.run.dir / recipe.run.name
             become_server(recipe.bus, folder / "nats", security)
         settings = _SETTINGS[service](recipe)
-        module = import_with_extra(
-            _MODULES[service], f"penstock serve {service}", extra=_EXTRAS.get(service, service.value)
-        )
+        with kept_for_ever():
+            module = import_with_extra(
+                _MODULES[service], f"penstock serve {service}", extra=_EXTRAS.get(service, service.value)
+            )
     except PenstockError as error:
         return process.report_error(error, file=error_file)
     return process.run(lambda stop: module.serve(settings, stop, security=security), error_file=error_file)

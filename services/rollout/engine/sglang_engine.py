@@ -6,7 +6,6 @@ SGLang's own processes dies, `died` is set: the engine is unusable, and this pro
 
 import asyncio
 import dataclasses
-import gc
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from fastapi import HTTPException
 from penstock.config import NetworkConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
 from penstock.model.tokens import forbidden_token_ids
+from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.ports import held_ports
 from penstock.v1 import generate_pb2
 from services.rollout.engine import disaggregation, settings
@@ -125,13 +125,10 @@ class SglangEngine:
         disaggregation.require_transfer_backend(config, cuda=cuda)
         if not cuda:
             sys.modules["flashinfer"] = None  # type: ignore[assignment]  # kernels for GPUs: seconds to import, of no use
-        # The import makes a million objects that live for ever; collecting garbage among them would take seconds.
-        gc.disable()
-        with warnings.catch_warnings(action="ignore"):  # of kernels that a machine without a GPU lacks
+        # Warnings: of kernels that a machine without a GPU lacks.
+        with kept_for_ever(), warnings.catch_warnings(action="ignore"):
             from sglang.srt.entrypoints.engine import Engine
 
-        gc.freeze()
-        gc.enable()
         imported = time.monotonic()
         try:
             with held_ports(2) as (nccl_port, bootstrap_port):  # until SGLang listens on them
