@@ -39,8 +39,8 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     Weights are broadcast, the one way in which the members of a push wait for each other. The run evaluates itself, and
     the trainer dies inside an evaluation. It starts its rank itself, so both come up again whichever of them dies.
     """
-    num_steps = 24
-    evaluation = {"every": 14, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
+    num_steps = 16
+    evaluation = {"every": 9, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
     settings = overrides(
         tmp_path,
         trainer__num_steps=num_steps,
@@ -50,12 +50,12 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     )
     with started(tmp_path, str(RECIPE), *settings) as train:
         for step, victim in (
-            (2, "rollout"),
-            (5, "worker"),
-            (8, "router"),
-            (11, "reward"),
-            (14, "trainer"),
-            (17, "rank"),
+            (1, "rollout"),
+            (3, "worker"),
+            (5, "router"),
+            (7, "reward"),
+            (9, "trainer"),
+            (11, "rank"),
         ):
             train.wait_for_step(step, timeout_s=240)
             if victim == "trainer":
@@ -64,7 +64,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
             train.kill(victim)
         assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
-        assert_evaluated(train.folder, [14, num_steps], num_prompts={"geometry": 24, "held_out": 8})
+        assert_evaluated(train.folder, [9, num_steps], num_prompts={"geometry": 24, "held_out": 8})
         assert train.pids() == []
 
 
@@ -85,10 +85,10 @@ def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: dict[str, i
 
 def test_killing_peers_of_pairs_loses_nothing(tmp_path: Path) -> None:
     """A run without a unified engine: its prefill engine and one of two decode engines die, and it goes to its end."""
-    num_steps = 10
+    num_steps = 7
     pairs = {"rollout__replicas": 0, "rollout__prefill": 1, "rollout__decode": 2}
     with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps, **pairs)) as train:
-        for step, victim in ((2, "decode"), (4, "prefill")):
+        for step, victim in ((1, "decode"), (3, "prefill")):
             train.wait_for_step(step, timeout_s=240)
             train.kill(victim)
         assert train.wait(400) == 0, train.tail()
@@ -116,7 +116,7 @@ def assert_engines_served_what_they_said(rows: list[dict[str, Any]]) -> None:
 
 def test_interrupted_run_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
     """Ctrl-C ends everything; --resume goes on to the last step though the newest checkpoint is damaged."""
-    num_steps = 8
+    num_steps = 6
     settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__checkpoint_every=2, rollout__replicas=1)
     with started(tmp_path, str(RECIPE), *settings) as train:
         train.wait_for_step(4, timeout_s=240)
