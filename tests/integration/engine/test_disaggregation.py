@@ -33,6 +33,7 @@ from tests.support.engine.reference import (
     require_logprobs,
     until_replica,
 )
+from tests.support.engine.rest import until_at_rest
 from tests.support.engine.traffic import Traffic
 from tests.support.router.routers import router
 from tests.support.waiting import until
@@ -164,6 +165,13 @@ async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair
     for each in pair.engines:
         await until_replica(each, lambda replica: replica.num_running == replica.num_queued == replica.kv_use == 0)
     await pair.push(pair.policy)
+
+
+async def test_a_pair_without_work_leaves_the_cores_to_others(pair: Pair) -> None:
+    """Also when KV has travelled: neither loops nor the threads of the transfer back end turn without a rest."""
+    assert (await pair.generate(turn("text", max_new_tokens=2))).output_ids
+    for each in pair.engines:
+        await until_at_rest(each)
 
 
 async def test_pairs_that_cannot_be_are_refused(engine: EngineProcess, pair: Pair) -> None:

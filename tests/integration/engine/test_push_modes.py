@@ -1,14 +1,11 @@
 """What becomes of requests when weights change under them: retracted, continued or drained, and never mislabelled."""
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 import torch
 
@@ -16,8 +13,8 @@ from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from tests.support.engine.push import Push
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.support.engine.rest import until_at_rest
 from tests.support.engine.traffic import Traffic
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -57,7 +54,7 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     newer = current.perturbed(seed=3)
     push = Push(engine, newer.weights, version + 1, mode=IN_PLACE)
     await push.prepare()
-    traffic = await started(engine, request(ids, images, max_new_tokens=400), 24)
+    traffic = await started(engine, request(ids, images, max_new_tokens=160), 24)
     await push.pause()
     traffic.stop()
     await push.deliver()
@@ -95,7 +92,7 @@ async def test_nothing_computed_by_older_weights_serves_a_new_request(
     newer = current.perturbed(seed=4)
     push = Push(engine, newer.weights, version + 1, mode=rollout_pb2.PauseMode.Value(mode), drain_s=0.1)
     await push.prepare()
-    traffic = await started(engine, request(ids, images, max_new_tokens=400), 56)  # 24 more than can run
+    traffic = await started(engine, request(ids, images, max_new_tokens=160), 56)  # 24 more than can run
     await push.pause()
     traffic.stop()
     late = [asyncio.ensure_future(engine.generation.Generate(request(ids, images), timeout=120)) for _ in range(4)]
@@ -149,7 +146,7 @@ async def test_drain_lets_requests_finish_under_the_weights_they_began_with(
     newer = current.perturbed(seed=6)
     push = Push(engine, newer.weights, version + 1, mode=DRAIN, drain_s=60.0)
     await push.prepare()
-    traffic = await started(engine, request(ids, IMAGES, max_new_tokens=400), 24)
+    traffic = await started(engine, request(ids, IMAGES, max_new_tokens=160), 24)
     pushing = asyncio.ensure_future(push.finish())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
     traffic.stop()
@@ -171,7 +168,7 @@ async def test_a_drain_that_is_given_up_lets_waiting_requests_go_on(engine: Engi
     version = (await engine.replica()).policy_version
     push = Push(engine, current.perturbed(7).weights, version + 1, mode=DRAIN, drain_s=60.0)
     await push.prepare()
-    traffic = await started(engine, request([3, 4, 5], max_new_tokens=900), 32)
+    traffic = await started(engine, request([3, 4, 5], max_new_tokens=400), 32)
     pausing = asyncio.ensure_future(push.pause())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
     late = asyncio.ensure_future(engine.generation.Generate(request([3, 4, 5]), timeout=60))
@@ -190,7 +187,7 @@ async def test_a_broken_push_in_place_is_healed_in_place(engine: EngineProcess, 
     ids = prompt(random.Random(8), num_images=1, image_id=current.image_id, length=60)
     push = Push(engine, current.perturbed(8).weights, version + 1, bucket_bytes=200_000, mode=IN_PLACE)
     await push.prepare()
-    traffic = await started(engine, request(ids, IMAGES, max_new_tokens=400), 32)
+    traffic = await started(engine, request(ids, IMAGES, max_new_tokens=160), 32)
     await push.pause()
     traffic.stop()
     with pytest.raises(grpc.aio.AioRpcError):
@@ -213,27 +210,9 @@ async def test_an_engine_that_has_paused_leaves_the_cores_to_others(engine: Engi
     push = Push(engine, current.weights, (await engine.replica()).policy_version + 1)
     await push.prepare()
     await push.pause()
-    num_looks_at_rest = 0
-
-    def is_at_rest() -> bool:
-        nonlocal num_looks_at_rest
-        num_looks_at_rest = 0 if _wants_a_core(engine.process.pid) else num_looks_at_rest + 1
-        return num_looks_at_rest == 20
-
     try:
-        await until(is_at_rest)
+        await until_at_rest(engine)
     finally:
         for stage in (push.transfer, push.verify, push.commit, push.resume):
             await stage()
         await asyncio.to_thread(push.group.close)
-
-
-def _wants_a_core(pid: int) -> bool:
-    """Whether any thread of a process and its descendants runs, or would if a core were free."""
-    engine = psutil.Process(pid)
-    for process in (engine, *engine.children(recursive=True)):
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
-                    return True
-    return False

@@ -13,6 +13,8 @@ from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIAB
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _START_S = 240.0
 _POLL_S = 0.1
+_MOST_WAIT_US = 100_000
+"""The longest that nixl's own thread waits for an event before it looks all the same."""
 
 
 def register() -> None:
@@ -29,6 +31,7 @@ def register() -> None:
             )
         case "nixl":
             HookRegistry.register("nixl._api.nixl_agent.__init__", _take_host_memory, HookType.AFTER)
+            HookRegistry.register("nixl._bindings.nixlAgent.__init__", _wait_for_events, HookType.BEFORE)
 
 
 def _bound_search(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -62,3 +65,8 @@ def _keep_indices_off_gpus(*_args: Any, **_kwargs: Any) -> None:
 def _take_host_memory(_result: None, agent: Any, *_args: Any, **_kwargs: Any) -> None:
     """SGLang calls it GPU memory, but here it is host memory."""
     agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
+
+
+def _wait_for_events(_agent: Any, _name: str, config: Any) -> None:
+    """With nixl's own delay of 0 its thread looks for events without a rest, and takes a core from all others."""
+    config.pthrDelay = _MOST_WAIT_US
