@@ -1,6 +1,7 @@
 """The parts of a trainer between the bus and the batch."""
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,7 +35,7 @@ from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
 from services.trainer.telemetry.step_metrics import StepClock
 from tests.support.trainer.groups import IMAGES
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until
 
 RUN = "run"
 """The run id of `make_group`."""
@@ -118,7 +119,8 @@ async def open_flow(
     )
     streak = FailureStreak(max_in_a_row=2)
     consumer = consuming(bus, bus.groups, "trainer", ack_wait_s=ack_wait_s, max_ack_pending=1000, fresh=True)
-    with tempfile.TemporaryDirectory() as folder:
+    folder = Path(tempfile.mkdtemp())
+    try:
         async with consumer as groups:
             collector = Collector(
                 consumer=groups,
@@ -129,7 +131,7 @@ async def open_flow(
                 images=images,
                 run_id=run_id,
                 streak=streak,
-                crashes=CrashRecord(Path(folder) / "in_hand.json", run_id="run", is_resumed=False),
+                crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
                 filters=filters,
                 tally=tally,
                 pools=pools,
@@ -145,6 +147,14 @@ async def open_flow(
                 streams=False,
             )
             yield Flow(bus, ledger, collector, feeder, batches, position)
+    finally:
+        await until(lambda: _is_removed(folder))
+
+
+def _is_removed(folder: Path) -> bool:
+    """Remove it; a thread that reads a group for a collector that has ended may write there once more."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 @asynccontextmanager
