@@ -66,8 +66,9 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 	$(BIN)/buf lint proto
 	$(BIN)/python tools/generate_proto.py --check
 
+# Three at a time, also on two cores: a test that starts processes waits for half of its time.
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
-	@$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
+	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 test-adapters: setup ## Play environments of verifiers, skyrl-gym and reasoning-gym, the real packages; fetches them into .clients.
 	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers
