@@ -20,6 +20,7 @@ from services.cli.doctor_command import doctor
 from services.cli.environment.command import env
 from services.cli.evaluation.command import eval_
 from services.cli.init_command import init
+from services.cli.plan_command import plan
 from services.cli.replay.command import replay
 from services.cli.replicas import command as replicas
 from services.cli.score.command import score
@@ -44,6 +45,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "env": env,
     "config": show_config,
     "doctor": doctor,
+    "plan": plan,
 }
 for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)

@@ -8,7 +8,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _SERVICES = ("reward", "router", "rollout/engine", "rollout/worker", "trainer")
-_MEETING_POINTS = ("services.recipe", "services.cli", "services.launch", "services.doctor")
+_MEETING_POINTS = ("services.recipe", "services.cli", "services.launch", "services.doctor", "services.plan")
 
 
 def _imports(folder: str) -> Iterator[tuple[str, str]]:
@@ -44,13 +44,15 @@ def test_a_service_imports_penstock_and_itself(service: str) -> None:
     assert {(file, module) for file, module in found if not _is_within(module, own)} == set()
 
 
-def test_only_recipe_cli_launch_and_doctor_know_all_services() -> None:
+def test_only_recipe_cli_launch_doctor_and_plan_know_all_services() -> None:
     """Nobody else imports them: a service receives its own settings, never the recipe that imports it."""
     outsiders = {
         (file, module)
         for file, module in (*_imports("penstock"), *_imports("services"))
         if any(_is_within(module, point) for point in _MEETING_POINTS)
-        and not file.startswith(("services/recipe.py", "services/cli/", "services/launch/", "services/doctor/"))
+        and not file.startswith(
+            ("services/recipe.py", *(f"services/{room}/" for room in ("cli", "launch", "doctor", "plan")))
+        )
     }
     assert outsiders == set()
 

@@ -168,10 +168,32 @@ def packed_attention(
     wanted = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     if unknown := [name for name, value in wanted.items() if value is not None]:
         raise ConfigError(f"the model attends with {', '.join(unknown)}, which the trainer's packed rows do not do")
+    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+        return packed_attention_of_gpus(module, query, key, value, scaling=scaling, row_layout=row_layout)
+    return _attend_buckets(*_of_tokens(query, key, value), scaling, row_layout)[None], None
+
+
+def packed_attention_of_gpus(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    row_layout: RowLayout,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `packed_attention` does on a GPU in half precision. Its sizes can be had without one (`penstock plan`)."""
+    return _attend_varlen(*_of_tokens(query, key, value), scaling, row_layout)[None], None
+
+
+def _of_tokens(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[T, H, D], [T, G, D] and [T, G, D] of [1, H, T, D] and so on, in the precision of the last."""
     query_THD, key_TGD, value_TGD = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
-    half = value.dtype in (torch.bfloat16, torch.float16)
-    attend = _attend_varlen if value.is_cuda and half else _attend_buckets
-    return attend(query_THD, key_TGD, value_TGD, scaling, row_layout)[None], None
+    return query_THD, key_TGD, value_TGD
 
 
 def _attend_varlen(

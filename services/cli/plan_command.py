@@ -1,0 +1,92 @@
+"""`penstock plan`: whether a recipe fits the memory of GPUs, which need not be here."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from penstock.errors import ConfigError
+from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
+from services.cli.extras import import_with_extra
+
+_GIB = 2**30
+_WIDTH = 52
+
+
+def plan(
+    context: typer.Context,
+    recipe: RecipeArgument = None,
+    gpus: Annotated[
+        str, typer.Option("--gpus", metavar="NxGIB", help="GPUs of the machine and the memory of each: 8x80.")
+    ] = "8x80",
+    image_share: Annotated[
+        float, typer.Option("--image-share", min=0, max=0.9, help="Share of tokens that stand for images.")
+    ] = 0.25,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+) -> int:
+    """Calculate what engines and trainer take of their GPUs' memory, and settings with which they would fit.
+
+    Of the model only config.json is read, and no GPU is used. Any --section.key=value overrides the recipe. Exits with
+    1 if something does not fit.
+    """
+    recipes, overrides = sort_arguments(recipe, context.args)
+    settings = load_recipes(recipes, overrides)
+    if settings.model is None:
+        raise ConfigError("section [model] is missing; give --model.path=, or add it to the recipe")
+    planning: Any = import_with_extra("services.plan.memory_plan", "penstock plan", extra="trainer")
+    machine = planning.Gpus.parse(gpus)
+    found = planning.plan_memory(settings.model.path, settings, machine, image_share=image_share)
+    if as_json:
+        sys.stdout.write(json.dumps(_as_json(found), indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(found, machine)) + "\n")
+    return 0 if found.fits else 1
+
+
+def _lines(found: Any, machine: Any) -> Iterator[str]:
+    shape = found.shape
+    millions = f"{shape.num_parameters / 1e6:,.1f} million parameters"
+    active = "" if shape.num_active == shape.num_parameters else f", {shape.num_active / 1e6:,.1f} of them for a token"
+    yield f"{shape.config.model_type}: {millions}{active}, {shape.num_layers} layers"
+    yield f"{machine.count} GPUs with {machine.total_bytes / _GIB:g} GiB each"
+    for process in found.processes:
+        yield ""
+        yield f"{process.name}{'' if process.count == 1 else f' ({process.count} of them)'}"
+        for moment in process.moments:
+            yield f"  {moment.name}"
+            for part in moment.parts:
+                yield f"    {part.name:<{_WIDTH}}{part.size_bytes / _GIB:8.1f} GiB"
+            verdict = "" if moment.total_bytes <= process.room_bytes else "  TOO MUCH"
+            total, room = moment.total_bytes / _GIB, process.room_bytes / _GIB
+            yield f"    {'together':<{_WIDTH}}{total:8.1f} of {room:.1f}{verdict}"
+        yield from (f"  {note}" for note in process.notes)
+    yield ""
+    if found.fits:
+        yield "it fits"
+    elif found.remedy:
+        yield f"it does not fit; it would with {' '.join(found.remedy)}"
+    else:
+        yield "it does not fit, and no setting was found with which it would; take more or larger GPUs"
+
+
+def _as_json(found: Any) -> dict[str, Any]:
+    return {
+        "num_parameters": found.shape.num_parameters,
+        "fits": found.fits,
+        "remedy": None if found.remedy is None else list(found.remedy),
+        "processes": [
+            {
+                "name": process.name,
+                "count": process.count,
+                "room_bytes": process.room_bytes,
+                "moments": [
+                    {"name": moment.name, "bytes": {part.name: part.size_bytes for part in moment.parts}}
+                    for moment in process.moments
+                ],
+                "notes": list(process.notes),
+            }
+            for process in found.processes
+        ],
+    }

@@ -1,0 +1,58 @@
+"""How many bytes of tensors exist at a time. torch's own tracker says more, and takes longer than what it tracks."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_BLOCK_BYTES = 512
+"""CUDA's caching allocator rounds sizes up to a multiple of it."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
+    """Within this context counts the memory of tensors that are made in it, for as long as they live."""
+
+    def __init__(self) -> None:
+        """Count from 0."""
+        super().__init__()
+        self.peaks = [0]
+        """The most at a time, from one `mark` to the next."""
+        self._live = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.peaks)
+
+    def mark(self) -> None:
+        """Begin with another peak."""
+        self.peaks.append(self._live)
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count what was there before, though the context may make views of it."""
+        self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._known.add(storage)
+        self._live += size
+        self.peaks[-1] = max(self.peaks[-1], self._live)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self._live -= size

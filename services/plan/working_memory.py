@@ -1,0 +1,203 @@
+"""The memory that one packed row takes while it goes forward and backward, beside weights and their gradients.
+
+It is not estimated by a formula: the trainer's own policy computes a row of tensors without memory (`shapes_only`) with
+a model of the same widths, and what exists at a time is counted. Layers and blocks are alike, so three small models say
+what all of them take: of each phase by itself, because in small models another one takes most.
+
+Invariant: attention is counted as it is computed on a GPU in half precision, where no copies for buckets are made.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+
+from services.plan.live_bytes import LiveBytes
+from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, make_model
+from services.plan.shapes_only import ShapesOnly
+from services.trainer.backend.learning_rates import rates_of
+from services.trainer.backend.policy import attention
+from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.batching.rows import PackedRow, Segment
+
+_MAX_IMAGE_TOKENS = 1024
+"""Of one image of the row: about a million pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """What a row is made of: one prompt, and its responses behind each other."""
+
+    num_tokens: int
+    num_image_tokens: int
+    """They are all of the prompt."""
+    num_responses: int
+
+
+def working_bytes(
+    shape: ModelShape,
+    row: RowShape,
+    *,
+    learning_rates: tuple[tuple[str, float], ...],
+    gradient_checkpointing: bool,
+    float32_head: bool,
+    keeps_all: bool,
+) -> int:
+    """Return the bytes that a row takes at the moment when most of them exist, beside weights and gradients.
+
+    Args:
+        shape: Of the model.
+        row: Of the row.
+        learning_rates: Patterns and rates as in a recipe; what has rate 0 is not trained.
+        gradient_checkpointing: Whether activations are computed again.
+        float32_head: Whether the output head is multiplied in float32.
+        keeps_all: Whether the device has the float32 weights, which are rounded where they are used, and keeps their
+            gradients; else it has the weights in bfloat16, and each gradient is taken away as soon as it is made.
+    """
+
+    def measured(num_layers: int, num_blocks: int) -> list[int]:
+        config = shape.smaller(num_layers=num_layers, num_blocks=num_blocks)
+        shapes_only = ShapesOnly()
+        with shapes_only.without_numbers():
+            policy = PolicyModel(
+                make_model(config, torch.float32 if keeps_all else torch.bfloat16),
+                temperature=1.0,
+                forbidden_ids=(),
+                float32_head=float32_head,
+                gradient_checkpointing=gradient_checkpointing,
+            )
+            _prepare_gradients(policy, dict(learning_rates), keeps_all=keeps_all)
+        return _peaks(policy, shapes_only, make_row(row, config))
+
+    num_layers, num_blocks = min(NUM_LAYERS, shape.num_layers), min(NUM_BLOCKS, shape.num_blocks)
+    least = measured(num_layers, num_blocks)
+    of_layer = of_block = [0] * len(least)
+    if shape.num_layers > num_layers:
+        of_layer = _difference(measured(num_layers + 1, num_blocks), least)
+    if shape.num_blocks > num_blocks:
+        of_block = _difference(measured(num_layers, num_blocks + 1), least)
+    pixels = make_row(row, shape.config).pixel_values_PD  # they have numbers, so they are not among what was counted
+    return (0 if pixels is None else pixels.nbytes) + max(
+        peak + layer * (shape.num_layers - num_layers) + block * (shape.num_blocks - num_blocks)
+        for peak, layer, block in zip(least, of_layer, of_block, strict=True)
+    )
+
+
+def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
+    return [one - other for one, other in zip(larger, least, strict=True)]
+
+
+def _prepare_gradients(policy: PolicyModel, learning_rates: Mapping[str, float], *, keeps_all: bool) -> None:
+    parameters = dict(policy.model.named_parameters())
+    rates = rates_of(list(parameters), learning_rates, default=1.0)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(rates[name] > 0)
+        if rates[name] and keeps_all:
+            parameter.grad = torch.empty_like(parameter)  # as in every row of a step but the first
+        elif rates[name]:
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+
+
+def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow) -> list[int]:
+    """Return the peaks of up to three phases: forward and through the head, back through the text, and the tower."""
+    _balance_experts(policy)
+    live = LiveBytes()
+    gradients = (parameter.grad for parameter in policy.parameters() if parameter.grad is not None)
+    for tensor in (*policy.parameters(), *policy.buffers(), *gradients):
+        live.leave_out(tensor)
+    base = policy.model.base_model
+    getattr(base, "language_model", base).norm.register_forward_hook(
+        lambda _module, _inputs, output: _mark_at_gradient(output, live)
+    )
+    if row.pixel_values_PD is not None:
+        base.visual.merger.register_forward_pre_hook(lambda _module, inputs: _mark_at_gradient(inputs[0], live))
+    with _attention_of_gpus(), shapes_only, live:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = policy(row)
+        output.logprobs_N.sum().backward()
+    return live.peaks
+
+
+def _mark_at_gradient(tensor: torch.Tensor, live: LiveBytes) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(lambda _: live.mark())
+
+
+def _forget_gradient(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def make_row(row: RowShape, config: Any) -> PackedRow:
+    """Return a row with these sizes for a model of the config, of tokens and positions that mean nothing."""
+    vision = getattr(config, "vision_config", None)
+    ids_T = torch.zeros(row.num_tokens, dtype=torch.int64)
+    grid_thw_U3 = pixel_values_PD = None
+    prompt = 1
+    if vision is not None and row.num_image_tokens:
+        side = math.isqrt(min(row.num_image_tokens, _MAX_IMAGE_TOKENS))
+        num_images = row.num_image_tokens // side**2
+        prompt = 1 + num_images * side**2
+        ids_T[1:prompt] = config.image_token_id
+        patches = side * vision.spatial_merge_size
+        grid_thw_U3 = torch.tensor([[1, patches, patches]] * num_images)
+        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixel_values_PD = torch.zeros(num_images * patches**2, values)
+    return PackedRow(
+        input_ids_T=ids_T,
+        positions_AT=torch.arange(row.num_tokens).repeat(4, 1),
+        segments=tuple(_segments(row.num_tokens, prompt, row.num_responses)),
+        predict_N=torch.arange(prompt - 1, row.num_tokens - 1),
+        targets_N=torch.zeros(row.num_tokens - prompt, dtype=torch.int64),
+        sample_N=torch.zeros(row.num_tokens - prompt, dtype=torch.int64),
+        engine_logprobs_N=torch.zeros(row.num_tokens - prompt),
+        versions_N=torch.zeros(row.num_tokens - prompt, dtype=torch.int64),
+        pixel_values_PD=pixel_values_PD,
+        grid_thw_U3=grid_thw_U3,
+        image_numbers_I=() if grid_thw_U3 is None else tuple(range(len(grid_thw_U3))),
+        num_padded=0,
+    )
+
+
+def _segments(num_tokens: int, prompt: int, num_responses: int) -> Iterator[Segment]:
+    yield Segment(start=0, stop=prompt)
+    edges = [prompt + (num_tokens - prompt) * number // num_responses for number in range(num_responses + 1)]
+    for start, stop in itertools.pairwise(edges):
+        if stop > start:
+            yield Segment(start=start, stop=stop, prefix_start=0, prefix_stop=prompt)
+
+
+@contextmanager
+def _attention_of_gpus() -> Iterator[None]:
+    """Attend in this context as on a GPU in half precision."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(attention.NAME, attention.packed_attention_of_gpus)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(attention.NAME, attention.packed_attention)
+
+
+def _balance_experts(policy: PolicyModel) -> None:
+    """Have experts compute without a look at who is chosen: which ones are decides no size."""
+    for module in policy.modules():
+        if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+            module.forward = MethodType(_compute_any, module)
+
+
+def _compute_any(
+    experts: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return [T, H]: each token goes through as many experts as it would, all of them the first."""
+    dtype = torch.get_autocast_dtype("cpu")
+    tokens_M = torch.arange(experts_TK.numel()) % len(hidden_TH)
+    rows_MH = hidden_TH.to(dtype)[tokens_M]
+    gate_MI, up_MI = (rows_MH @ experts.gate_up_proj.to(dtype)[0].T).chunk(2, dim=-1)
+    output_MH = (experts.act_fn(gate_MI) * up_MI) @ experts.down_proj.to(dtype)[0].T
+    output_MH = output_MH * weights_TK.reshape(-1, 1)
+    return torch.zeros_like(hidden_TH).index_add(0, tokens_M, output_MH.to(hidden_TH.dtype))

@@ -1,0 +1,127 @@
+"""What a row takes, counted on tensors without memory: as on real ones, and as torch's own tracker counts it."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from penstock.errors import ConfigError
+from services.plan import working_memory
+from services.plan.live_bytes import LiveBytes
+from services.plan.model_shape import ModelShape, make_model
+from services.plan.shapes_only import ShapesOnly
+from services.plan.working_memory import RowShape, make_row, working_bytes
+from services.trainer.backend.policy.model import PolicyModel
+from tests.support.trainer.families import FAMILIES, MIXTURES, random_qwen3_vl
+
+ROW = RowShape(num_tokens=300, num_image_tokens=64, num_responses=3)
+SETTINGS: dict[str, Any] = {
+    "learning_rates": (),
+    "gradient_checkpointing": False,
+    "float32_head": False,
+    "keeps_all": True,
+}
+
+
+def shape_of(make: Callable[[], Any], folder: Path, **text: Any) -> ModelShape:
+    """Of a small model's config, with other settings of its text if given."""
+    config = make().config
+    for name, value in text.items():
+        setattr(config.get_text_config(), name, value)
+    config.save_pretrained(folder)
+    return ModelShape.read(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
+    """All, those of a layer, and those that compute a token."""
+    model = FAMILIES[family]()
+    shape = shape_of(FAMILIES[family], tmp_path)
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    layers = getattr(model.base_model, "language_model", model.base_model).layers
+    in_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    assert (shape.num_of_layer, shape.num_of_text_layers) == (max(in_layers), sum(in_layers))
+    unchosen = 0
+    if family in MIXTURES:  # 6 experts, of which a token goes through 2
+        experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+        unchosen = experts * 4 // 6
+    assert shape.num_active == shape.num_parameters - unchosen
+
+
+def test_frozen_parts_are_not_trained(tmp_path: Path) -> None:
+    """As the recipe's rates say, by the trainer's own rules."""
+    shape = shape_of(random_qwen3_vl, tmp_path)
+    tower = sum(size for name, size in shape.sizes if "visual" in name and "merger" not in name)
+    assert shape.num_trained({"tower": 0.0}) == shape.num_parameters - tower
+    with pytest.raises(ConfigError, match="no parameter fits 'towr'"):
+        shape.num_trained({"towr": 0.0})
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
+def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
+    """At the same moment as many bytes, to a thousandth, which torch's tracker confirms."""
+    config = FAMILIES[family]().config
+    row = make_row(ROW, config)
+
+    def peak(mode: contextlib.AbstractContextManager[Any], building: contextlib.AbstractContextManager[Any]) -> int:
+        with building:
+            policy = PolicyModel(make_model(config), temperature=1.0, forbidden_ids=())
+        live = LiveBytes()
+        pixels = () if row.pixel_values_PD is None else (row.pixel_values_PD,)
+        for tensor in (*policy.parameters(), *policy.buffers(), *pixels):
+            live.leave_out(tensor)
+        with mode, live, torch.autocast("cpu", torch.bfloat16):
+            policy(row).logprobs_N.sum().backward()
+        return live.peak
+
+    shapes_only = ShapesOnly()
+    imagined = peak(shapes_only, shapes_only.without_numbers())
+    real = peak(contextlib.nullcontext(), contextlib.nullcontext())
+    assert imagined == pytest.approx(real, rel=1e-3)
+    policy = PolicyModel(make_model(config), temperature=1.0, forbidden_ids=())
+    tracker = MemTracker()
+    tracker.track_external(policy)
+    with tracker, torch.autocast("cpu", torch.bfloat16):
+        policy(row).logprobs_N.sum().backward()
+    (found,) = tracker.get_tracker_snapshot("peak").values()
+    sizes = {getattr(kind, "value", kind): size for kind, size in found.items()}
+    pixels = 0 if row.pixel_values_PD is None else row.pixel_values_PD.nbytes
+    assert real + pixels == pytest.approx(sizes["Total"] - sizes["Parameter"] - sizes["Buffer"], rel=1e-2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"keeps_all": False}])
+def test_few_layers_say_what_many_take(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of six layers and seven blocks, computed whole, takes what the small ones predict."""
+    config = random_qwen3_vl().config
+    config.text_config.num_hidden_layers, config.vision_config.depth = 6, 7
+    config.text_config.layer_types = ["full_attention"] * 6
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    predicted = working_bytes(shape, ROW, **SETTINGS | settings)
+    monkeypatch.setattr(working_memory, "NUM_LAYERS", 6)
+    monkeypatch.setattr(working_memory, "NUM_BLOCKS", 7)
+    assert working_bytes(shape, ROW, **SETTINGS | settings) == pytest.approx(predicted, rel=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_counted(family: str, tmp_path: Path) -> None:
+    """And longer rows take more; what computes activations again takes less."""
+    shape = shape_of(FAMILIES[family], tmp_path)
+    row = RowShape(num_tokens=1200, num_image_tokens=0, num_responses=3)
+    plain = working_bytes(shape, row, **SETTINGS)
+    assert working_bytes(shape, RowShape(num_tokens=2400, num_image_tokens=0, num_responses=3), **SETTINGS) > plain
+    assert working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": True}) < plain
+
+
+def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
+    """Nothing goes backward through it."""
+    shape = shape_of(random_qwen3_vl, tmp_path)
+    frozen = {"learning_rates": (("tower", 0.0), ("merger", 0.0))}
+    row = RowShape(num_tokens=1500, num_image_tokens=1024, num_responses=3)
+    assert working_bytes(shape, row, **SETTINGS | frozen) < 0.8 * working_bytes(shape, row, **SETTINGS)
