@@ -1,5 +1,6 @@
 """What a recipe passes on to SGLang, and what it must not."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,11 @@ def test_experts_keep_their_layout_on_gpus(model_path: Path) -> None:
     (model_path / "config.json").write_text('{"max_position_embeddings": 4096, "model_type": "qwen3_moe"}')
     wanted = RolloutConfig(sglang={"moe_runner_backend": "deep_gemm"})
     assert args_of(wanted, model_path, cuda=True)["moe_runner_backend"] == "deep_gemm"
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("other", "auto")])
+def test_checkpoints_in_float32_are_rounded_as_the_trainer_rounds(tmp_path: Path, key: str, dtype: str) -> None:
+    """SGLang would take float16, which neither the trainer computes in nor a push carries. What a person sets stays."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, key: "float32"}))
+    assert args_of(RolloutConfig(), tmp_path, cuda=True)["dtype"] == dtype
+    assert args_of(RolloutConfig(dtype="float16"), tmp_path, cuda=True)["dtype"] == "float16"

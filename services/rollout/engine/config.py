@@ -36,8 +36,8 @@ class RolloutConfig(Config):
     """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV cache. auto: on a GPU the checkpoint's own; on a CPU float32 up to 50 million parameters,
-    else bfloat16."""
+    """Of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU float32 up
+    to 50 million parameters, else bfloat16."""
     context_length: int = pydantic.Field(default=0, ge=0)
     """The most tokens of prompt and response together; 0: what the model allows."""
     max_running: int = pydantic.Field(default=64, ge=1)

@@ -7,6 +7,7 @@ import ctypes
 import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,10 @@ def server_args(
         args["max_total_tokens"] = config.max_total_tokens
     passed = {"log_level": "error", **config.sglang}
     if cuda:
-        if has_experts(str(read_json(model_path / "config.json").get("model_type"))):
+        model = read_json(model_path / "config.json")
+        if config.dtype == "auto" and _dtype_of(model) == "float32":
+            args["dtype"] = "bfloat16"  # as the trainer computes; SGLang would take float16
+        if has_experts(str(model.get("model_type"))):
             passed = {"moe_runner_backend": _LAYOUT_OF_EXPERTS_KEPT, **passed}
         return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
     if config.dtype == "auto":
@@ -123,6 +127,11 @@ def server_args(
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
     sglang_settings.require_used(config.sglang, args)
     return args
+
+
+def _dtype_of(model: Mapping[str, Any]) -> str:
+    """The precision of a checkpoint, from its config; empty if that does not say."""
+    return str(model.get("dtype") or model.get("torch_dtype") or model.get("text_config", {}).get("dtype") or "")
 
 
 def context_length(config: RolloutConfig, model_path: Path) -> int:
