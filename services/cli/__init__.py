@@ -1,4 +1,4 @@
-"""The command line: `penstock train`, `penstock serve`, `penstock config`, `penstock version`."""
+"""The command line; `app` lists its commands."""
 
 from penstock.runtime.imports import kept_for_ever
 

@@ -1,6 +1,7 @@
 """Whether an engine leaves the cores to others."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,9 +27,12 @@ async def until_at_rest(engine: EngineProcess) -> None:
 def _wants_a_core(pid: int) -> bool:
     """Whether any thread of a process and its descendants runs, or would if a core were free."""
     engine = psutil.Process(pid)
-    for process in (engine, *engine.children(recursive=True)):
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
-                    return True
-    return False
+    return any("R" in _states(process.pid) for process in (engine, *engine.children(recursive=True)))
+
+
+def _states(pid: int) -> Iterator[str]:
+    """Of each thread of a process; of what has ended meanwhile, none."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                yield (thread / "stat").read_text().rpartition(")")[2].split()[0]

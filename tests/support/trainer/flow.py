@@ -148,11 +148,11 @@ async def open_flow(
             )
             yield Flow(bus, ledger, collector, feeder, batches, position)
     finally:
-        await until(lambda: _is_removed(folder))
+        await until(lambda: _remove(folder))
 
 
-def _is_removed(folder: Path) -> bool:
-    """Remove it; a thread that reads a group for a collector that has ended may write there once more."""
+def _remove(folder: Path) -> bool:
+    """Try, and say whether it is gone; a thread that reads for a collector that has ended may write there once more."""
     shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()
 
