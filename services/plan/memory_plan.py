@@ -2,7 +2,8 @@
 
 Weights, gradients, averages, copies and caches are counted from the model's shape, activations by `working_memory`. On
 several ranks what is gathered of a layer at a time is counted too. What CUDA, NCCL and the allocator take on top was
-not measured; `RESERVED_BYTES` is kept for it.
+not measured; `RESERVED_BYTES` is kept for it in the trainer, and SGLang keeps the share beyond
+rollout.gpu_memory_fraction for itself.
 """
 
 import dataclasses
@@ -23,12 +24,16 @@ from services.recipe import Recipe
 
 GIB = 2**30
 RESERVED_BYTES = 2 * GIB
-"""Of each GPU, for CUDA's context, NCCL's buffers and what the allocator cannot use."""
+"""Of each GPU that computes steps, for CUDA's context, NCCL's buffers and what the allocator cannot use; of one that is
+shared, as much again for each engine, for its context and what it computes with."""
 LEAST_ROW = 2048
 """Tokens of the shortest row that is proposed: shorter ones leave a GPU idle."""
+PROMPT_SHARE = 0.25
+"""Of a row's tokens; its images are in the prompt, so it is more where they need more."""
+USUAL_FRACTION = 0.85
+"""Of a GPU that an engine has for itself."""
 
 _FLOAT32, _BFLOAT16 = 4, 2
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,7 @@ class Gpus:
         Raises:
             ConfigError: it is something else.
         """
-        found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
+        found = re.fullmatch(r"(\d{1,4})x(\d{1,4}(?:\.\d+)?)", text)
         if found is None or int(found[1]) < 1 or float(found[2]) <= 0:
             raise ConfigError(f"--gpus {text!r} is not like 8x80, which is eight GPUs with 80 GiB each; correct it")
         return cls(count=int(found[1]), total_bytes=int(float(found[2]) * GIB))
@@ -61,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a process has in its GPU's memory when it has most of one kind."""
+    """What a process has in its GPU's memory at a moment at which it may have the most."""
 
     name: str
     parts: tuple[Part, ...]
@@ -111,11 +116,11 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
         model: Folder of the recipe's model, of which `config.json` is read.
         recipe: The recipe.
         gpus: What it is to run on.
-        image_share: Share of a row's tokens that stand for images.
+        image_share: Share of a row's tokens that stand for images, 0 to 0.9.
 
     Raises:
-        ConfigError: there are too few GPUs for the processes, the recipe computes without GPUs, or the model cannot be
-            read.
+        ConfigError: there are too few GPUs for the processes, the recipe computes without GPUs, its settings exclude
+            each other, or the model cannot be read.
     """
     _place(recipe, gpus)
     shape = ModelShape.read(model)
@@ -146,140 +151,175 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
 def _plan(
     shape: ModelShape, recipe: Recipe, gpus: Gpus, working: Callable[..., int], *, image_share: float
 ) -> MemoryPlan:
+    shape.require_divisible(recipe.rollout.tensor_parallel)
     placed = _place(recipe, gpus)
-    row = _row(shape, recipe, image_share=image_share)
     processes = []
     if engines := [name for name in placed.of_process if name != TRAINER]:
         processes.append(_engine(shape, recipe, gpus, count=len(engines)))
     if TRAINER in placed.of_process:
-        processes += _trainer(shape, recipe, gpus, placed, working, row, num_engines=len(engines))
+        row = _row(shape, recipe, image_share=image_share)
+        processes += _trainer(shape, recipe, _room(recipe, gpus, placed, len(engines)), working, row)
     return MemoryPlan(shape=shape, processes=tuple(processes))
 
 
 def _place(recipe: Recipe, gpus: Gpus) -> GpuPlan:
-    if recipe.trainer.device == "cpu" or recipe.trainer.dtype == "float32":
+    trainer = recipe.trainer
+    if trainer.device == "cpu" or trainer.dtype == "float32":
         raise ConfigError(
-            f"trainer.device = {recipe.trainer.device!r} and trainer.dtype = {recipe.trainer.dtype!r} are not planned, "
+            f"trainer.device = {trainer.device!r} and trainer.dtype = {trainer.dtype!r} are not planned, "
             "only bfloat16 on GPUs is; give --trainer.device=auto --trainer.dtype=auto to plan that"
         )
+    if trainer.ranks > 1 and trainer.optimizer.offload:
+        raise ConfigError("trainer.optimizer.offload is of one rank; leave it out, or set trainer.ranks = 1")
     return make_plan(recipe, [str(number) for number in range(gpus.count)], own_bus=not recipe.bus.url).gpus
+
+
+def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:
+    room = gpus.total_bytes - RESERVED_BYTES
+    if placed.is_shared:
+        room -= num_engines * (int(recipe.rollout.gpu_memory_fraction * gpus.total_bytes) + RESERVED_BYTES)
+    return room
+
+
+def _longest_sample(recipe: Recipe) -> tuple[int, bool]:
+    """Tokens of the longest sample, and whether the recipe bounds it; if not, at least what is generated in a turn."""
+    limits = [source.limits.max_tokens for source in recipe.data.by_name.values()]
+    bounds = [recipe.rollout.context_length, max(limits, default=0) if all(limits) else 0]
+    if known := [bound for bound in bounds if bound]:
+        return min(known), True
+    return recipe.sampling.max_new_tokens, False
 
 
 def _row(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape:
     """The longest row: micro_batch_tokens, or a sample that is longer."""
-    num_tokens = max(recipe.trainer.micro_batch_tokens, recipe.rollout.context_length)
+    trainer = recipe.trainer
+    num_tokens = max(trainer.micro_batch_tokens, _longest_sample(recipe)[0])
+    num_image_tokens = 0 if shape.vision is None else int(num_tokens * image_share)
     return RowShape(
         num_tokens=num_tokens,
-        num_image_tokens=0 if shape.vision is None else int(num_tokens * image_share),
-        num_responses=recipe.trainer.samples_per_group,
+        num_prompt_tokens=max(int(num_tokens * PROMPT_SHARE), num_image_tokens + 1),
+        num_image_tokens=num_image_tokens,
+        num_responses=trainer.samples_per_group,
+        shares_prompt=trainer.share_prompts,
     )
 
 
 def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
     rollout = recipe.rollout
-    size = _DTYPE_BYTES.get(shape.dtype if rollout.dtype == "auto" else rollout.dtype, _BFLOAT16)
+    size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16  # auto rounds a checkpoint in float32 too
     weights = size * shape.num_parameters // rollout.tensor_parallel
     heads = shape.text.num_key_value_heads
     per_token = size * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
     room = int(rollout.gpu_memory_fraction * gpus.total_bytes)
     num_tokens = max(0, room - weights) // per_token
+    longest, is_bound = _longest_sample(recipe)
     if rollout.max_total_tokens:
         num_tokens = min(num_tokens, rollout.max_total_tokens)
-    wanted = rollout.context_length or int(shape.text.max_position_embeddings)
-    notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / wanted:,.1f} requests of {wanted:,}"]
-    if num_tokens < wanted:
-        notes.append("one request of the greatest length does not fit")
-    cache = Part(name=f"KV cache, at least one request of {wanted:,} tokens", size_bytes=wanted * per_token)
+        longest = min(longest, rollout.max_total_tokens)
+    notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
+    if not is_bound:
+        notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
+    cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
     return ProcessPlan(
         name="engine" if rollout.tensor_parallel == 1 else f"GPU of an engine of {rollout.tensor_parallel}",
         count=count * rollout.tensor_parallel,
         room_bytes=room,
-        moments=(Moment(name="while it serves", parts=(Part(name="weights", size_bytes=weights), cache)),),
+        moments=(Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache)),),
         notes=tuple(notes),
     )
 
 
 def _trainer(
-    shape: ModelShape,
-    recipe: Recipe,
-    gpus: Gpus,
-    placed: GpuPlan,
-    working: Callable[..., int],
-    row: RowShape,
-    *,
-    num_engines: int,
+    shape: ModelShape, recipe: Recipe, room: int, working: Callable[..., int], row: RowShape
 ) -> Iterator[ProcessPlan]:
     trainer = recipe.trainer
-    room = gpus.total_bytes - RESERVED_BYTES
-    if placed.is_shared:
-        room -= int(num_engines * recipe.rollout.gpu_memory_fraction * gpus.total_bytes)
     is_sharded = trainer.ranks > 1
-    offloads = trainer.optimizer.offload
-    if is_sharded and offloads:
-        raise ConfigError("trainer.optimizer.offload is of one rank; leave it out, or set trainer.ranks = 1")
     activations_bytes = working(
         row,
         learning_rates=tuple(trainer.optimizer.learning_rates.items()),
         gradient_checkpointing=trainer.gradient_checkpointing,
         float32_head=trainer.float32_head,
-        keeps_all=not is_sharded and not offloads,
+        keeps_all=not is_sharded and not trainer.optimizer.offload,
     )
-    standing = _standing(shape, recipe)
-    pushed = Part(name="copy that was pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
     activations = Part(
         name=f"activations of {row.num_tokens:,} tokens, {row.num_image_tokens:,} of images",
         size_bytes=activations_bytes,
     )
-    gathered = tuple(_gathered(shape)) if is_sharded else ()
-    step = Moment(name="in a step", parts=(*standing, *gathered, activations))
-    notes = (f"{activations_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row",)
-    without_gradients = (part for part in standing if not part.name.startswith("gradients"))
-    push = Moment(name="before a push", parts=(*without_gradients, *_pushing(shape, recipe)))
-    first = dataclasses.replace(step, parts=(*step.parts, pushed))
+    notes = [f"{activations_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row"]
+    if not _longest_sample(recipe)[1]:
+        notes.append(f"a sample of more than {row.num_tokens:,} tokens takes more")
+    standing, gradients, reference = _standing(shape, recipe)
+    if is_sharded:
+        moments = _sharded_moments(shape, (*standing, gradients), reference, activations)
+    else:
+        moments = (Moment(name="in a step", parts=(*standing, gradients, *reference, activations)),)
+    pushed = tuple(_pushed(shape, recipe))
+    of_first = tuple(dataclasses.replace(moment, parts=(*moment.parts, *pushed)) for moment in moments)
+    push = Moment(name="before a push", parts=(*standing, *pushed, *_pushing(shape, recipe)))
     yield ProcessPlan(
         name="rank 0 of the trainer" if is_sharded else "trainer",
         count=1,
         room_bytes=room,
-        moments=(first, push),
-        notes=notes,
+        moments=(*of_first, push),
+        notes=tuple(notes),
     )
     if is_sharded:
-        yield ProcessPlan(name="other rank", count=trainer.ranks - 1, room_bytes=room, moments=(step,), notes=notes)
+        name = "other rank of the trainer"
+        yield ProcessPlan(name=name, count=trainer.ranks - 1, room_bytes=room, moments=moments, notes=tuple(notes))
 
 
-def _standing(shape: ModelShape, recipe: Recipe) -> list[Part]:
-    """What a rank's device has in every step."""
-    trainer = recipe.trainer
+def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
+    """What a rank's device has at any time; what it has from a step's first row on; and the reference, if there is."""
+    trainer, total = recipe.trainer, shape.num_parameters
     trained = shape.num_trained(trainer.optimizer.learning_rates)
-    total = shape.num_parameters
+    has_reference = recipe.algorithm.needs_reference
     if trainer.optimizer.offload:
-        parts = [Part(name="weights in bfloat16", size_bytes=_BFLOAT16 * total)]
-        reference = _BFLOAT16 * total
-    else:
-        of = "" if trainer.ranks == 1 else f", 1/{trainer.ranks} of them"
-        parts = [
-            Part(name=f"weights in float32{of}", size_bytes=_FLOAT32 * total // trainer.ranks),
-            Part(name=f"gradients{of}", size_bytes=_FLOAT32 * trained // trainer.ranks),
-            Part(name=f"AdamW's averages{of}", size_bytes=2 * _FLOAT32 * trained // trainer.ranks),
-        ]
-        reference = _FLOAT32 * total // trainer.ranks
-    if recipe.algorithm.needs_reference:
-        parts.append(Part(name="reference policy", size_bytes=reference))
-    return parts
+        weights = Part(name="weights in bfloat16", size_bytes=_BFLOAT16 * total)
+        reference = Part(name="reference policy", size_bytes=_BFLOAT16 * total)
+        return (weights,), Part(name="gradients, on the host", size_bytes=0), (reference,) * has_reference
+    of = "" if trainer.ranks == 1 else f", 1/{trainer.ranks} of them"
+    share = _FLOAT32 * total // trainer.ranks
+    of_trained = _FLOAT32 * trained // trainer.ranks
+    standing = (
+        Part(name=f"weights in float32{of}", size_bytes=share),
+        Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
+    )
+    reference = Part(name=f"reference policy{of}", size_bytes=share)
+    return standing, Part(name=f"gradients{of}", size_bytes=of_trained), (reference,) * has_reference
 
 
-def _gathered(shape: ModelShape) -> Iterator[Part]:
-    """What several ranks gather: all but the text's layers for a whole pass, two layers at a time, and a layer's
-    gradient as it was computed and as it is summed."""
-    others = shape.num_parameters - shape.num_of_text_layers
-    yield Part(name="gathered embedding, tower and head", size_bytes=_BFLOAT16 * others)
-    yield Part(name="two gathered layers", size_bytes=2 * _BFLOAT16 * shape.num_of_layer)
-    yield Part(name="gradients on their way", size_bytes=(_BFLOAT16 + _FLOAT32) * max(shape.num_of_layer, others))
+def _sharded_moments(
+    shape: ModelShape, standing: tuple[Part, ...], reference: tuple[Part, ...], activations: Part
+) -> tuple[Moment, ...]:
+    """Of a step on several ranks: text layers are gathered one after the other, all else for the whole pass."""
+    others, layer = shape.num_parameters - shape.num_of_text_layers, shape.num_of_largest_layer
+    gathered = Part(name="gathered embedding, tower and head", size_bytes=_BFLOAT16 * others)
+    layers = Part(name="two gathered layers", size_bytes=2 * _BFLOAT16 * layer)
+    of_layer = Part(name="a layer's gradients, made and summed", size_bytes=(_BFLOAT16 + _FLOAT32) * layer)
+    of_others = Part(name="gradients of embedding, tower and head", size_bytes=_BFLOAT16 * others)
+    summed = Part(name="the same, to be summed", size_bytes=_FLOAT32 * others)
+    moments = [
+        Moment(
+            name="back through the layers",
+            parts=(*standing, gathered, layers, of_layer, of_others, activations),
+        ),
+        Moment(name="at the end of the way back", parts=(*standing, gathered, of_others, summed)),
+    ]
+    if reference:
+        moments.append(Moment(name="while the reference computes", parts=(*standing, *reference, gathered, layers)))
+    return tuple(moments)
+
+
+def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
+    """What rank 0 keeps of the version that replicas have."""
+    size = _BFLOAT16 * shape.num_parameters
+    yield Part(name="copy that was pushed", size_bytes=size)
+    if recipe.trainer.weight_sync.transport == "delta":
+        yield Part(name="copy before it, for deltas", size_bytes=size)
 
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     size = _BFLOAT16 * shape.num_parameters
-    yield Part(name="copy that was pushed", size_bytes=size)
     if not recipe.trainer.optimizer.offload:
         yield Part(name="weights rounded", size_bytes=size)
     yield Part(name="copy to be pushed", size_bytes=size)
@@ -288,30 +328,40 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     """Settings to try, the least costly first. Most keep those before them."""
     trainer, rollout = recipe.trainer, recipe.rollout
-    settings: dict[str, object] = {}
-    if not trainer.gradient_checkpointing:
-        settings |= {"trainer.gradient_checkpointing": True}
-        yield settings
-    tokens = trainer.micro_batch_tokens
-    while tokens // 2 >= max(LEAST_ROW, rollout.context_length):
-        tokens //= 2
-        settings |= {"trainer.micro_batch_tokens": tokens}
-        yield settings
     num_engines = rollout.replicas + rollout.prefill + rollout.decode
+    settings: dict[str, object] = {}
+
+    def also(**changes: object) -> dict[str, object]:
+        settings.update({name.replace("__", "."): value for name, value in changes.items()})
+        return dict(settings)
 
     def with_ranks(parallel: int) -> Iterator[dict[str, object]]:
-        ranks = max(2, trainer.ranks)
-        while num_engines * parallel + ranks <= gpus.count:
-            yield settings | {"trainer.ranks": ranks}
-            ranks *= 2
+        most = gpus.count - num_engines * parallel
+        doubled = [2**power for power in range(1, max(1, most).bit_length())]
+        for ranks in sorted({*doubled, most}):
+            if trainer.ranks < ranks <= most:
+                alone = {"trainer.optimizer.offload": False} if trainer.optimizer.offload else {}
+                yield settings | alone | {"trainer.ranks": ranks}
 
+    if gpus.count > 1 and rollout.gpu_memory_fraction < USUAL_FRACTION:
+        yield also(rollout__gpu_memory_fraction=USUAL_FRACTION)
+    if not trainer.gradient_checkpointing:
+        yield also(trainer__gradient_checkpointing=True)
+    tokens = trainer.micro_batch_tokens
+    while tokens // 2 >= max(LEAST_ROW, _longest_sample(recipe)[0]):
+        tokens //= 2
+        yield also(trainer__micro_batch_tokens=tokens)
     yield from with_ranks(rollout.tensor_parallel)
-    if trainer.ranks == 1:
+    if trainer.ranks == 1 and not trainer.optimizer.offload:
         yield settings | {"trainer.optimizer.offload": True}
+    if gpus.count == 1:
+        for fraction in (0.6, 0.4, 0.2):
+            if fraction < rollout.gpu_memory_fraction:
+                yield settings | {"rollout.gpu_memory_fraction": fraction}
+                yield settings | {"rollout.gpu_memory_fraction": fraction, "trainer.optimizer.offload": True}
     parallel = 2 * rollout.tensor_parallel
     while num_engines * parallel + trainer.ranks <= gpus.count:
-        settings |= {"rollout.tensor_parallel": parallel}
-        yield settings
+        yield also(rollout__tensor_parallel=parallel)
         yield from with_ranks(parallel)
         parallel *= 2
 

@@ -1,7 +1,9 @@
 """A model's shape, from its config alone: the parameters of its parts, and smaller models with the same layers."""
 
 import copy
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import part_of
+from penstock.model.folder import require_model
 from services.trainer.backend.learning_rates import rates_of
 from services.trainer.config import TRAINED_MODEL_TYPES
 
@@ -27,8 +30,8 @@ class ModelShape:
     config: Any
     """transformers' config."""
     num_parameters: int
-    num_of_layer: int
-    """Parameters of one of the text's layers, the largest."""
+    num_of_largest_layer: int
+    """Parameters of the text's largest layer."""
     num_of_text_layers: int
     """Parameters of all of them."""
     num_active: int
@@ -41,20 +44,19 @@ class ModelShape:
         """Read `config.json` of a model's folder; the weights need not be there.
 
         Raises:
-            ConfigError: there is none, or the trainer does not take such a model.
+            ConfigError: there is none, it describes no model, or the trainer does not take such a model.
         """
         from transformers import AutoConfig
 
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.path: {folder / 'config.json'} cannot be read: {error}") from None
+        require_model(folder)
+        with _blaming(folder):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if config.model_type not in TRAINED_MODEL_TYPES:
             raise ConfigError(
                 f"model.path: models of type {config.model_type} cannot be trained; choose one of type "
                 f"{', '.join(TRAINED_MODEL_TYPES)}"
             )
-        with torch.device("meta"):
+        with _blaming(folder), torch.device("meta"):
             model = make_model(copy.deepcopy(config))
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         text = config.get_text_config()
@@ -69,7 +71,7 @@ class ModelShape:
         return cls(
             config=config,
             num_parameters=total,
-            num_of_layer=max(layers),
+            num_of_largest_layer=max(layers, default=0),
             num_of_text_layers=sum(layers),
             num_active=total - experts + experts * chosen // num_experts,
             sizes=tuple(sizes.items()),
@@ -102,20 +104,37 @@ class ModelShape:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return int(2 * self.num_layers * text.num_key_value_heads * head_dim)
 
-    @property
-    def dtype(self) -> str:
-        """Precision of the checkpoint; bfloat16, as of all published ones, if the config does not say."""
-        found = getattr(self.config, "dtype", None) or getattr(self.text, "dtype", None) or "bfloat16"
-        return str(found).removeprefix("torch.")
+    def require_divisible(self, tensor_parallel: int) -> None:
+        """Check that an engine's GPUs can share the heads, as SGLang does.
 
-    def num_trained(self, learning_rates: Mapping[str, float]) -> int:
-        """Return how many parameters have a learning rate, given rates by pattern as in a recipe.
+        Raises:
+            ConfigError: they cannot.
+        """
+        heads, kv_heads = int(self.text.num_attention_heads), int(self.text.num_key_value_heads)
+        of_tower = 0 if self.vision is None else int(self.vision.num_heads)
+        if (
+            heads % tensor_parallel
+            or of_tower % tensor_parallel
+            or max(kv_heads, tensor_parallel) % min(kv_heads, tensor_parallel)
+        ):
+            raise ConfigError(
+                f"rollout.tensor_parallel = {tensor_parallel} cannot share the model's {heads} heads, {kv_heads} of "
+                f"keys and values{f', {of_tower} of the tower' if of_tower else ''}; choose a number that divides them"
+            )
+
+    def trained(self, learning_rates: Mapping[str, float]) -> frozenset[str]:
+        """Return the names of parameters with a learning rate, given rates by pattern as in a recipe.
 
         Raises:
             ConfigError: a pattern fits no parameter, or nothing is trained.
         """
         rates = rates_of([name for name, _ in self.sizes], learning_rates, default=1.0)
-        return sum(size for name, size in self.sizes if rates[name] > 0)
+        return frozenset(name for name, rate in rates.items() if rate > 0)
+
+    def num_trained(self, learning_rates: Mapping[str, float]) -> int:
+        """Return how many parameters have a learning rate; see `trained`."""
+        names = self.trained(learning_rates)
+        return sum(size for name, size in self.sizes if name in names)
 
     def smaller(self, *, num_layers: int, num_blocks: int) -> Any:
         """Return the config of a model that has fewer layers and blocks of the same kind."""
@@ -140,6 +159,23 @@ def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     auto_class = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
     make: Callable[..., Any] = auto_class.from_config
     return make(config, dtype=dtype)
+
+
+def kind_of(name: str) -> str:
+    """Return a parameter's name without the number of its layer or block."""
+    return re.sub(r"\.(layers|blocks)\.\d+\.", r".\1.*.", name)
+
+
+@contextmanager
+def _blaming(folder: Path) -> Iterator[None]:
+    """Whatever transformers raises for what a config says is the config's fault."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - it checks little, so an odd value may fail anywhere
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} describes no model ({type(error).__name__}: {words}); copy it again"
+        ) from None
 
 
 def _layer_of(name: str) -> int | None:

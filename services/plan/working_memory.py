@@ -9,7 +9,7 @@ Invariant: attention is counted as it is computed on a GPU in half precision, wh
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from services.plan.live_bytes import LiveBytes
-from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, make_model
+from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, kind_of, make_model
 from services.plan.shapes_only import ShapesOnly
-from services.trainer.backend.learning_rates import rates_of
 from services.trainer.backend.policy import attention
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.rows import PackedRow, Segment
 
+NUM_PHASES = 3
 _MAX_IMAGE_TOKENS = 1024
 """Of one image of the row: about a million pixels."""
 
@@ -34,9 +34,13 @@ class RowShape:
     """What a row is made of: one prompt, and its responses behind each other."""
 
     num_tokens: int
+    num_prompt_tokens: int
+    """At least one more than there are of images."""
     num_image_tokens: int
-    """They are all of the prompt."""
+    """All in the prompt."""
     num_responses: int
+    shares_prompt: bool = True
+    """Whether all responses see the prompt's keys and values; else the row is as many samples of one length."""
 
 
 def working_bytes(
@@ -58,7 +62,11 @@ def working_bytes(
         float32_head: Whether the output head is multiplied in float32.
         keeps_all: Whether the device has the float32 weights, which are rounded where they are used, and keeps their
             gradients; else it has the weights in bfloat16, and each gradient is taken away as soon as it is made.
+
+    Raises:
+        ConfigError: a pattern fits no parameter, or nothing is trained.
     """
+    kinds = frozenset(map(kind_of, shape.trained(dict(learning_rates))))
 
     def measured(num_layers: int, num_blocks: int) -> list[int]:
         config = shape.smaller(num_layers=num_layers, num_blocks=num_blocks)
@@ -71,7 +79,7 @@ def working_bytes(
                 float32_head=float32_head,
                 gradient_checkpointing=gradient_checkpointing,
             )
-            _prepare_gradients(policy, dict(learning_rates), keeps_all=keeps_all)
+            _prepare_gradients(policy, kinds, keeps_all=keeps_all)
         return _peaks(policy, shapes_only, make_row(row, config))
 
     num_layers, num_blocks = min(NUM_LAYERS, shape.num_layers), min(NUM_BLOCKS, shape.num_blocks)
@@ -92,20 +100,19 @@ def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
     return [one - other for one, other in zip(larger, least, strict=True)]
 
 
-def _prepare_gradients(policy: PolicyModel, learning_rates: Mapping[str, float], *, keeps_all: bool) -> None:
-    parameters = dict(policy.model.named_parameters())
-    rates = rates_of(list(parameters), learning_rates, default=1.0)
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(rates[name] > 0)
-        if rates[name] and keeps_all:
+def _prepare_gradients(policy: PolicyModel, kinds: Set[str], *, keeps_all: bool) -> None:
+    """Train a layer's parameter if any layer's is trained: which of them are decides what the others keep."""
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_(kind_of(name) in kinds)
+        if parameter.requires_grad and keeps_all:
             parameter.grad = torch.empty_like(parameter)  # as in every row of a step but the first
-        elif rates[name]:
+        elif parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
 
 def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow) -> list[int]:
-    """Return the peaks of up to three phases: forward and through the head, back through the text, and the tower."""
-    _balance_experts(policy)
+    """Return the peaks of the phases: forward and back through the head, back through the text, through the tower."""
+    _compute_as_on_gpus(policy)
     live = LiveBytes()
     gradients = (parameter.grad for parameter in policy.parameters() if parameter.grad is not None)
     for tensor in (*policy.parameters(), *policy.buffers(), *gradients):
@@ -119,8 +126,9 @@ def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow) -> list
     with _attention_of_gpus(), shapes_only, live:
         with torch.autocast("cpu", torch.bfloat16):
             output = policy(row)
-        output.logprobs_N.sum().backward()
-    return live.peaks
+        if output.logprobs_N.requires_grad:  # a row without images, where only the tower is trained, has no gradient
+            output.logprobs_N.sum().backward()
+    return [*live.peaks, *[0] * (NUM_PHASES - len(live.peaks))]
 
 
 def _mark_at_gradient(tensor: torch.Tensor, live: LiveBytes) -> None:
@@ -137,20 +145,19 @@ def make_row(row: RowShape, config: Any) -> PackedRow:
     vision = getattr(config, "vision_config", None)
     ids_T = torch.zeros(row.num_tokens, dtype=torch.int64)
     grid_thw_U3 = pixel_values_PD = None
-    prompt = 1
     if vision is not None and row.num_image_tokens:
         side = math.isqrt(min(row.num_image_tokens, _MAX_IMAGE_TOKENS))
         num_images = row.num_image_tokens // side**2
-        prompt = 1 + num_images * side**2
-        ids_T[1:prompt] = config.image_token_id
+        ids_T[1 : 1 + num_images * side**2] = config.image_token_id
         patches = side * vision.spatial_merge_size
         grid_thw_U3 = torch.tensor([[1, patches, patches]] * num_images)
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixel_values_PD = torch.zeros(num_images * patches**2, values)
+    prompt = row.num_prompt_tokens
     return PackedRow(
         input_ids_T=ids_T,
         positions_AT=torch.arange(row.num_tokens).repeat(4, 1),
-        segments=tuple(_segments(row.num_tokens, prompt, row.num_responses)),
+        segments=tuple(_segments(row)),
         predict_N=torch.arange(prompt - 1, row.num_tokens - 1),
         targets_N=torch.zeros(row.num_tokens - prompt, dtype=torch.int64),
         sample_N=torch.zeros(row.num_tokens - prompt, dtype=torch.int64),
@@ -163,12 +170,14 @@ def make_row(row: RowShape, config: Any) -> PackedRow:
     )
 
 
-def _segments(num_tokens: int, prompt: int, num_responses: int) -> Iterator[Segment]:
-    yield Segment(start=0, stop=prompt)
-    edges = [prompt + (num_tokens - prompt) * number // num_responses for number in range(num_responses + 1)]
-    for start, stop in itertools.pairwise(edges):
-        if stop > start:
-            yield Segment(start=start, stop=stop, prefix_start=0, prefix_stop=prompt)
+def _segments(row: RowShape) -> Iterator[Segment]:
+    first, stop = row.num_prompt_tokens if row.shares_prompt else 0, row.num_tokens
+    if row.shares_prompt:
+        yield Segment(start=0, stop=first)
+    edges = [first + (stop - first) * number // row.num_responses for number in range(row.num_responses + 1)]
+    for edge, next_edge in itertools.pairwise(edges):
+        if next_edge > edge:
+            yield Segment(start=edge, stop=next_edge, prefix_start=0, prefix_stop=first)
 
 
 @contextmanager
@@ -183,11 +192,22 @@ def _attention_of_gpus() -> Iterator[None]:
         AttentionInterface.register(attention.NAME, attention.packed_attention)
 
 
-def _balance_experts(policy: PolicyModel) -> None:
-    """Have experts compute without a look at who is chosen: which ones are decides no size."""
+def _compute_as_on_gpus(policy: PolicyModel) -> None:
+    """Have modules compute as on GPUs where that takes other memory, and without a look at numbers.
+
+    Autocast normalises in float32 on GPUs. Which experts are chosen decides no size.
+    """
     for module in policy.modules():
-        if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+        if isinstance(module, torch.nn.LayerNorm):
+            module.forward = MethodType(_normalize, module)
+        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
             module.forward = MethodType(_compute_any, module)
+
+
+def _normalize(norm: torch.nn.LayerNorm, inputs: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(
+        inputs.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
+    )
 
 
 def _compute_any(

@@ -50,7 +50,7 @@ def test_the_remedy_is_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_helps(capsys: pytest.CaptureFixture[str]) -> None:
     """Said as it is."""
     assert main([*RECIPE, "--gpus=2x2"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("it does not fit, and no setting was found")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("it does not fit, and none of the settings")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from services.plan.working_memory import RowShape, make_row, working_bytes
 from services.trainer.backend.policy.model import PolicyModel
 from tests.support.trainer.families import FAMILIES, MIXTURES, random_qwen3_vl
 
-ROW = RowShape(num_tokens=300, num_image_tokens=64, num_responses=3)
+ROW = RowShape(num_tokens=300, num_prompt_tokens=80, num_image_tokens=64, num_responses=3)
 SETTINGS: dict[str, Any] = {
     "learning_rates": (),
     "gradient_checkpointing": False,
@@ -44,7 +44,7 @@ def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     layers = getattr(model.base_model, "language_model", model.base_model).layers
     in_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    assert (shape.num_of_layer, shape.num_of_text_layers) == (max(in_layers), sum(in_layers))
+    assert (shape.num_of_largest_layer, shape.num_of_text_layers) == (max(in_layers), sum(in_layers))
     unchosen = 0
     if family in MIXTURES:  # 6 experts, of which a token goes through 2
         experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
@@ -111,11 +111,19 @@ def test_few_layers_say_what_many_take(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_counted(family: str, tmp_path: Path) -> None:
-    """And longer rows take more; what computes activations again takes less."""
+    """What decides sizes in any of them is computed."""
     shape = shape_of(FAMILIES[family], tmp_path)
-    row = RowShape(num_tokens=1200, num_image_tokens=0, num_responses=3)
+    row = RowShape(num_tokens=600, num_prompt_tokens=200, num_image_tokens=64, num_responses=3)
+    assert working_bytes(shape, row, **SETTINGS) > 600 * 64 * 4
+
+
+def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
+    """As a person expects who turns these settings."""
+    shape = shape_of(FAMILIES["qwen3"], tmp_path)
+    row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
+    longer = RowShape(num_tokens=2400, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
     plain = working_bytes(shape, row, **SETTINGS)
-    assert working_bytes(shape, RowShape(num_tokens=2400, num_image_tokens=0, num_responses=3), **SETTINGS) > plain
+    assert working_bytes(shape, longer, **SETTINGS) > plain
     assert working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": True}) < plain
 
 
@@ -123,5 +131,36 @@ def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
     """Nothing goes backward through it."""
     shape = shape_of(random_qwen3_vl, tmp_path)
     frozen = {"learning_rates": (("tower", 0.0), ("merger", 0.0))}
-    row = RowShape(num_tokens=1500, num_image_tokens=1024, num_responses=3)
+    row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
     assert working_bytes(shape, row, **SETTINGS | frozen) < 0.8 * working_bytes(shape, row, **SETTINGS)
+
+
+def test_one_trained_layer_costs_what_all_cost(tmp_path: Path) -> None:
+    """What lies above keeps its activations for it; a number of a layer that the small models lack is no mistake."""
+    config = random_qwen3_vl().config
+    config.text_config.num_hidden_layers = 6
+    config.text_config.layer_types = ["full_attention"] * 6
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
+    one = working_bytes(shape, row, **SETTINGS | {"learning_rates": (("*", 0.0), ("layers.5.*", 1.0))})
+    all_text = working_bytes(shape, row, **SETTINGS | {"learning_rates": (("*", 0.0), ("layers.*", 1.0))})
+    assert one == all_text > 0
+
+
+def test_a_row_without_gradient(tmp_path: Path) -> None:
+    """Of text, where only the tower is trained."""
+    shape = shape_of(random_qwen3_vl, tmp_path)
+    rates = (("*", 0.0), ("tower", 1.0))
+    row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
+    assert 0 < working_bytes(shape, row, **SETTINGS | {"learning_rates": rates}) < working_bytes(shape, row, **SETTINGS)
+
+
+def test_shared_prompts_are_kept_for_each_response(tmp_path: Path) -> None:
+    """Keys and values of the prompt are gathered for every response that sees them."""
+    shape = shape_of(FAMILIES["qwen3"], tmp_path)
+    row = RowShape(num_tokens=1200, num_prompt_tokens=600, num_image_tokens=0, num_responses=8)
+    apart = RowShape(num_tokens=1200, num_prompt_tokens=600, num_image_tokens=0, num_responses=8, shares_prompt=False)
+    gathered = 3 * 8 * 600 * 2 * 2 * 16 * 2  # layers, responses, tokens, keys and values, heads, sizes, bytes
+    more = working_bytes(shape, row, **SETTINGS) - working_bytes(shape, apart, **SETTINGS)
+    assert more == pytest.approx(gathered, rel=0.3)

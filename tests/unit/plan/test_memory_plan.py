@@ -1,0 +1,173 @@
+"""What is counted from a model's shape, against numbers worked out by hand; activations are a given number here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.config import load
+from penstock.errors import ConfigError
+from services.plan import memory_plan
+from services.plan.memory_plan import GIB, Gpus, MemoryPlan, plan_memory
+from services.plan.model_shape import ModelShape
+from services.recipe import Recipe
+from tests.support.trainer.families import random_qwen3, random_qwen3_vl
+
+ACTIVATIONS = 5 * GIB
+BASE = ("--rollout.replicas=1", "--rollout.context_length=1000", "--trainer.dtype=auto")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small Qwen3: 4 heads of 16, 2 of keys and values, 3 layers."""
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    random_qwen3().config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def plan_of(model: Path, *settings: str, gpus: str = "8x80") -> MemoryPlan:
+    """The plan of a recipe with these settings."""
+    recipe = load(Recipe, [], ['--run.name="a"', f"--model.path={model}", *BASE, *settings])
+    return plan_memory(model, recipe, Gpus.parse(gpus), image_share=0.25)
+
+
+def moments(plan: MemoryPlan, name: str) -> dict[str, dict[str, int]]:
+    """Of a kind of process, by name: the sizes of the parts."""
+    (process,) = [process for process in plan.processes if process.name == name]
+    return {moment.name: {part.name: part.size_bytes for part in moment.parts} for moment in process.moments}
+
+
+def test_one_rank(model: Path) -> None:
+    """16 bytes a parameter, a copy that was pushed, and at a push the rounded weights and one more."""
+    total = ModelShape.read(model).num_parameters
+    found = moments(plan_of(model), "trainer")
+    assert list(found["in a step"].values()) == [4 * total, 8 * total, 4 * total, ACTIVATIONS, 2 * total]
+    assert list(found["before a push"].values()) == [4 * total, 8 * total, 2 * total, 2 * total, 2 * total]
+
+
+def test_frozen_parts_have_neither_gradients_nor_averages(model: Path) -> None:
+    """The head, which this model does not tie."""
+    shape = ModelShape.read(model)
+    head = dict(shape.sizes)["lm_head.weight"]
+    found = moments(plan_of(model, "--trainer.optimizer.learning_rates={head = 0.0}"), "trainer")
+    assert found["in a step"]["gradients"] == 4 * (shape.num_parameters - head)
+
+
+def test_offload(model: Path) -> None:
+    """The device has the rounded weights only, which need no rounding for a push."""
+    total = ModelShape.read(model).num_parameters
+    found = moments(plan_of(model, "--trainer.optimizer.offload=true"), "trainer")
+    assert list(found["in a step"].values()) == [2 * total, 0, ACTIVATIONS, 2 * total]
+    assert list(found["before a push"].values()) == [2 * total, 2 * total, 2 * total]
+
+
+def test_several_ranks(model: Path) -> None:
+    """Shares, what is gathered, and on rank 0 the copies for pushes."""
+    shape = ModelShape.read(model)
+    total, layer = shape.num_parameters, shape.num_of_largest_layer
+    others = total - 3 * layer
+    plan = plan_of(model, "--trainer.ranks=4")
+    assert [(process.name, process.count) for process in plan.processes][1:] == [
+        ("rank 0 of the trainer", 1),
+        ("other rank of the trainer", 3),
+    ]
+    shares = [total, 2 * total, total]  # a quarter of 4, 8 and 4 bytes
+    of_layers = [*shares, 2 * others, 4 * layer, 6 * layer, 2 * others, ACTIVATIONS]
+    found = moments(plan, "other rank of the trainer")
+    assert list(found["back through the layers"].values()) == of_layers
+    assert list(found["at the end of the way back"].values()) == [*shares, 2 * others, 2 * others, 4 * others]
+    first = moments(plan, "rank 0 of the trainer")
+    assert list(first["back through the layers"].values()) == [*of_layers, 2 * total]
+    assert list(first["before a push"].values()) == [total, 2 * total, 2 * total, 2 * total, 2 * total]
+
+
+def test_a_reference_policy(model: Path) -> None:
+    """One rank has it in a step and not at a push; several have their shares of it without activations."""
+    total = ModelShape.read(model).num_parameters
+    kl = ("--algorithm.kl.kind=k3", "--algorithm.kl.coef=0.01")
+    found = moments(plan_of(model, *kl), "trainer")
+    assert found["in a step"]["reference policy"] == 4 * total
+    assert "reference policy" not in found["before a push"]
+    found = moments(plan_of(model, *kl, "--trainer.ranks=2"), "other rank of the trainer")
+    with_it = [name for name, parts in found.items() if any("reference" in part for part in parts)]
+    assert with_it == ["while the reference computes"]
+    assert ACTIVATIONS not in found[with_it[0]].values()
+
+
+def test_deltas_need_one_more_copy(model: Path) -> None:
+    """Of the version before, to say what has changed."""
+    total = ModelShape.read(model).num_parameters
+    found = moments(plan_of(model, "--trainer.weight_sync.transport=delta"), "trainer")
+    assert found["in a step"]["copy before it, for deltas"] == 2 * total
+
+
+def test_engines(model: Path) -> None:
+    """Weights and caches are shared by the GPUs of an engine; a cache has no more than it may."""
+    shape = ModelShape.read(model)
+    per_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, sizes, bytes
+    found = moments(plan_of(model), "engine")
+    assert list(found["at least"].values()) == [2 * shape.num_parameters, 1000 * per_token]
+    found = moments(plan_of(model, "--rollout.tensor_parallel=4"), "GPU of an engine of 4")
+    assert list(found["at least"].values()) == [shape.num_parameters // 2, 1000 * per_token // 2]
+    plan = plan_of(model, "--rollout.max_total_tokens=600")
+    assert list(moments(plan, "engine")["at least"].values())[1] == 600 * per_token
+    assert plan.processes[0].notes == ("its KV cache holds 600 tokens, 1.0 samples of 600",)
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel = 3 cannot share the model's 4 heads"):
+        plan_of(model, "--rollout.tensor_parallel=3")
+
+
+def test_one_gpu_is_shared(model: Path) -> None:
+    """The trainer has what engines leave, and less a reserve for each process."""
+    plan = plan_of(model, "--rollout.gpu_memory_fraction=0.25", gpus="1x40")
+    assert [process.room_bytes for process in plan.processes] == [10 * GIB, (40 - 10 - 2 - 2) * GIB]
+
+
+def test_what_bounds_a_sample_bounds_a_row(model: Path) -> None:
+    """A longer sample than micro_batch_tokens has a row of its own; where nothing bounds it, that is said."""
+    short = ("--trainer.micro_batch_tokens=100", "--rollout.context_length=0")
+    bounded = plan_of(model, *short, "--data.limits.max_tokens=700")
+    assert "activations of 700 tokens, 0 of images" in moments(bounded, "trainer")["in a step"]
+    unbounded = plan_of(model, *short, "--sampling.max_new_tokens=300")
+    assert "activations of 300 tokens, 0 of images" in moments(unbounded, "trainer")["in a step"]
+    assert unbounded.processes[1].notes[1] == "a sample of more than 300 tokens takes more"
+
+
+def test_more_ranks_or_a_smaller_share_are_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there are GPUs for; on a shared GPU the engines' share is lowered."""
+    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    total = ModelShape.read(model).num_parameters
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    gib = 11 * total / GIB  # a rank of one needs 18 bytes a parameter, rank 0 of seven fewer
+    plan = plan_of(model, "--trainer.gradient_checkpointing=true", gpus=f"8x{gib:.6f}")
+    assert plan.remedy is not None
+    assert [name.partition("=")[0] for name in plan.remedy] in (["--trainer.ranks"], ["--trainer.optimizer.offload"])
+    shared = plan_of(model, "--rollout.gpu_memory_fraction=0.85", gpus=f"1x{28 * total / GIB:.6f}")
+    assert shared.remedy == ("--rollout.gpu_memory_fraction=0.6", "--trainer.optimizer.offload=true")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", "36"), ("num_attention_heads", 0), ("hidden_size", -1), ("model_type", "gemma3")],
+)
+def test_a_config_that_describes_no_model(tmp_path: Path, key: str, value: object) -> None:
+    """One error that names the file, or the type."""
+    config = random_qwen3().config.to_dict() | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(ConfigError, match=r"model\.path: .*(config\.json|gemma3)"):
+        ModelShape.read(tmp_path)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    """It is not looked for on the Hub."""
+    with pytest.raises(ConfigError, match=r"this folder has no config\.json"):
+        ModelShape.read(tmp_path / "Qwen" / "Qwen3-0.6B")
+
+
+def test_experts_and_towers_share_heads_too(tmp_path: Path) -> None:
+    """A tower's heads are to be divided as well."""
+    config = random_qwen3_vl().config
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    shape.require_divisible(2)
+    with pytest.raises(ConfigError, match="of the tower"):
+        shape.require_divisible(16)
