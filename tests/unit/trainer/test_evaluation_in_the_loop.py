@@ -56,6 +56,18 @@ async def test_an_evaluation_that_is_stopped_comes_again(tmp_path: Path) -> None
         assert {run.ledger.status(index) for index in range(4)} == {GroupStatus.HELD}
 
 
+async def test_without_a_stop_a_run_goes_on(tmp_path: Path) -> None:
+    """Whatever the evaluator says while a batch is computed: a run that ends before its last step was stopped."""
+    evaluator = GatedEvaluator(0, holds_out=True)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.finish(0, 1, 2, 3)
+        assert await run.backend.next_call() == [0, 1, 2, 3]
+        evaluator.is_due = lambda step: True  # type: ignore[method-assign]
+        run.backend.go_on(2)
+        assert await run.backend.next_call() == "finish_step"
+
+
 async def test_the_last_weights_are_evaluated_once_they_are_saved(tmp_path: Path) -> None:
     """A run that dies in its last evaluation then has it before it when it is continued."""
     evaluator = GatedEvaluator(3)
