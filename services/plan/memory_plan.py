@@ -217,6 +217,8 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
         num_tokens = min(num_tokens, rollout.max_total_tokens)
         longest = min(longest, rollout.max_total_tokens)
     notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
+    if rollout.tensor_parallel > 1:
+        notes.append("no weights can be pushed to engines with rollout.tensor_parallel above 1 yet")
     if not is_bound:
         notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
     cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
@@ -335,14 +337,6 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
         settings.update({name.replace("__", "."): value for name, value in changes.items()})
         return dict(settings)
 
-    def with_ranks(parallel: int) -> Iterator[dict[str, object]]:
-        most = gpus.count - num_engines * parallel
-        doubled = [2**power for power in range(1, max(1, most).bit_length())]
-        for ranks in sorted({*doubled, most}):
-            if trainer.ranks < ranks <= most:
-                alone = {"trainer.optimizer.offload": False} if trainer.optimizer.offload else {}
-                yield settings | alone | {"trainer.ranks": ranks}
-
     if gpus.count > 1 and rollout.gpu_memory_fraction < USUAL_FRACTION:
         yield also(rollout__gpu_memory_fraction=USUAL_FRACTION)
     if not trainer.gradient_checkpointing:
@@ -351,7 +345,12 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     while tokens // 2 >= max(LEAST_ROW, _longest_sample(recipe)[0]):
         tokens //= 2
         yield also(trainer__micro_batch_tokens=tokens)
-    yield from with_ranks(rollout.tensor_parallel)
+    most = gpus.count - num_engines * rollout.tensor_parallel
+    doubled = [2**power for power in range(1, max(1, most).bit_length())]
+    for ranks in sorted({*doubled, most}):
+        if trainer.ranks < ranks <= most:
+            alone = {"trainer.optimizer.offload": False} if trainer.optimizer.offload else {}
+            yield settings | alone | {"trainer.ranks": ranks}
     if trainer.ranks == 1 and not trainer.optimizer.offload:
         yield settings | {"trainer.optimizer.offload": True}
     if gpus.count == 1:
@@ -359,11 +358,6 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
             if fraction < rollout.gpu_memory_fraction:
                 yield settings | {"rollout.gpu_memory_fraction": fraction}
                 yield settings | {"rollout.gpu_memory_fraction": fraction, "trainer.optimizer.offload": True}
-    parallel = 2 * rollout.tensor_parallel
-    while num_engines * parallel + trainer.ranks <= gpus.count:
-        yield also(rollout__tensor_parallel=parallel)
-        yield from with_ranks(parallel)
-        parallel *= 2
 
 
 def _as_text(value: object) -> str:

@@ -109,6 +109,7 @@ def test_engines(model: Path) -> None:
     assert list(found["at least"].values()) == [2 * shape.num_parameters, 1000 * per_token]
     found = moments(plan_of(model, "--rollout.tensor_parallel=4"), "GPU of an engine of 4")
     assert list(found["at least"].values()) == [shape.num_parameters // 2, 1000 * per_token // 2]
+    assert "no weights can be pushed" in plan_of(model, "--rollout.tensor_parallel=4").processes[0].notes[1]
     plan = plan_of(model, "--rollout.max_total_tokens=600")
     assert list(moments(plan, "engine")["at least"].values())[1] == 600 * per_token
     assert plan.processes[0].notes == ("its KV cache holds 600 tokens, 1.0 samples of 600",)
