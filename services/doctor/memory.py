@@ -75,10 +75,11 @@ def check_gpu_memory(
 def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Finding:
     rollout = recipe.rollout
     per_weight = _DTYPE_BYTES.get(rollout.dtype)
-    weights = size.checkpoint_bytes if per_weight is None else per_weight * size.num_parameters
+    rounded = _DTYPE_BYTES["bfloat16"] * size.num_parameters  # which a checkpoint in float32 is too
+    weights = min(size.checkpoint_bytes, rounded) if per_weight is None else per_weight * size.num_parameters
     weights //= rollout.tensor_parallel
     seen = f"weights take {gib(weights)} of the {gib(share)} that an engine may use"
-    remedy = "raise rollout.gpu_memory_fraction or rollout.tensor_parallel, or choose a smaller model"
+    remedy = "raise rollout.gpu_memory_fraction, or choose a smaller model; `penstock plan` tries settings"
     if weights >= share:
         return fault("engine's GPU", seen, remedy)
     if share > free:
@@ -93,16 +94,18 @@ def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Fi
 
 
 def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, is_sft: bool) -> Finding:
-    offloads = recipe.trainer.optimizer.offload
+    offloads, ranks = recipe.trainer.optimizer.offload, recipe.trainer.ranks
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     has_copy = not is_sft or copied < 4  # what is pushed is always a copy; steps in float32 need none
-    per_weight = 2 * copied if offloads else MASTER_BYTES + has_copy * copied
+    per_weight = 2 * copied if offloads else MASTER_BYTES / ranks + has_copy * copied
     if recipe.algorithm.needs_reference and not is_sft:
-        per_weight += copied if offloads else 4
-    needed = per_weight * size.num_parameters
+        per_weight += copied if offloads else 4 / ranks
+    needed = int(per_weight * size.num_parameters)
     copy = "copies for the steps" if is_sft else "the copy that is pushed"
-    seen = f"weights, gradients, AdamW's averages and {copy} take {gib(needed)} of {gib(room)}"
-    remedy = "set trainer.optimizer.offload = true, or choose a smaller model"
+    of = "" if ranks == 1 else f" of {ranks} ranks"
+    seen = f"weights, gradients, AdamW's averages{of} and {copy} take {gib(needed)} of {gib(room)}"
+    offload = "set trainer.optimizer.offload = true, " if ranks == 1 else ""
+    remedy = f"{offload}raise trainer.ranks, or choose a smaller model; `penstock plan` tries settings"
     if is_shared:
         remedy = f"lower rollout.gpu_memory_fraction, since engines share this GPU; or {remedy}"
     if needed >= room:

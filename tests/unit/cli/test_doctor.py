@@ -222,6 +222,21 @@ def test_memory_of_gpus_of_their_own() -> None:
     assert_found(trainer, Status.OK, "7.5 GiB of 24.0 GiB")
 
 
+def test_memory_of_ranks() -> None:
+    """Each has a share of the 16 bytes; rank 0 the whole copy that is pushed."""
+    ranks = recipe("--trainer.ranks=4")
+    small = Gpu(name="small", capability=(8, 9), free_bytes=12 * GIB, total_bytes=12 * GIB)
+    _, trainer = memory.check_gpu_memory(TWO_BILLION, ranks, plan(ranks, 5), facts(*[small] * 5))
+    assert_found(trainer, Status.WARNING, "averages of 4 ranks", "11.2 GiB of 12.0 GiB", "raise trainer.ranks")
+
+
+def test_an_engine_rounds_a_checkpoint_in_float32() -> None:
+    """To bfloat16, which the trainer computes in."""
+    one_each, wide = recipe(), ModelSize(num_parameters=2_000_000_000, checkpoint_bytes=8_000_000_000)
+    engine, _ = memory.check_gpu_memory(wide, one_each, plan(one_each, 2), facts(H100, H100))
+    assert_found(engine, Status.OK, "weights take 3.7 GiB of the 68.0 GiB")
+
+
 def test_memory_of_a_gpu_that_is_shared() -> None:
     """The trainer has what the engines leave."""
     shared = recipe("--rollout.gpu_memory_fraction=0.6")
@@ -240,7 +255,7 @@ def test_memory_that_an_engine_does_not_have() -> None:
     huge = ModelSize(num_parameters=40_000_000_000, checkpoint_bytes=80_000_000_000)
     one_each, split = recipe(), recipe("--rollout.tensor_parallel=2")
     engine, _ = memory.check_gpu_memory(huge, one_each, plan(one_each, 2), facts(H100, H100))
-    assert_found(engine, Status.FAULT, "74.5 GiB of the 68.0 GiB", "rollout.tensor_parallel")
+    assert_found(engine, Status.FAULT, "74.5 GiB of the 68.0 GiB", "rollout.gpu_memory_fraction")
     engine, _ = memory.check_gpu_memory(huge, split, plan(split, 3), facts(H100, H100, H100))
     assert_found(engine, Status.OK, "37.3 GiB of the 68.0 GiB")
     large = ModelSize(num_parameters=32_000_000_000, checkpoint_bytes=64_000_000_000)
