@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_for_ever() -> Iterator[None]:
-    """What is made in this context is never garbage, as modules are: it is not searched for any, now or later.
+    """Do not look for garbage among what is made in this context, now or later: modules and classes never are any.
 
     Importing torch or SGLang makes about a million objects; to search among them again and again takes a fifth of the
     time that their import takes. Whatever else the process has by then is not searched later either, so use it early

@@ -271,7 +271,7 @@ def _trainer(
 
 
 def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
-    """What a rank's device has at any time; what it has from a step's first row on; and the reference, if there is."""
+    """What a rank has at any time; what it has from a step's first row on; and the reference policy, if any."""
     trainer, total = recipe.trainer, shape.num_parameters
     trained = shape.num_trained(trainer.optimizer.learning_rates)
     has_reference = recipe.algorithm.needs_reference
@@ -333,18 +333,17 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     num_engines = rollout.replicas + rollout.prefill + rollout.decode
     settings: dict[str, object] = {}
 
-    def also(**changes: object) -> dict[str, object]:
-        settings.update({name.replace("__", "."): value for name, value in changes.items()})
-        return dict(settings)
-
     if gpus.count > 1 and rollout.gpu_memory_fraction < USUAL_FRACTION:
-        yield also(rollout__gpu_memory_fraction=USUAL_FRACTION)
+        settings = settings | {"rollout.gpu_memory_fraction": USUAL_FRACTION}
+        yield settings
     if not trainer.gradient_checkpointing:
-        yield also(trainer__gradient_checkpointing=True)
+        settings = settings | {"trainer.gradient_checkpointing": True}
+        yield settings
     tokens = trainer.micro_batch_tokens
     while tokens // 2 >= max(LEAST_ROW, _longest_sample(recipe)[0]):
         tokens //= 2
-        yield also(trainer__micro_batch_tokens=tokens)
+        settings = settings | {"trainer.micro_batch_tokens": tokens}
+        yield settings
     most = gpus.count - num_engines * rollout.tensor_parallel
     doubled = [2**power for power in range(1, max(1, most).bit_length())]
     for ranks in sorted({*doubled, most}):

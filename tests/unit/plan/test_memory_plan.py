@@ -164,8 +164,8 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         ModelShape.read(tmp_path / "Qwen" / "Qwen3-0.6B")
 
 
-def test_experts_and_towers_share_heads_too(tmp_path: Path) -> None:
-    """A tower's heads are to be divided as well."""
+def test_a_towers_heads_are_divided_too(tmp_path: Path) -> None:
+    """By the GPUs of an engine, as those of the text are."""
     config = random_qwen3_vl().config
     config.save_pretrained(tmp_path)
     shape = ModelShape.read(tmp_path)
