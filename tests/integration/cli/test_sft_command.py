@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from penstock.telemetry import log
+from services.cli import main
+
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
 
@@ -110,12 +113,21 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     ],
     ids=str,
 )
-def test_mistakes_are_one_line(recipe: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_mistakes_are_one_line(
+    recipe: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Exit code 2, the remedy, no traceback, no run folder."""
     ask, answer = {"role": "user", "content": "Find x."}, {"role": "assistant", "content": "5"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in ([ask, answer], [ask])))
     given = [argument.replace("rows.jsonl", str(tmp_path / "rows.jsonl")) for argument in arguments]
-    code, _, err = SftCommand(recipe, *given).finish()
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)  # its file is open until a process ends
+    code = main(["sft", str(recipe), *given])
+    err = capfd.readouterr().err
     assert code == 2, err
     [line] = err.splitlines()
     assert line.startswith("error: ")

@@ -1,7 +1,5 @@
 """A data file that is wrong, as a person meets it: `penstock serve trainer` says so in one line and exits with 2."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from services.cli import main
 from tests.support.trainer.groups import picture
 
-PENSTOCK = Path(sys.executable).parent / "penstock"
 TEXTS = pa.array(["<image>Find x."])
 
 
@@ -53,6 +51,7 @@ def test_a_data_file_that_is_wrong(
     tmp_path: Path,
     nats_url: str,
     run_name: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Exit code 2 and exactly one line, which names the file, what is wrong with it, and what to do."""
     data, recipe = tmp_path / "data.parquet", tmp_path / "recipe.toml"
@@ -61,11 +60,11 @@ def test_a_data_file_that_is_wrong(
         f'[run]\nname = "{run_name}"\ndir = "{tmp_path}"\n[model]\npath = "{tiny_model_path}"\n'
         f'[bus]\nurl = "{nats_url}"\n[data]\npath = "{data}"\n[log]\nlevel = "error"\n'
     )
-    command = [PENSTOCK, "serve", "trainer", "--config", recipe]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    code = main(["serve", "trainer", "--config", str(recipe)])
+    out, err = capfd.readouterr()
+    assert code == 2, err
+    (line,) = err.splitlines()
     assert line.startswith("error: ")
     for word in (str(data), *words):
         assert word in line
-    assert done.stdout == ""
+    assert out == ""

@@ -1,10 +1,15 @@
 """`penstock plan`: what it prints of a recipe, and what it proposes where the GPUs are too small."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from services.cli import main
+from services.plan import memory_plan
+from services.plan.model_shape import ModelShape
+from services.plan.working_memory import RowShape
 
 RECIPE = (
     "plan",
@@ -13,6 +18,22 @@ RECIPE = (
     "--rollout.context_length=512",
     "--trainer.micro_batch_tokens=8192",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_row_once() -> Iterator[None]:
+    """All plans here are of one model, and many of one row."""
+    count, known = memory_plan.working_bytes, dict[tuple[Any, ...], int]()
+
+    def working_bytes(shape: ModelShape, row: RowShape, **settings: Any) -> int:
+        key = (row, *settings.items())
+        if key not in known:
+            known[key] = count(shape, row, **settings)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "working_bytes", working_bytes)
+        yield
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:

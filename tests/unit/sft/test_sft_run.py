@@ -1,6 +1,7 @@
 """Whole runs of supervised training: what they learn, keep and continue from."""
 
 import asyncio
+import functools
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.data.sources import opening
 from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train
@@ -171,8 +173,11 @@ def test_a_batch_in_tokens_is_as_many_samples_as_fit(tiny_model_path: Path, tmp_
         assert row["sequence_tokens_mean"] * 3 <= 121
 
 
-def test_samples_that_are_all_too_long_end_the_run_with_the_remedy(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_samples_that_are_all_too_long_end_the_run_with_the_remedy(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also on the built-in problems, which are not read before."""
+    monkeypatch.setattr(opening, "built_in", functools.partial(opening.built_in, num_rows=50))
     settings = settings_of(tiny_model_path, sft={"max_tokens": 20})
     with pytest.raises(DataError, match=r"too long or wrong"):
         run(settings, tmp_path / "run")
