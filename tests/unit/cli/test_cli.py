@@ -1,25 +1,31 @@
 """The command line answers every mistake with one line and exit code 2."""
 
 import asyncio
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from penstock.clients import RewardClient
 from penstock.runtime.ports import free_ports
+from services.cli import main
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
 
-def penstock(*arguments: str | Path, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run the command as a person would."""
-    return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command as a person would, but in this process: what it imports is here already."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -44,10 +50,11 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_version_is_the_package_s() -> None:
-    """`penstock version` prints a version number."""
-    result = penstock("version")
+    """`penstock version` prints a version number, and the command's exit code is what is returned here elsewhere."""
+    result = subprocess.run([PENSTOCK, "version"], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0
     assert result.stdout.strip()[0].isdigit()
+    assert_mistake(subprocess.run([PENSTOCK, "fly"], capture_output=True, text=True, timeout=60, check=False), "fly")
 
 
 def test_config_prints_a_recipe_that_means_the_same(recipe: Path, tmp_path: Path) -> None:
