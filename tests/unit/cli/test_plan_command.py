@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.cli import main
-from services.plan import memory_plan
+from services.plan import memory_plan, working_memory
 from services.plan.model_shape import ModelShape
 from services.plan.working_memory import RowShape
 
@@ -23,7 +23,7 @@ RECIPE = (
 @pytest.fixture(autouse=True, scope="module")
 def each_row_once() -> Iterator[None]:
     """All plans here are of one model, and many of one row."""
-    count, known = memory_plan.working_bytes, dict[tuple[Any, ...], int]()
+    count, known = working_memory.working_bytes, dict[tuple[Any, ...], int]()
 
     def working_bytes(shape: ModelShape, row: RowShape, **settings: Any) -> int:
         key = (row, *settings.items())
