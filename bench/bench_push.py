@@ -37,7 +37,8 @@ from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
 from penstock.testing.engine_process import engine_process  # noqa: E402
 from penstock.weights.digest import MULTILINEAR, XXH3, tensor_digests  # noqa: E402
-from penstock.weights.manifest import Manifest  # noqa: E402
+from penstock.weights.manifest import Manifest, specs_of  # noqa: E402
+from penstock.weights.stream import WeightStream  # noqa: E402
 from services.rollout.testing.simulated_replica import simulated_replica  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
@@ -132,7 +133,7 @@ async def measure(
     backend: str = "gloo",
 ) -> Row:
     """Rounds of both, in turn."""
-    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=publisher.config.bucket_bytes)
+    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=publisher.config.bucket_bytes)
     sizes = [sum(spec.num_bytes for spec in bucket) for bucket in manifest.buckets]
     raw_s: list[float] = []
     take_s: list[float] = []
@@ -144,7 +145,7 @@ async def measure(
             raw_s.append(await asyncio.to_thread(broadcast_raw, pipes))
             await asyncio.to_thread(change, version, tensors, publisher.config.transport)
             started = time.perf_counter()
-            weights = await asyncio.to_thread(publisher.take, version, tensors.items())
+            weights = await asyncio.to_thread(publisher.take, version, WeightStream.of(tensors))
             taken = time.perf_counter()
             report = await publisher.publish(weights)
             take_s.append(taken - started)

@@ -2,12 +2,13 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from bench.async_loop.workload import Workload
+from penstock.weights.stream import WeightStream
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.batching.sequences import TrainGroup
@@ -75,9 +76,9 @@ class SimulatedBackend:
         """Forget the groups."""
         self._groups = []
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the number of steps, so that every version has other weights."""
-        yield "num_steps", torch.tensor([self._num_steps], dtype=torch.float32)
+    def export(self) -> WeightStream:
+        """Return the number of steps, so that every version has other weights."""
+        return WeightStream.of({"num_steps": torch.tensor([self._num_steps], dtype=torch.float32)})
 
     def save(self, folder: Path) -> None:
         """Write the number of steps."""

@@ -7,6 +7,7 @@ and order of the tensors.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import torch
 
@@ -27,6 +28,11 @@ class TensorSpec:
     """Its torch dtype without the prefix: "bfloat16"."""
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> Self:
+        """Describe a tensor, as it is or as one of another dtype."""
+        return cls(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
     @property
     def num_bytes(self) -> int:
         """Its size in a bucket."""
@@ -40,7 +46,7 @@ class Manifest:
     buckets: tuple[tuple[TensorSpec, ...], ...]
 
     @classmethod
-    def plan(cls, tensors: Iterable[tuple[str, torch.Tensor]], *, max_bucket_bytes: int) -> "Manifest":
+    def plan(cls, specs: Iterable[TensorSpec], *, max_bucket_bytes: int) -> Self:
         """Fill buckets in order.
 
         A tensor of at least `ALONE_BYTES` or above the limit has its own bucket. A tensor that would not be aligned
@@ -51,12 +57,11 @@ class Manifest:
         """
         buckets: list[list[TensorSpec]] = []
         filled, seen, is_open = 0, set(), False
-        for name, tensor in tensors:
-            if name in seen:
-                raise ValueError(f"tensor {name} occurs twice; push tied parameters once")
-            seen.add(name)
-            spec = TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            unaligned = filled % tensor.element_size() != 0
+        for spec in specs:
+            if spec.name in seen:
+                raise ValueError(f"tensor {spec.name} occurs twice; push tied parameters once")
+            seen.add(spec.name)
+            unaligned = filled % dtype_of(spec.dtype).itemsize != 0
             alone = spec.num_bytes >= ALONE_BYTES
             if not is_open or alone or unaligned or filled + spec.num_bytes > max_bucket_bytes:
                 buckets.append([])
@@ -67,7 +72,7 @@ class Manifest:
         return cls(tuple(tuple(bucket) for bucket in buckets))
 
     @classmethod
-    def from_proto(cls, message: rollout_pb2.WeightManifest) -> "Manifest":
+    def from_proto(cls, message: rollout_pb2.WeightManifest) -> Self:
         """Read and check a message.
 
         Raises:
@@ -121,6 +126,11 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all buckets."""
         return sum(spec.num_bytes for spec in self.tensors)
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    """Describe tensors by checkpoint name, in their order."""
+    return tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
 
 
 def pack(

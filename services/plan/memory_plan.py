@@ -263,7 +263,7 @@ def _trainer(
         count=1,
         room_bytes=room,
         moments=(*of_first, push),
-        notes=tuple(notes),
+        notes=(*notes, *_of_host(shape, recipe)),
     )
     if is_sharded:
         name = "other rank of the trainer"
@@ -312,19 +312,36 @@ def _sharded_moments(
     return tuple(moments)
 
 
+def _keeps_on_host(recipe: Recipe) -> bool:
+    """Whether copies for pushes are in the host's memory."""
+    return recipe.trainer.ranks > 1 or recipe.trainer.optimizer.offload
+
+
 def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    """What rank 0 keeps of the version that replicas have."""
-    size = _BFLOAT16 * shape.num_parameters
-    yield Part(name="copy that was pushed", size_bytes=size)
+    """What the trainer's GPU keeps of the version that replicas have."""
+    size = 0 if _keeps_on_host(recipe) else _BFLOAT16 * shape.num_parameters
+    where = ", on the host" if _keeps_on_host(recipe) else ""
+    yield Part(name=f"copy that was pushed{where}", size_bytes=size)
     if recipe.trainer.weight_sync.transport == "delta":
-        yield Part(name="copy before it, for deltas", size_bytes=size)
+        yield Part(name=f"copy before it, for deltas{where}", size_bytes=size)
 
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    size = _BFLOAT16 * shape.num_parameters
-    if not recipe.trainer.optimizer.offload:
-        yield Part(name="weights rounded", size_bytes=size)
-    yield Part(name="copy to be pushed", size_bytes=size)
+    """What a snapshot takes beside that: all of it, or as it is made bucket by bucket, two buckets."""
+    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
+    if not _keeps_on_host(recipe):
+        yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
+    yield Part(name="largest weight, rounded and whole", size_bytes=largest)
+    if _keeps_on_host(recipe):
+        yield Part(name="the same, packed", size_bytes=largest)
+
+
+def _of_host(shape: ModelShape, recipe: Recipe) -> Iterator[str]:
+    """What the trainer needs of the host's memory for pushes."""
+    if _keeps_on_host(recipe):
+        copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
+        size = copies * _BFLOAT16 * shape.num_parameters / GIB
+        yield f"{copies} copies of the weights for pushes, {size:,.1f} GiB, are in the host's memory"
 
 
 def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:

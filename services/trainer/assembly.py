@@ -157,6 +157,7 @@ async def assemble(
         security,
         host=settings.network.advertised,
         has_gpu=backend.config.device == "cuda",
+        keeps_on_host=backend.environment().num_ranks > 1 or config.optimizer.offload,
     )
     stack.push_async_callback(publisher.close)
     record = await open_held_out_record(bus, trainer_epoch=trainer_epoch)
@@ -355,7 +356,14 @@ def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, ru
 
 
 def _publisher(
-    config: WeightSyncConfig, folder: Path, replicas: Watch, security: Security | None, *, host: str, has_gpu: bool
+    config: WeightSyncConfig,
+    folder: Path,
+    replicas: Watch,
+    security: Security | None,
+    *,
+    host: str,
+    has_gpu: bool,
+    keeps_on_host: bool,
 ) -> WeightPublisher:
     if has_gpu:
         os.environ.update(nccl.environment())  # read when the first process group forms
@@ -366,6 +374,7 @@ def _publisher(
         security=security,
         backend="nccl" if has_gpu else "gloo",
         files=WeightFileStore(_weight_files_dir(config, folder)),
+        keeps_on_host=keeps_on_host,
     )
 
 

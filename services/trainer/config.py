@@ -113,6 +113,10 @@ class WeightSyncConfig(Config):
     """The longest that each stage of a push may take that moves or reads all weights: to upload a delta, to receive and
     load the weights, and to compute their digests."""
 
+    def shares_memory(self, *, on_gpu: bool) -> bool:
+        """Return whether replicas read the weights from the trainer's memory, which computes on a GPU or does not."""
+        return self.transport == "shared_memory" or (self.transport == "auto" and not on_gpu)
+
 
 class BackendConfig(Config):
     """How an optimizer step is computed: the settings of `[trainer]` that decide what a batch does to the weights."""

@@ -10,17 +10,15 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from penstock.weights.stream import WeightStream
 from services.trainer.backend.environment import Environment
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +79,10 @@ class TrainBackend(Protocol):
     def abort_step(self) -> None:
         """Leave out a step that was begun; weights and optimizer are as before it."""
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
+    def export(self) -> WeightStream:
+        """Return what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
 
-        The tensors may be the backend's own: copy them before the next `finish_step`.
+        Read it before the next `finish_step`: each tensor is made when it is asked for, or is the backend's own.
         """
 
     def save(self, folder: Path) -> None:

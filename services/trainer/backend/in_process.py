@@ -1,14 +1,14 @@
 """The backend of one rank, in its own process: alone, or for its part of every step beside other ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.config.base import leaves
 from penstock.model.tokens import forbidden_token_ids
+from penstock.weights.manifest import TensorSpec
+from penstock.weights.stream import WeightStream
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.plugin import require_functions
 from services.trainer.algorithm.regularisers import EntropyCoefficient
@@ -152,11 +152,14 @@ class InProcessBackend:
             raise ValueError("no step was begun")
         return self._step
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what an engine loads; see `TrainBackend.export`."""
+    def export(self) -> WeightStream:
+        """Return what an engine loads; see `TrainBackend.export`."""
         dtype = DTYPES[self.config.dtype]
-        for name, parameter in named_weights(self.policy):
-            yield name, full_tensor(parameter.to(dtype))
+        return WeightStream(
+            specs=tuple(TensorSpec.of(name, weight, dtype=dtype) for name, weight in named_weights(self.policy)),
+            device=self._model.device,
+            tensors=((name, full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
+        )
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; see `TrainBackend.save`.

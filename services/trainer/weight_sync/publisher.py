@@ -10,7 +10,7 @@ holds out keep its version instead, and catch up as late joiners do when it has 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -20,6 +20,7 @@ from penstock.bus.buckets.watch import Watch
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from penstock.weights.shared_memory import SharedMemoryPool
+from penstock.weights.stream import WeightStream
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.failed_replicas import FailedReplicas
@@ -61,6 +62,9 @@ class WeightPublisher:
     """torch.distributed back end of broadcasts: nccl or gloo."""
     files: WeightFileStore
     """Writes weight files if so configured; late joiners read them."""
+    keeps_on_host: bool = False
+    """Whether snapshots are in the host's memory: the weights are sharded or offloaded, so that a GPU has no room for
+    copies of all of them."""
     failed_replicas: FailedReplicas = field(default_factory=FailedReplicas)
     security: Security | None = None
     """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
@@ -85,18 +89,18 @@ class WeightPublisher:
             answer_within_s=self._deadlines.control_s,
         )
 
-    def take(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
-        """Copy the trainer's parameters (checkpoint name, tensor) for `publish`. Blocking: it reads every byte.
+    def take(self, version: int, weights: WeightStream) -> WeightSnapshot:
+        """Copy the trainer's weights for `publish`. Blocking: it reads every byte.
 
         Raises:
-            ValueError: a name occurs twice, or one tensor has two names.
+            ValueError: a name occurs twice, or what comes is not what was announced.
         """
-        named = tuple(tensors)
-        on_cpu = all(tensor.device.type == "cpu" for _, tensor in named)
-        transport = self.config.transport
-        is_shared = transport == "shared_memory" or (transport == "auto" and on_cpu)
         return WeightSnapshot.take(
-            version, named, max_bucket_bytes=self.config.bucket_bytes, pool=self._memory if is_shared else None
+            version,
+            weights,
+            max_bucket_bytes=self.config.bucket_bytes,
+            pool=self._memory if self.config.shares_memory(on_gpu=self.backend == "nccl") else None,
+            device=torch.device("cpu") if self.keeps_on_host else None,
         )
 
     async def publish(
@@ -238,7 +242,9 @@ class WeightPublisher:
         lagging = [member_of(replica) for replica in chosen if not serves(replica, hold_out.version)]
         if not lagging:
             return
-        weights, selector = await hold_out.open_weights(self.config, host=self.host, backend=self.backend)
+        weights, selector = await hold_out.open_weights(
+            self.config, host=self.host, backend=self.backend, keeps_on_host=self.keeps_on_host
+        )
         await self._selector.leave_group()  # whoever joins another leaves this one
         try:
             await selector.make_ready(weights)

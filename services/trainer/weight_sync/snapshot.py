@@ -1,7 +1,9 @@
 """A copy of the policy's weights in memory, which can be pushed at any time while training continues."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,6 +12,7 @@ import torch
 from penstock.weights.digest import digest_kind, digest_pool, tensor_digest
 from penstock.weights.manifest import Manifest, TensorSpec, pack, views
 from penstock.weights.shared_memory import ALIGNMENT, SharedMemory, SharedMemoryPool
+from penstock.weights.stream import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,28 +34,32 @@ class WeightSnapshot:
     def take(
         cls,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        weights: WeightStream,
         *,
         max_bucket_bytes: int,
         pool: SharedMemoryPool | None = None,
         device: torch.device | None = None,
+        kind: str | None = None,
     ) -> Self:
-        """Copy `tensors` (checkpoint name, tensor), into memory of `pool` if given. Blocking: it reads every byte.
+        """Copy weights bucket by bucket, into memory of `pool` if given. Blocking: it reads every byte.
 
-        The copy is on `device`, by default that of the tensors. Tensors of another device are moved there bucket by
-        bucket, so that the device has the copy and one bucket more at most.
+        Beside the copy, only the tensors of one bucket are there at a time, once as they come and once packed.
+
+        Args:
+            version: Of the weights.
+            weights: Under their checkpoint names.
+            max_bucket_bytes: See `Manifest.plan`.
+            pool: Memory that other processes can open.
+            device: Of the copy; by default that of the weights.
+            kind: Of the digests; by default the one that is fast on a GPU if weights or copy are on one.
 
         Raises:
-            ValueError: a name occurs twice, or one tensor has two names.
+            ValueError: a name occurs twice, or what comes is not what was announced.
         """
-        named = dict(tensors)
-        owners: dict[int, str] = {}
-        for name, tensor in named.items():
-            if tensor.numel() and (other := owners.setdefault(tensor.data_ptr(), name)) != name:
-                raise ValueError(f"{name} and {other} are one tensor; push tied parameters once")
-        manifest = Manifest.plan(named.items(), max_bucket_bytes=max_bucket_bytes)
-        device = device or next(iter(named.values())).device
-        kind = digest_kind(device)
+        manifest = Manifest.plan(weights.specs, max_bucket_bytes=max_bucket_bytes)
+        device = device or weights.device
+        packing = device if weights.device.type == "cpu" else weights.device
+        kind = kind or digest_kind(packing)
         memory, outs = None, [None] * len(manifest.buckets)
         if pool is not None:
             *firsts, size_bytes = manifest.offsets(ALIGNMENT)
@@ -63,7 +70,7 @@ class WeightSnapshot:
             ]
         buckets: list[torch.Tensor] = []
         pending: dict[str, Future[int]] = {}
-        threads = digest_pool(device)
+        threads = digest_pool(packing)
 
         def start_digests(bucket: Sequence[TensorSpec], data: torch.Tensor) -> None:
             pending.update(
@@ -71,17 +78,21 @@ class WeightSnapshot:
             )
 
         try:
-            _synchronize(device)  # the training thread may have written on another stream
-            for bucket, out in zip(manifest.buckets, outs, strict=True):
-                moved = {spec.name: named[spec.name].to(device) for spec in bucket}
-                buckets.append(pack(bucket, moved, out=out))
-                del moved  # before the next bucket is moved
-                if device.type == "cpu":  # while the bytes are in the cache
-                    start_digests(bucket, buckets[-1])
-            if device.type != "cpu":
-                _synchronize(device)  # other threads and processes do not wait for this thread's stream
-                for bucket, data in zip(manifest.buckets, buckets, strict=True):
-                    start_digests(bucket, data)
+            _synchronize(packing)  # the training thread may have written on another stream
+            with closing(weights.__iter__()) as tensors:
+                for bucket, out in zip(manifest.buckets, outs, strict=True):
+                    packed = _pack_next(bucket, tensors, packing, out=out if packing == device else None)
+                    _synchronize(packing)  # other threads and processes do not wait for this thread's stream
+                    start_digests(bucket, packed)
+                    if packing == device:
+                        buckets.append(packed)
+                        continue
+                    buckets.append(torch.empty_like(packed, device=device) if out is None else out)
+                    buckets[-1].copy_(packed)
+                    wait(pending.values())  # they keep what they read
+                    del packed
+                if next(tensors, None) is not None:
+                    raise ValueError(f"more weights came than the {len(manifest.tensors)} that were announced")
         finally:
             threads.shutdown(wait=False)
         return cls(
@@ -107,6 +118,20 @@ class WeightSnapshot:
         """Parameters whose digest in `held` differs, or that only one side has. Blocking."""
         digests = self.digests
         return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
+
+
+def _pack_next(
+    bucket: Sequence[TensorSpec],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    device: torch.device,
+    *,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Pack the tensors of a bucket as they come; see `pack`."""
+    named = dict(itertools.islice(tensors, len(bucket)))
+    if tuple(named) != tuple(spec.name for spec in bucket):
+        raise ValueError(f"weights {tuple(named)} came, {tuple(spec.name for spec in bucket)} were announced")
+    return pack(bucket, {name: tensor.to(device) for name, tensor in named.items()}, out=out)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2
+from penstock.weights.stream import WeightStream
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -66,7 +67,7 @@ async def test_an_engine_that_joins_late(
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
         publisher = publishing(watch, files_dir=tmp_path / "weights", transport="broadcast")
         policies = {version: reference.perturbed(version) for version in range(7, 12)}
-        await publisher.publish(publisher.take(7, policies[7].weights.items()))
+        await publisher.publish(publisher.take(7, WeightStream.of(policies[7].weights)))
         keeping = asyncio.create_task(publisher.keep_current())
         try:
             settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0}
@@ -80,7 +81,7 @@ async def test_an_engine_that_joins_late(
             publishing(watch, transport=name) for name in ("broadcast", "shared_memory", "delta")
         )
         for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
-            report = await publisher.publish(publisher.take(version, policies[version].weights.items()))
+            report = await publisher.publish(publisher.take(version, WeightStream.of(policies[version].weights)))
             assert (report.num_replicas, report.num_failed) == (1, 0)
             await assert_serves(engine, policies[version], version)
         received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]

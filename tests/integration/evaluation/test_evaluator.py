@@ -16,6 +16,7 @@ from penstock.bus.image_store import ImageStore
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
 from penstock.runtime.process import end_task
+from penstock.weights.stream import WeightStream
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
@@ -171,7 +172,7 @@ async def test_an_evaluation_that_goes_on_plays_a_changed_set_anew(
     first, *_ = await take_prompts(bus)
     await dying.receive(played(first, tiny_model_path, rewards=[1.0]))
     await end_task(evaluating)
-    weights = WeightSnapshot.take(7, weights_of(7).items(), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(7, WeightStream.of(weights_of(7)), max_bucket_bytes=8192)
     KeptSnapshot.write(folder_of(tmp_path, 4) / "weights", weights)
     again = await open_evaluator(bus, tmp_path, epoch="b", logged=[], num_samples=4, holding=Holding())
     assert again.is_interrupted

@@ -9,7 +9,7 @@ import torch
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, rollout_pb2
 from penstock.weights.digest import XXH3, tensor_digest
-from penstock.weights.manifest import Manifest, pack
+from penstock.weights.manifest import Manifest, pack, specs_of
 from services.trainer.weight_sync.process_group import WeightProcessGroup
 
 
@@ -33,7 +33,7 @@ class Push:
         self.mode, self.drain_s = mode, drain_s
         self.replaces_newer = replaces_newer
         self.push_id = f"push-{version}-{os.urandom(4).hex()}"
-        self.manifest = Manifest.plan(weights.items(), max_bucket_bytes=bucket_bytes)
+        self.manifest = Manifest.plan(specs_of(weights), max_bucket_bytes=bucket_bytes)
 
     async def prepare(self, group: "tuple[WeightProcessGroup, rollout_pb2.BroadcastSource] | None" = None) -> None:
         """Form a group, or use `group`."""

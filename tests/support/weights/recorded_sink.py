@@ -7,12 +7,12 @@ import torch
 
 from penstock.errors import UnavailableError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import Manifest
+from penstock.weights.manifest import Manifest, specs_of
 from services.rollout.engine.sglang_plugin.transports import Transport
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
-MANIFEST = Manifest.plan([("a", torch.zeros(2)), ("b", torch.zeros(2))], max_bucket_bytes=8)
+MANIFEST = Manifest.plan(specs_of({"a": torch.zeros(2), "b": torch.zeros(2)}), max_bucket_bytes=8)
 
 
 class RecordedSink:

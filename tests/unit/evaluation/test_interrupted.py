@@ -12,7 +12,9 @@ import structlog
 import torch
 
 from penstock.errors import SetupError
+from penstock.weights.digest import XXH3
 from penstock.weights.manifest import pack
+from penstock.weights.stream import WeightStream
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.evaluation.holding import (
     Interrupted,
@@ -28,7 +30,7 @@ from tests.unit.evaluation.test_evaluator import evaluator
 
 def keep(run_folder: Path, step: int, version: int) -> KeptSnapshot:
     """What an evaluation of `step` keeps."""
-    weights = WeightSnapshot.take(version, weights_of(version).items(), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(version, WeightStream.of(weights_of(version)), max_bucket_bytes=8192)
     return KeptSnapshot.write(folder_of(run_folder, step) / "weights", weights)
 
 
@@ -60,18 +62,18 @@ def test_weights_that_were_not_written_to_the_end_are_no_weights(tmp_path: Path)
 
 def test_kept_weights_are_read_back_as_they_were(tmp_path: Path) -> None:
     """In the same order and buckets, so that a replica that reads the files finds what is announced."""
-    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
     kept = KeptSnapshot.write(tmp_path, weights)
-    read = kept.load(device="cpu", max_bucket_bytes=8192, pool=None)
+    read = kept.load(device=torch.device("cpu"), kind=XXH3, max_bucket_bytes=8192, pool=None)
     assert (read.version, read.manifest, read.digests) == (5, weights.manifest, weights.digests)
     (kept.folder / "model.safetensors").unlink()
     with pytest.raises(SetupError, match="policy version 5, which an evaluation plays"):
-        kept.load(device="cpu", max_bucket_bytes=8192, pool=None)
+        kept.load(device=torch.device("cpu"), kind=XXH3, max_bucket_bytes=8192, pool=None)
 
 
 def test_kept_weights_are_moved_bucket_by_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may be using the rest of the GPU, which never has a second copy of all of them."""
-    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
     kept = KeptSnapshot.write(tmp_path, weights)
     moved: list[weakref.ref[torch.Tensor]] = []
     num_left: list[int] = []
@@ -82,7 +84,7 @@ def test_kept_weights_are_moved_bucket_by_bucket(tmp_path: Path, monkeypatch: py
         return pack(bucket, tensors, **options)
 
     monkeypatch.setattr("services.trainer.weight_sync.snapshot.pack", noted)
-    read = kept.load(device="meta", max_bucket_bytes=8192, pool=None)
+    read = kept.load(device=torch.device("meta"), kind=XXH3, max_bucket_bytes=8192, pool=None)
     assert {each.device.type for each in read.buckets} == {"meta"}
     assert num_left == [0] * len(weights.buckets)
     assert len(moved) == len(weights_of(5))
@@ -129,7 +131,7 @@ async def test_weights_are_removed_outside_the_event_loop(tmp_path: Path, removi
     keep(tmp_path, 4, 5)
     removing_threads.clear()
     await evaluator(tmp_path, step=2)
-    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
 
     async def hold_out(_: Any) -> bool:
         return False
@@ -144,7 +146,7 @@ async def test_weights_are_removed_outside_the_event_loop(tmp_path: Path, removi
 
 async def test_a_pause_says_how_many_replicas_serve(tmp_path: Path) -> None:
     """A run may have more that are still starting."""
-    weights = WeightSnapshot.take(5, weights_of(5).items(), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
     publisher: Any = SimpleNamespace(current=weights, can_hold_out=lambda num, version: False, num_live_replicas=1)
     record: Any = Record(0)
     with structlog.testing.capture_logs() as logs:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.weights import delta
 from penstock.weights.delta import apply_block, apply_blocks, encode_block, read_blocks, write_blocks
-from penstock.weights.manifest import Manifest, pack
+from penstock.weights.manifest import Manifest, pack, specs_of
 
 
 @given(
@@ -55,7 +55,7 @@ def test_a_file_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK_BYTES", 64)
     shapes = {"a": (torch.float32, (7, 11)), "b": (torch.bfloat16, (3,)), "c": (torch.float32, (0,))}
     old, new = ({name: torch.randn(shape).to(dtype) for name, (dtype, shape) in shapes.items()} for _ in range(2))
-    manifest = Manifest.plan(old.items(), max_bucket_bytes=300)
+    manifest = Manifest.plan(specs_of(old), max_bucket_bytes=300)
     buckets = [[pack(bucket, tensors) for bucket in manifest.buckets] for tensors in (old, new)]
     for base in (buckets[0], None):
         file = io.BytesIO()

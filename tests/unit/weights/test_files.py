@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.weights.manifest import Manifest, pack
+from penstock.weights.manifest import Manifest, pack, specs_of
+from penstock.weights.stream import WeightStream
 from penstock.weights.weight_files import check_weight_files, write_weight_files
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports import disk
@@ -20,7 +21,7 @@ from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.waiting import HANG_S, until
 
 TENSORS = {"a": torch.arange(1000, dtype=torch.float32), "b": torch.ones(7, dtype=torch.bfloat16)}
-MANIFEST = Manifest.plan(TENSORS.items(), max_bucket_bytes=1)
+MANIFEST = Manifest.plan(specs_of(TENSORS), max_bucket_bytes=1)
 BUCKETS = tuple(pack(bucket, TENSORS) for bucket in MANIFEST.buckets)
 
 
@@ -70,7 +71,7 @@ async def test_one_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(disk, "write_weight_files", alone)
     written = WeightFileStore(tmp_path)
-    first, second = (WeightSnapshot.take(version, TENSORS.items(), max_bucket_bytes=1) for version in (1, 2))
+    first, second = (WeightSnapshot.take(version, WeightStream.of(TENSORS), max_bucket_bytes=1) for version in (1, 2))
     written.write_soon(first)
     await until(begun.is_set)
     writing = asyncio.create_task(written.write(second))

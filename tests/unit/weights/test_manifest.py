@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import ALONE_BYTES, Manifest, chunks, pack, views
+from penstock.weights.manifest import ALONE_BYTES, Manifest, chunks, pack, specs_of, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -23,7 +23,7 @@ def test_pack_and_views_are_inverse(shapes: list[tuple[torch.dtype, list[int]]],
     tensors = {
         f"layer.{index}": torch.randint(-100, 100, shape).to(dtype) for index, (dtype, shape) in enumerate(shapes)
     }
-    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=max_bucket_bytes)
+    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=max_bucket_bytes)
     assert [spec.name for spec in manifest.tensors] == list(tensors)
     received = Manifest.from_proto(rollout_pb2.WeightManifest.FromString(manifest.to_proto().SerializeToString()))
     assert received == manifest
@@ -47,7 +47,7 @@ def test_buckets_fill_up_to_the_limit() -> None:
     """4 + 4 bytes fit into 8, the next starts a bucket, and one above the limit travels alone."""
     sizes = {"a": 4, "b": 4, "c": 4, "big": 20, "d": 1}
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
-    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=8)
+    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=8)
     assert [[spec.name for spec in bucket] for bucket in manifest.buckets] == [["a", "b"], ["c"], ["big"], ["d"]]
 
 
@@ -55,7 +55,7 @@ def test_large_tensors_travel_alone() -> None:
     """They need no packing, and what comes after them starts another bucket."""
     sizes = {"a": 4, "large": ALONE_BYTES, "b": 4, "c": 4}
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
-    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=1 << 30)
+    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=1 << 30)
     assert [[spec.name for spec in bucket] for bucket in manifest.buckets] == [["a"], ["large"], ["b", "c"]]
 
 
@@ -72,12 +72,12 @@ def test_large_buckets_are_broadcast_in_chunks() -> None:
 def test_a_name_occurs_once() -> None:
     """Tied parameters are one parameter."""
     with pytest.raises(ValueError, match="occurs twice"):
-        Manifest.plan([("a", torch.zeros(1)), ("a", torch.zeros(1))], max_bucket_bytes=8)
+        Manifest.plan(2 * specs_of({"a": torch.zeros(1)}), max_bucket_bytes=8)
 
 
 def test_pack_refuses_other_tensors_than_announced() -> None:
     """A shape or dtype that changed since the manifest was made is noticed before anything is sent."""
-    manifest = Manifest.plan([("a", torch.zeros(2, 3))], max_bucket_bytes=100)
+    manifest = Manifest.plan(specs_of({"a": torch.zeros(2, 3)}), max_bucket_bytes=100)
     for tensor in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)):
         with pytest.raises(ValueError, match="announced as float32"):
             pack(manifest.buckets[0], {"a": tensor})

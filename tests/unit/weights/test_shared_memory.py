@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import NotReadyError
 from penstock.v1 import rollout_pb2
-from penstock.weights.manifest import Manifest, pack, views
+from penstock.weights.manifest import Manifest, pack, specs_of, views
 from penstock.weights.shared_memory import ALIGNMENT, SharedMemoryHandle, SharedMemoryPool, open_shared_memory
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_what_is_something_else_is_refused() -> None:
 def test_buckets_lie_in_it_aligned() -> None:
     """Each bucket is packed in its place, and read from there, whatever its size."""
     tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(5, 5), "c": torch.zeros(0), "d": torch.randn(65)}
-    manifest = Manifest.plan(tensors.items(), max_bucket_bytes=110)
+    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=110)
     assert len(manifest.buckets) > 2
     *firsts, size_bytes = manifest.offsets(ALIGNMENT)
     assert [first % ALIGNMENT for first in (*firsts, size_bytes)] == [0] * (len(firsts) + 1)

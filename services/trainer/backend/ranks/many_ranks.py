@@ -4,6 +4,7 @@ Invariant: all ranks run the same commands in the same order, one at a time. So 
 others, the others compute with it.
 """
 
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.process import EXIT_FAILURE
+from penstock.weights.stream import WeightStream
 from services.trainer.backend.base import StateDigests, TokenLoss
 from services.trainer.backend.environment import Environment
 from services.trainer.backend.ranks.ranks import Ranks
@@ -111,11 +113,14 @@ class ManyRanksBackend(_ManyRanks):
         """Leave out a step that was begun."""
         self._command("abort_step")
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what an engine loads; see `TrainBackend.export`. No other command is run meanwhile."""
+    def export(self) -> WeightStream:
+        """Return what an engine loads; see `TrainBackend.export`. No other command is run while it is read."""
+        weights: WeightStream = self._own.export()
+        return dataclasses.replace(weights, tensors=self._gathered(iter(weights)))
+
+    def _gathered(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         with self._lock:
             self._ranks.broadcast(("export", ()))
-            weights = self._own.export()
             try:
                 for each in weights:  # noqa: UP028 - `yield from` would end them with their reader
                     yield each

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
+import torch
 
 from penstock.v1 import common_pb2
+from penstock.weights.digest import digest_kind
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.held_out.choice import can_spare, choose_held_out, num_slots
@@ -76,7 +78,7 @@ class HoldOut:
         await self._has_some.wait()
 
     async def open_weights(
-        self, config: WeightSyncConfig, *, host: str, backend: str
+        self, config: WeightSyncConfig, *, host: str, backend: str, keeps_on_host: bool
     ) -> tuple[WeightSnapshot, TransportSelector]:
         """Read the kept weights, and choose transports for them alone; replicas that see the files read them.
 
@@ -84,12 +86,13 @@ class HoldOut:
             SetupError: the files cannot be read any more.
         """
         on_gpu = backend == "nccl"
-        is_shared = config.transport == "shared_memory" or (config.transport == "auto" and not on_gpu)
+        computing = torch.device("cuda" if on_gpu else "cpu")
         weights = await asyncio.to_thread(
             self.kept.load,
-            device="cuda" if on_gpu else "cpu",
+            device=torch.device("cpu") if keeps_on_host else computing,
+            kind=digest_kind(computing),
             max_bucket_bytes=config.bucket_bytes,
-            pool=SharedMemoryPool() if is_shared else None,
+            pool=SharedMemoryPool() if config.shares_memory(on_gpu=on_gpu) else None,
         )
         files = WeightFileStore.of(self.version, self.kept.folder)
         return weights, TransportSelector(config, files, host=host, backend=backend)

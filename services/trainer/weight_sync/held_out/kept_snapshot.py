@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from penstock.errors import SetupError
 from penstock.weights.shared_memory import SharedMemoryPool
+from penstock.weights.stream import WeightStream
 from penstock.weights.weight_files import find_weight_files, read_weight_files, write_weight_files
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 
@@ -40,13 +41,16 @@ class KeptSnapshot:
         newest = find_weight_files(parent)
         return None if newest is None else cls(version=newest[0], folder=newest[1])
 
-    def load(self, *, device: str, max_bucket_bytes: int, pool: SharedMemoryPool | None) -> WeightSnapshot:
+    def load(
+        self, *, device: torch.device, kind: str, max_bucket_bytes: int, pool: SharedMemoryPool | None
+    ) -> WeightSnapshot:
         """Read the weights, in the order in which they were written. Blocking.
 
         The device gets one copy of them, as for a publication.
 
         Args:
-            device: Where they are to be: cpu or cuda.
+            device: Where they are to be.
+            kind: Of their digests.
             max_bucket_bytes: As of the snapshot that was written.
             pool: Of shared memory, if other processes are to open them.
 
@@ -54,7 +58,7 @@ class KeptSnapshot:
             SetupError: the files cannot be read any more.
         """
         try:
-            tensors = list(read_weight_files(self.folder))  # mapped, not read
+            tensors = dict(read_weight_files(self.folder))  # mapped, not read
         except (OSError, SafetensorError) as error:
             raise SetupError(
                 f"{self.folder} held the weights of policy version {self.version}, which an evaluation plays, and "
@@ -62,10 +66,11 @@ class KeptSnapshot:
             ) from None
         return WeightSnapshot.take(
             self.version,
-            tensors,
+            WeightStream.of(tensors),
             max_bucket_bytes=max_bucket_bytes,
             pool=pool,
-            device=torch.empty(0, device=device).device,
+            device=torch.empty(0, device=device).device,  # with its number
+            kind=kind,
         )
 
 

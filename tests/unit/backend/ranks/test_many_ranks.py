@@ -1,12 +1,18 @@
 """What rank 0 passes on to the others."""
 
+import dataclasses
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.weights.stream import WeightStream
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
+
+WEIGHTS = {name: torch.zeros(1) for name in ("a", "b", "c")}
 
 
 class Broadcasts:
@@ -24,18 +30,20 @@ def test_an_export_that_its_reader_leaves_goes_on_to_its_end() -> None:
     """The others gather every weight with rank 0, so it must not stop before them."""
     gathered = []
 
-    def export() -> Iterator[int]:
-        for number in range(3):
-            gathered.append(number)
-            yield number
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in WEIGHTS:
+            gathered.append(name)
+            yield name, WEIGHTS[name]
+
+    def export() -> WeightStream:
+        return dataclasses.replace(WeightStream.of(WEIGHTS), tensors=gather())
 
     own: Any = SimpleNamespace(export=export, begin_step=lambda version: None)
     ranks: Any = Broadcasts()
     backend = ManyRanksBackend(own, ranks, None)
-    weights: Any = backend.export()
-    assert next(weights) == 0
-    weights.close()
-    assert gathered == [0, 1, 2]
+    with closing(iter(backend.export())) as weights:
+        assert next(weights)[0] == "a"
+    assert gathered == ["a", "b", "c"]
     backend.begin_step(4)
     assert ranks.said == [("export", ()), ("begin_step", (4,))]
 
