@@ -203,6 +203,8 @@ class WorkerPool:
             try:
                 await self._spawn()
                 num_failures = 0
+                if self.num_overtime == 0:
+                    self._shrink()  # the item for which this one was forked has ended meanwhile
             except (WorkerDiedError, OSError) as error:
                 num_failures += 1
                 wait_s = _BACKOFF.after(num_failures)

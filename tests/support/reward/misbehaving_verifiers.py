@@ -26,6 +26,8 @@ def verify(golds: list[str], response: str, prompt: str) -> float:
             pass
     if response == "sleep":
         time.sleep(1000)
+    if response.startswith("nap"):
+        time.sleep(float(response.split()[1]))
     if response == "eat":
         eaten = []
         while True:
