@@ -45,14 +45,25 @@ async def engine_process(
     folder: Path,
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
+    run: str = "",
     grace_s: float = 5.0,
     **rollout: object,
 ) -> AsyncIterator[EngineProcess]:
-    """Run an engine during the context; `grace_s` is that of its run, `rollout` holds settings of its section."""
+    """Run an engine during the context.
+
+    Args:
+        model_path: Its model.
+        nats_url: Its bus.
+        folder: For its recipe and log.
+        environment: Further variables.
+        run: Name of its run; by default the folder's.
+        grace_s: Of its run.
+        rollout: Settings of its section.
+    """
     recipe, log = folder / "recipe.toml", folder / "engine.log"
     settings = tomli_w.dumps({"rollout": rollout})
     recipe.write_text(
-        f'[run]\nname = "{folder.name}"\ngrace_s = {grace_s}\n'
+        f'[run]\nname = "{run or folder.name}"\ngrace_s = {grace_s}\n'
         f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
         f'[log]\nformat = "json"\nlevel = "debug"\n{settings}'
     )

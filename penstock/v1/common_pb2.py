@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/common.proto\x12\x0bpenstock.v1\",\n\x0bStoredImage\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\t\"N\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12*\n\x06stored\x18\x02 \x01(\x0b\x32\x18.penstock.v1.StoredImageH\x00\x42\t\n\x07\x63ontent\"9\n\x0bVersionSpan\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"s\n\x0e\x44isaggregation\x12\x18\n\x10transfer_backend\x18\x01 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x02 \x01(\x05\x12\x16\n\x0e\x62ootstrap_host\x18\x03 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x04 \x01(\x05\"\xaf\x02\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.penstock.v1.ReplicaRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.penstock.v1.ReplicaState\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x13\n\x0bnum_running\x18\x06 \x01(\x05\x12\x12\n\nnum_queued\x18\x07 \x01(\x05\x12\x13\n\x0bmax_running\x18\x08 \x01(\x05\x12\x0e\n\x06kv_use\x18\t \x01(\x02\x12\x33\n\x0e\x64isaggregation\x18\n \x01(\x0b\x32\x1b.penstock.v1.Disaggregation\x12\x12\n\nmax_tokens\x18\x0b \x01(\x05\"9\n\nLockHolder\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x10\n\x08\x63laim_id\x18\x03 \x01(\t*x\n\x0bReplicaRole\x12\x1c\n\x18REPLICA_ROLE_UNSPECIFIED\x10\x00\x12\x18\n\x14REPLICA_ROLE_UNIFIED\x10\x01\x12\x18\n\x14REPLICA_ROLE_PREFILL\x10\x02\x12\x17\n\x13REPLICA_ROLE_DECODE\x10\x03*\xb4\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_UPDATING\x10\x03\x12\x18\n\x14REPLICA_STATE_BROKEN\x10\x04\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/common.proto\x12\x0bpenstock.v1\",\n\x0bStoredImage\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\t\"N\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12*\n\x06stored\x18\x02 \x01(\x0b\x32\x18.penstock.v1.StoredImageH\x00\x42\t\n\x07\x63ontent\"9\n\x0bVersionSpan\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"s\n\x0e\x44isaggregation\x12\x18\n\x10transfer_backend\x18\x01 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x02 \x01(\x05\x12\x16\n\x0e\x62ootstrap_host\x18\x03 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x04 \x01(\x05\"\xc2\x02\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.penstock.v1.ReplicaRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.penstock.v1.ReplicaState\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x13\n\x0bnum_running\x18\x06 \x01(\x05\x12\x12\n\nnum_queued\x18\x07 \x01(\x05\x12\x13\n\x0bmax_running\x18\x08 \x01(\x05\x12\x0e\n\x06kv_use\x18\t \x01(\x02\x12\x33\n\x0e\x64isaggregation\x18\n \x01(\x0b\x32\x1b.penstock.v1.Disaggregation\x12\x12\n\nmax_tokens\x18\x0b \x01(\x05\x12\x11\n\tnum_ranks\x18\x0c \x01(\x05\"9\n\nLockHolder\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x10\n\x08\x63laim_id\x18\x03 \x01(\t*x\n\x0bReplicaRole\x12\x1c\n\x18REPLICA_ROLE_UNSPECIFIED\x10\x00\x12\x18\n\x14REPLICA_ROLE_UNIFIED\x10\x01\x12\x18\n\x14REPLICA_ROLE_PREFILL\x10\x02\x12\x17\n\x13REPLICA_ROLE_DECODE\x10\x03*\xb4\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_UPDATING\x10\x03\x12\x18\n\x14REPLICA_STATE_BROKEN\x10\x04\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICAROLE']._serialized_start=708
-  _globals['_REPLICAROLE']._serialized_end=828
-  _globals['_REPLICASTATE']._serialized_start=831
-  _globals['_REPLICASTATE']._serialized_end=1011
+  _globals['_REPLICAROLE']._serialized_start=727
+  _globals['_REPLICAROLE']._serialized_end=847
+  _globals['_REPLICASTATE']._serialized_start=850
+  _globals['_REPLICASTATE']._serialized_end=1030
   _globals['_STOREDIMAGE']._serialized_start=41
   _globals['_STOREDIMAGE']._serialized_end=85
   _globals['_IMAGE']._serialized_start=87
@@ -44,7 +44,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DISAGGREGATION']._serialized_start=226
   _globals['_DISAGGREGATION']._serialized_end=341
   _globals['_REPLICA']._serialized_start=344
-  _globals['_REPLICA']._serialized_end=647
-  _globals['_LOCKHOLDER']._serialized_start=649
-  _globals['_LOCKHOLDER']._serialized_end=706
+  _globals['_REPLICA']._serialized_end=666
+  _globals['_LOCKHOLDER']._serialized_start=668
+  _globals['_LOCKHOLDER']._serialized_end=725
 # @@protoc_insertion_point(module_scope)

@@ -216,6 +216,7 @@ class Replica(_message.Message):
     KV_USE_FIELD_NUMBER: _builtins.int
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name, new at every start of the process."""
     address: _builtins.str
@@ -236,6 +237,8 @@ class Replica(_message.Message):
     """Share of its KV cache in use, 0 to 1."""
     max_tokens: _builtins.int
     """The most tokens of prompt and response together that it takes; 0: it does not say."""
+    num_ranks: _builtins.int
+    """Its processes that take part in a push, each with a part of the weights; 0: one."""
     @_builtins.property
     def disaggregation(self) -> Global___Disaggregation:
         """Set exactly for prefill and decode replicas."""
@@ -254,10 +257,11 @@ class Replica(_message.Message):
         kv_use: _builtins.float = ...,
         disaggregation: Global___Disaggregation | None = ...,
         max_tokens: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disaggregation", b"disaggregation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disaggregation", b"disaggregation", "kv_use", b"kv_use", "max_running", b"max_running", "max_tokens", b"max_tokens", "num_queued", b"num_queued", "num_running", b"num_running", "policy_version", b"policy_version", "replica_id", b"replica_id", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disaggregation", b"disaggregation", "kv_use", b"kv_use", "max_running", b"max_running", "max_tokens", b"max_tokens", "num_queued", b"num_queued", "num_ranks", b"num_ranks", "num_running", b"num_running", "policy_version", b"policy_version", "replica_id", b"replica_id", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

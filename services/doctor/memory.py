@@ -79,7 +79,10 @@ def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Fi
     weights = min(size.checkpoint_bytes, rounded) if per_weight is None else per_weight * size.num_parameters
     weights //= rollout.tensor_parallel
     seen = f"weights take {gib(weights)} of the {gib(share)} that an engine may use"
-    remedy = "raise rollout.gpu_memory_fraction, or choose a smaller model; `penstock plan` tries settings"
+    remedy = (
+        "raise rollout.gpu_memory_fraction or rollout.tensor_parallel, or choose a smaller model; `penstock plan` "
+        "tries settings"
+    )
     if weights >= share:
         return fault("engine's GPU", seen, remedy)
     if share > free:

@@ -138,7 +138,7 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
         except ConfigError:
             return False  # too few GPUs for it
 
-    found = next((settings for settings in _alternatives(recipe, gpus) if fits(settings)), None)
+    found = next((settings for settings in _proposals(recipe, gpus) if fits(settings)), None)
     if found is None:
         return dataclasses.replace(plan, remedy=None)
     for name in tuple(found):
@@ -217,8 +217,6 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
         num_tokens = min(num_tokens, rollout.max_total_tokens)
         longest = min(longest, rollout.max_total_tokens)
     notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
-    if rollout.tensor_parallel > 1:
-        notes.append("no weights can be pushed to engines with rollout.tensor_parallel above 1 yet")
     if not is_bound:
         notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
     cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
@@ -342,6 +340,17 @@ def _of_host(shape: ModelShape, recipe: Recipe) -> Iterator[str]:
         copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
         size = copies * _BFLOAT16 * shape.num_parameters / GIB
         yield f"{copies} copies of the weights for pushes, {size:,.1f} GiB, are in the host's memory"
+
+
+def _proposals(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
+    """Settings to try, with engines of as few GPUs as possible."""
+    yield from _alternatives(recipe, gpus)
+    size = 2 * recipe.rollout.tensor_parallel
+    while size < gpus.count:
+        larger: dict[str, object] = {"rollout.tensor_parallel": size}
+        yield larger
+        yield from (larger | settings for settings in _alternatives(_changed(recipe, larger), gpus))
+        size *= 2
 
 
 def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:

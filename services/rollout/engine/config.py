@@ -33,7 +33,8 @@ class RolloutConfig(Config):
     """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
     other's queue, so raise it where prompts take seconds to compute."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
-    """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. 1 on a CPU."""
+    """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. On a CPU they
+    are processes, which gain nothing: `penstock train` refuses them there, tests start them."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU float32 up

@@ -12,7 +12,7 @@ import urllib.request
 from typing import Any
 
 from penstock.config import NetworkConfig
-from penstock.errors import ConfigError, InvalidRequestError, SetupError
+from penstock.errors import InvalidRequestError, SetupError
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
@@ -117,19 +117,8 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
 
 
 def server_args(config: RolloutConfig, network: NetworkConfig, *, bootstrap_port: int, cuda: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for this role; a prefill engine listens on `bootstrap_port` for decode engines.
-
-    Raises:
-        ConfigError: tensor parallelism on a CPU.
-    """
+    """Arguments of `sglang.Engine` for this role; a prefill engine listens on `bootstrap_port` for decode engines."""
     args: dict[str, Any] = {}
-    if config.tensor_parallel > 1:
-        if not cuda:
-            raise ConfigError(
-                f"rollout.tensor_parallel = {config.tensor_parallel}: an engine on a CPU is one process that computes "
-                "in one thread, so there is nothing to split layers over; set it to 1 and start more engines instead"
-            )
-        args["tp_size"] = config.tensor_parallel
     if not is_disaggregated(config):
         return args
     args |= {

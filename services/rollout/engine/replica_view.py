@@ -57,4 +57,5 @@ class ReplicaView:
             kv_use=self._load.kv_use,
             disaggregation=self._disaggregation,
             max_tokens=self._engine.checker.max_tokens,
+            num_ranks=self._config.tensor_parallel,
         )

@@ -123,6 +123,7 @@ async def running(
         SglangWeights(engine),
         prepare_deadline_s=group_timeout_s,
         max_deadline_s=MAX_PUSH_S,
+        num_ranks=config.tensor_parallel,
         on_change=changed.set,
     )
     # After SGLang's fork: a gRPC server starts threads.

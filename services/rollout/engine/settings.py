@@ -4,8 +4,10 @@
 """
 
 import ctypes
+import itertools
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +46,7 @@ _CPU_ARGS = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
+    "disable_custom_all_reduce": True,  # those are GPUs' own
 }
 
 
@@ -81,7 +84,19 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
+        **_cores_of_ranks(config.tensor_parallel),
     }
+
+
+def _cores_of_ranks(count: int) -> dict[str, str]:
+    """A core for each process of an engine on a CPU; SGLang starts no more of them than there are NUMA nodes without.
+
+    Where there are fewer cores, processes share them.
+    """
+    if count == 1:
+        return {}
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(next(cores)) for _ in range(count))}
 
 
 def server_args(
@@ -106,6 +121,7 @@ def server_args(
         "skip_tokenizer_init": True,  # token in, token out
         "weight_version": "0",
         "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
+        "tp_size": config.tensor_parallel,
         **disaggregation.server_args(config, network, bootstrap_port=bootstrap_port, cuda=cuda),
     }
     if config.context_length:

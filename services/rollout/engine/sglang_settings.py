@@ -28,6 +28,7 @@ OWN_NAMES: Mapping[str, str] = {
     "disaggregation_transfer_backend": "use rollout.transfer_backend",
     "dist_init_addr": _ONE_MACHINE,
     "dp_size": "use rollout.replicas",
+    "ep_size": "experts are divided as other layers are, by rollout.tensor_parallel: experts as wholes take no pushes",
     "dtype": "use rollout.dtype",
     "enable_fp32_lm_head": "use trainer.float32_head, which holds for trainer and engines",
     "enable_multimodal": "it follows from the model",

@@ -18,6 +18,7 @@ from penstock.errors import NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.digest import tensor_digests
 from penstock.weights.manifest import Manifest
+from services.rollout.engine.sglang_plugin.parts import Part
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport, DeltaTransport, Transport
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
@@ -138,7 +139,8 @@ class MemorySink:
                 await self._faults.strike("bucket", self.corrupt)
 
     def _load(self, manifest: Manifest, transport: Transport) -> None:
-        take_into(self.tensors, manifest, transport, dict.fromkeys(self.groups, self._group))
+        parts = {name: Part(tensor=tensor) for name, tensor in self.tensors.items()}
+        take_into(parts, manifest, transport, dict.fromkeys(self.groups, self._group))
 
     def corrupt(self) -> None:
         """Change the last bit of one value."""

@@ -27,6 +27,8 @@ class Member:
 
     replica_id: str
     address: str
+    num_ranks: int = 1
+    """Its processes in the process group of a broadcast."""
 
 
 class NoMembersLeftError(PenstockError):

@@ -134,7 +134,7 @@ class ReplicaPool:
 
 def member_of(replica: common_pb2.Replica) -> Member:
     """Return `replica` as a member of a push."""
-    return Member(replica.replica_id, replica.address)
+    return Member(replica.replica_id, replica.address, max(1, replica.num_ranks))
 
 
 def serves(replica: common_pb2.Replica, version: int | None) -> bool:

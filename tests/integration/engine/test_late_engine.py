@@ -1,4 +1,4 @@
-"""An engine that joins a run late: real SGLang is brought to the published version, from a snapshot or over a group."""
+"""Engines that join a run late: real SGLang is brought to the published version, from a snapshot or over a group."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,13 @@ async def assert_serves(engine: EngineProcess, policy: Reference, version: int) 
     assert max(abs(got - want) for got, want in zip(answer.logprobs, expected.tolist(), strict=True)) < TOLERANCE
 
 
-async def test_an_engine_that_joins_late(
+async def test_engines_that_join_late(
     tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """It loads the version that was published before it was there from the snapshot, and the next ones all other ways.
+    """They load the version that was published before they were there from the snapshot, the next ones all other ways.
 
     A group, this machine's memory, a stream of all and one of what changed; real SGLang has the policy's logprobs each
-    time.
+    time. One engine is a process, the other's layers are shared by two; what changed is sent to the first alone.
     """
     config = WeightSyncConfig(mode="in_place", bucket_bytes=1 << 16)
 
@@ -71,8 +71,19 @@ async def test_an_engine_that_joins_late(
         keeping = asyncio.create_task(publisher.keep_current())
         try:
             settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0}
-            engine = await stack.enter_async_context(engine_process(tiny_model_path, nats_url, tmp_path, **settings))
-            await assert_serves(engine, policies[7], 7)
+            engines = []
+            for num_ranks in (1, 2):
+                folder = tmp_path / f"of-{num_ranks}"
+                folder.mkdir()
+                engines.append(
+                    await stack.enter_async_context(
+                        engine_process(
+                            tiny_model_path, nats_url, folder, run=tmp_path.name, tensor_parallel=num_ranks, **settings
+                        )
+                    )
+                )
+            for engine in engines:
+                await assert_serves(engine, policies[7], 7)
         finally:
             keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -82,7 +93,9 @@ async def test_an_engine_that_joins_late(
         )
         for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
             report = await publisher.publish(publisher.take(version, WeightStream.of(policies[version].weights)))
-            assert (report.num_replicas, report.num_failed) == (1, 0)
-            await assert_serves(engine, policies[version], version)
-        received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]
-        assert received == ["disk", "broadcast", "shared_memory", "delta", "delta"]
+            assert (report.num_replicas, report.num_failed) == (2, 0)
+            for engine in engines:
+                await assert_serves(engine, policies[version], version)
+        for engine in engines:
+            received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]
+            assert received == ["disk", "broadcast", "shared_memory", "delta", "delta"]

@@ -18,9 +18,12 @@ FELT = 1e-2
 
 
 @asynccontextmanager
-async def engine_of(model: Path, nats_url: str, folder: Path) -> AsyncIterator[EngineProcess]:
+async def engine_of(
+    model: Path, nats_url: str, folder: Path, *, tensor_parallel: int = 1
+) -> AsyncIterator[EngineProcess]:
     """Run an engine with the model during the context."""
-    async with engine_process(model, nats_url, folder, max_running=8, context_length=512, grace_s=2.0) as engine:
+    sizes = {"max_running": 8, "context_length": 512, "tensor_parallel": tensor_parallel}
+    async with engine_process(model, nats_url, folder, grace_s=2.0, **sizes) as engine:
         await engine.replica()  # the connection lasts as long as the engine
         yield engine
 
@@ -46,7 +49,7 @@ async def require_same_through_pushes(engine: EngineProcess, policy: Reference) 
     newer = policy
     for version in (1, 2):
         newer = policy.perturbed(seed=version)
-        await Push(engine, newer.weights, version).complete()
+        await Push(engine, newer.weights, version, num_ranks=(await engine.replica()).num_ranks).complete()
         assert await difference(engine, newer) <= MOST
         assert await difference(engine, policy) > FELT
     return newer

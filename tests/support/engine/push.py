@@ -26,8 +26,11 @@ class Push:
         mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_RETRACT,
         drain_s: float = 0.0,
         replaces_newer: bool = False,
+        num_ranks: int = 1,
     ) -> None:
+        """`num_ranks`: the engine's processes."""
         self.engine = engine
+        self.world_size = 1 + num_ranks
         self.weights = weights
         self.version = version
         self.mode, self.drain_s = mode, drain_s
@@ -45,7 +48,7 @@ class Push:
                 master_host="127.0.0.1",
                 master_port=self.group.port,
                 rank_offset=1,
-                world_size=2,
+                world_size=self.world_size,
                 backend="gloo",
             )
             opening = asyncio.create_task(asyncio.to_thread(self.group.form, timeout_s=30))
@@ -144,7 +147,9 @@ class Push:
         await receiving
 
     def _listen(self) -> WeightProcessGroup:
-        return WeightProcessGroup.listen(host="127.0.0.1", name=f"group-{self.push_id}", world_size=2, backend="gloo")
+        return WeightProcessGroup.listen(
+            host="127.0.0.1", name=f"group-{self.push_id}", world_size=self.world_size, backend="gloo"
+        )
 
     def _broadcast(self) -> None:
         self.group.broadcast((pack(bucket, self.weights) for bucket in self.manifest.buckets), timeout_s=30)

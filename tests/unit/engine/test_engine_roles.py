@@ -70,14 +70,6 @@ def test_train_starts_each_role(tmp_path: Path) -> None:
     }
 
 
-def test_tensor_parallelism_is_for_gpus() -> None:
-    """On a CPU it is refused with the reason; on GPUs SGLang is told."""
-    with pytest.raises(ConfigError, match=r"rollout.tensor_parallel = 2: an engine on a CPU"):
-        server_args(config(tensor_parallel=2), cuda=False)
-    assert server_args(config(tensor_parallel=2), cuda=True) == {"tp_size": 2}
-    assert server_args(config(), cuda=False) == {}
-
-
 def test_sglang_is_told_of_the_role() -> None:
     """A peer waits seconds for the other, and a machine's own address is not for engines on loopback alone."""
     prefill = server_args(config(role="prefill", transfer_backend="nixl"), cuda=False)

@@ -1,8 +1,9 @@
 """Loads the weights of a push into the parameters, inside SGLang's scheduler process.
 
 Several buckets are in flight while one is loaded. A bucket with one tensor is received in the memory of its parameter,
-without a copy; buckets of several small tensors go through a buffer. Until the places of the parameters are proven,
-SGLang's own loader takes the tensors one by one.
+without a copy; buckets of several small tensors go through a buffer, and so do parameters that several processes share:
+each receives all of them and keeps its part. Until the places of the parameters are proven, SGLang's own loader takes
+the tensors one by one.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from penstock.model.families.experts import published_experts
 from penstock.model.families.qwen_vl import published_name
 from penstock.weights.manifest import Manifest, TensorSpec
 from services.rollout.engine.sglang_plugin.parameters import trainer_parameters
+from services.rollout.engine.sglang_plugin.parts import Part
 from services.rollout.engine.sglang_plugin.transports import Transport
 from services.rollout.engine.sglang_plugin.transports.destination import Destination
 
@@ -70,15 +72,15 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
     )
 
 
-def take_into(
-    held: Mapping[str, torch.Tensor], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]
-) -> None:
-    """Write each tensor into the parameter of its name in `held`.
+def take_into(parts: Mapping[str, Part], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]) -> None:
+    """Write each tensor into the parameter of its name, or this process's part of it.
 
     Raises:
         NotReadyError: shared memory was freed.
         ValueError: blocks of a delta are damaged.
     """
-    device = next(iter(held.values())).device
-    for name, tensor in transport.arrivals(manifest, Destination(held, device), groups):
-        held[name].copy_(tensor)
+    device = next(iter(parts.values())).tensor.device
+    held = {name: part.tensor for name, part in parts.items() if part.cut is None}
+    destination = Destination(held, device, holds_all=len(held) == len(parts))
+    for name, tensor in transport.arrivals(manifest, destination, groups):
+        parts[name].write(tensor)

@@ -63,7 +63,7 @@ class IncomingPush:
 
 
 async def accept(
-    source: Source, version: int, manifest: Manifest, *, held: int, is_sound: bool
+    source: Source, version: int, manifest: Manifest, *, held: int, is_sound: bool, is_shared: bool
 ) -> tuple[Transport, Upload | None]:
     """The engine's end of the announced transport, and with delta the file for the upload.
 
@@ -73,6 +73,7 @@ async def accept(
         manifest: The tensors.
         held: The version that the engine holds.
         is_sound: Whether it holds all weights of that version.
+        is_shared: Whether several processes hold a part of them each.
 
     Raises:
         InvalidRequestError: the source is impossible.
@@ -86,7 +87,7 @@ async def accept(
         case rollout_pb2.SharedMemorySource():
             return await asyncio.to_thread(SharedMemoryTransport.accept, source), None
         case rollout_pb2.DeltaSource():
-            DeltaTransport.require_base(source, held=held, is_sound=is_sound)
+            DeltaTransport.require_base(source, held=held, is_sound=is_sound, is_shared=is_shared)
             upload = await asyncio.to_thread(Upload, source.size_bytes)
             return DeltaTransport(path=upload.path, base_version=source.base_version), upload
 

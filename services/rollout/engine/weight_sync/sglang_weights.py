@@ -5,6 +5,9 @@ So every call is awaited to its end, even if its caller has given up, and the ne
 """
 
 import asyncio
+import collections
+import functools
+import operator
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -167,20 +170,29 @@ class SglangWeights:
 
     async def parameters(self) -> dict[str, HeldParameter]:
         """The engine's parameters, by checkpoint name."""
-        return {name: parse_parameter(text) for name, text in (await self._check(PARAMETERS_ACTION)).items()}
+        ranks = await self._check(PARAMETERS_ACTION)
+        return {name: parse_parameter(text) for name, text in ranks[0].items()}
 
     async def digests(self, kind: str) -> dict[str, int]:
-        """The digest of every parameter, by checkpoint name. Reads every byte."""
-        return {name: int(text) for name, text in (await self._check(DIGEST_ACTION + kind)).items()}
+        """The digest of every parameter, by checkpoint name. Reads every byte.
 
-    async def _check(self, action: str) -> dict[str, str]:
+        Where processes hold different bytes that should be the same, it is that of neither.
+        """
+        found: dict[str, set[int]] = collections.defaultdict(set)
+        for rank in await self._check(DIGEST_ACTION + kind):
+            for name, text in rank.items():
+                found[name].add(int(text))
+        return {name: functools.reduce(operator.xor, digests) for name, digests in found.items()}
+
+    async def _check(self, action: str) -> list[dict[str, str]]:
+        """Return what each process says."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         request = CheckWeightsReqInput(action=action)
         success, message, ranks, _ = await self._call(lambda: self._tokenizer_manager.check_weights(request))
         if not success:
             raise UnavailableError(f"SGLang could not inspect its weights: {message}")
-        return {name: text for rank in ranks for name, text in rank["checksums"].items()}
+        return [rank["checksums"] for rank in ranks]
 
     async def set_version(self, version: int) -> None:
         """Stamp tokens with `version` from now on."""

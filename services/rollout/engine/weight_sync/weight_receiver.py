@@ -44,6 +44,7 @@ class WeightReceiver:
         *,
         prepare_deadline_s: float,
         max_deadline_s: float,
+        num_ranks: int = 1,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Use `open`.
@@ -52,11 +53,13 @@ class WeightReceiver:
             sink: The engine.
             prepare_deadline_s: The longest that forming a process group may take.
             max_deadline_s: Upper bound of a push's deadline.
+            num_ranks: Processes among which the engine divides its weights.
             on_change: Called after each change of `state` or `version`.
         """
         self._sink = sink
         self._prepare_deadline_s = prepare_deadline_s
         self._max_deadline_s = max_deadline_s
+        self._num_ranks = num_ranks
         self._on_change = on_change
         self._lock = asyncio.Lock()
         self._holder: asyncio.Task[object] | None = None
@@ -127,7 +130,9 @@ class WeightReceiver:
         async with self._holding():
             if self._push is not None:  # prepared while this call waited
                 await self._end_push(self._push, f"superseded by push {push_id}")
-            transport, upload = await accept(source, version, manifest, held=self.version, is_sound=self._sound)
+            transport, upload = await accept(
+                source, version, manifest, held=self.version, is_sound=self._sound, is_shared=self._num_ranks > 1
+            )
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the process group"):
                 if isinstance(source, rollout_pb2.BroadcastSource) and source.group_name != self._group_name:
                     await self._leave_group()

@@ -32,7 +32,7 @@ class BroadcastTransport(CollectiveTransport):
         Raises:
             SetupError: `host` is not an address of this machine.
         """
-        name, world_size = f"weights-{uuid.uuid4().hex[:12]}", 1 + len(members)
+        name, world_size = f"weights-{uuid.uuid4().hex[:12]}", 1 + sum(member.num_ranks for member in members)
         group = WeightProcessGroup.listen(host=host, name=name, world_size=world_size, backend=backend)
         source = rollout_pb2.BroadcastSource(
             group_name=name,
@@ -55,9 +55,10 @@ class BroadcastTransport(CollectiveTransport):
         return self._group.is_closed
 
     def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """The process group, and the member's rank in it."""
+        """The process group, and the member's first rank in it."""
         request.broadcast.CopyFrom(self._source)
-        request.broadcast.rank_offset = 1 + self.members.index(member)
+        before = self.members[: self.members.index(member)]
+        request.broadcast.rank_offset = 1 + sum(other.num_ranks for other in before)
 
     def form(self, *, timeout_s: float) -> None:
         """Wait for the members."""

@@ -23,13 +23,18 @@ class DeltaTransport(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     """The version that the blocks change; 0: they contain all weights."""
 
     @staticmethod
-    def require_base(source: rollout_pb2.DeltaSource, *, held: int, is_sound: bool) -> None:
-        """Check that this engine holds the base: version `held`, completely if `is_sound`.
+    def require_base(source: rollout_pb2.DeltaSource, *, held: int, is_sound: bool, is_shared: bool) -> None:
+        """Check that this engine holds the base: version `held`, completely if `is_sound`, in one process.
 
         Raises:
             NotReadyError: it holds other weights.
         """
         base_version = source.base_version
+        if base_version and is_shared:
+            raise NotReadyError(
+                f"the delta changes version {base_version}, of which each process of this engine holds a part; "
+                "send all weights"
+            )
         if base_version and (base_version != held or not is_sound):
             weights = f"version {held}" if is_sound else "broken weights"
             raise NotReadyError(
@@ -45,7 +50,7 @@ class DeltaTransport(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
             ValueError: blocks are damaged.
         """
         with Path(self.path).open("rb") as file:
-            if destination.held:
+            if destination.holds_all:
                 apply_blocks(file, manifest.tensors, destination.held, is_delta=self.base_version > 0)
             else:
                 yield from read_blocks(file, manifest.tensors)

@@ -1,0 +1,204 @@
+"""What one process of a tensor-parallel engine holds of each parameter.
+
+SGLang divides most matrices among an engine's processes: by rows, by columns, or projection by projection where it
+fuses several. Each process holds one part, and parts of keys and values may be held by several. Runs inside SGLang's
+scheduler processes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a parameter is divided: along one dimension, each of its projections by itself."""
+
+    dim: int
+    size: int
+    """Of the whole along it."""
+    stride: int
+    """Of a projection: where the next part begins. The last parts may be shorter, or empty."""
+    rank: int
+    """Number of the part that this process holds."""
+    projections: int = 1
+    """Those that lie behind each other along the dimension."""
+    replicas: int = 1
+    """Processes that hold the same part, next to each other."""
+
+    @property
+    def of_projection(self) -> int:
+        """Size of one projection along the dimension."""
+        return self.size // self.projections
+
+    @property
+    def start(self) -> int:
+        """Of this process's part in a projection."""
+        return min(self.rank * self.stride, self.of_projection)
+
+    @property
+    def length(self) -> int:
+        """Of this process's part of a projection."""
+        return min(self.stride, self.of_projection - self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A parameter, as far as this process has it."""
+
+    tensor: torch.Tensor
+    """A view of SGLang's memory, without padding."""
+    cut: Cut | None = None
+    """None: every process has all of it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what SGLang holds in another form."""
+        cut = self.cut
+        if cut is not None and self.tensor.shape[cut.dim] != cut.projections * cut.length:
+            raise ValueError(f"a part has the shape {list(self.tensor.shape)}, which is not that of {cut}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        shape = list(self.tensor.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.size
+        return tuple(shape)
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Take this process's part of the whole parameter."""
+        cut = self.cut
+        if cut is None:
+            self.tensor.copy_(whole)
+            return
+        by_projection = whole.unflatten(cut.dim, (cut.projections, cut.of_projection))
+        self._by_projection().copy_(by_projection.narrow(cut.dim + 1, cut.start, cut.length))
+
+    def gather(self, group: dist.ProcessGroup, to_rank: int) -> torch.Tensor | None:
+        """Return the whole parameter on one process of the engine, None on the others. All must call it.
+
+        If processes that should hold the same part do not, it is not the parameter.
+        """
+        cut = self.cut
+        assert cut is not None
+        mine = self._by_projection()
+        if cut.length < cut.stride:
+            missing = list(mine.shape)
+            missing[cut.dim + 1] = cut.stride - cut.length
+            mine = torch.cat([mine, mine.new_empty(missing)], dim=cut.dim + 1)
+        mine = mine.contiguous()
+        is_receiver = dist.get_rank(group) == to_rank
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_receiver else None
+        dist.gather(mine, parts, group=group, group_dst=to_rank)
+        if parts is None:
+            return None
+        chosen = parts[:: cut.replicas]
+        for number, part in enumerate(parts):
+            if not torch.equal(part, chosen[number // cut.replicas]):
+                chosen[number // cut.replicas] = part
+        whole = torch.cat(chosen, dim=cut.dim + 1).narrow(cut.dim + 1, 0, cut.of_projection)
+        return whole.flatten(cut.dim, cut.dim + 1)
+
+    def _by_projection(self) -> torch.Tensor:
+        """The tensor with a dimension more: [..., projection, part of it, ...]."""
+        assert self.cut is not None
+        return self.tensor.unflatten(self.cut.dim, (self.cut.projections, self.cut.length))
+
+
+def parts_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> list[Part]:
+    """Take apart what SGLang stores as one parameter of a layer.
+
+    Args:
+        owner: The layer.
+        kind: What SGLang calls the parameter: weight, bias.
+        tensor: The parameter.
+        num_names: Own parameters that it stands for.
+
+    Raises:
+        ValueError: it is divided in a way that is not known here.
+    """
+    from sglang.srt.layers import linear
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(owner, VocabParallelEmbedding):
+        return [_of_embedding(owner, tensor)]
+    if isinstance(owner, linear.QKVParallelLinear):
+        return _of_heads(owner, tensor, num_names)
+    if isinstance(owner, FusedMoE):
+        return [_of_experts(owner, kind, tensor)]
+    rank, count = _place(owner)
+    if isinstance(owner, linear.MergedColumnParallelLinear):
+        tensors = tensor.split([size // count for size in owner.output_sizes])
+        pairs = zip(tensors, owner.output_sizes, strict=True)
+        return [_part(each, dim=0, size=size, rank=rank, count=count) for each, size in pairs]
+    if isinstance(owner, linear.ColumnParallelLinear):
+        return [_part(tensor, dim=0, size=owner.output_size, rank=rank, count=count)]
+    if isinstance(owner, linear.RowParallelLinear) and kind == "weight":
+        return [_part(tensor, dim=1, size=owner.input_size, rank=rank, count=count)]
+    return [Part(tensor=tensor)]
+
+
+def _part(
+    tensor: torch.Tensor, *, dim: int, size: int, rank: int, count: int, projections: int = 1, replicas: int = 1
+) -> Part:
+    if count == 1:
+        return Part(tensor=tensor)
+    stride = size // projections // count
+    return Part(
+        tensor=tensor,
+        cut=Cut(dim=dim, size=size, stride=stride, rank=rank, projections=projections, replicas=replicas),
+    )
+
+
+def _of_embedding(owner: Any, tensor: torch.Tensor) -> Part:
+    """SGLang pads its rows, also those of vision positions."""
+    rows = owner.org_vocab_size
+    if owner.tp_size == 1:
+        return Part(tensor=tensor[:rows])
+    indices = owner.shard_indices
+    cut = Cut(dim=0, size=rows, stride=indices.num_org_elements_padded, rank=_place(owner)[0])
+    return Part(tensor=tensor[: cut.length], cut=cut)
+
+
+def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Part]:
+    """Queries, keys and values, which have fewer heads; with fewer heads than processes several hold the same."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+
+    rank, count = _place(owner)
+    kv_rank, kv_count = get_group_rank_size(owner.kv_tp_group)
+    replicas = owner.num_kv_head_replicas
+    queries = owner.total_num_heads * owner.head_size
+    keys = owner.total_num_kv_heads * owner.head_size
+    values = owner.total_num_kv_heads * owner.v_head_size
+    if num_names == 1:
+        if count > 1 and not queries == keys == values:
+            raise ValueError("queries, keys and values of one parameter have unequal sizes")
+        return [_part(tensor, dim=0, size=queries + keys + values, rank=rank, count=count, projections=3)]
+    tensors = tensor.split([owner.q_proj_shard_size, owner.kv_proj_shard_size, owner.v_proj_shard_size])
+    of_kv = {"dim": 0, "rank": kv_rank // replicas, "count": kv_count // replicas, "replicas": replicas}
+    return [
+        _part(tensors[0], dim=0, size=queries, rank=rank, count=count),
+        _part(tensors[1], size=keys, **of_kv),
+        _part(tensors[2], size=values, **of_kv),
+    ]
+
+
+def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Part:
+    """Gate and up of all experts as one tensor, [E, 2I, H], and down as another, [E, H, I]."""
+    rank, count = owner.moe_tp_rank, owner.moe_tp_size
+    if owner.moe_ep_size > 1:
+        raise ValueError("experts that are divided as wholes (ep_size) take no pushes; leave it out")
+    if kind == "w13_weight":
+        return _part(tensor, dim=1, size=tensor.shape[1] * count, rank=rank, count=count, projections=2)
+    return _part(tensor, dim=2, size=tensor.shape[2] * count, rank=rank, count=count)
+
+
+def _place(owner: Any) -> tuple[int, int]:
+    """Number of this process among those that share a layer, and how many they are."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+
+    rank, count = get_group_rank_size(getattr(owner, "tp_group", None))
+    return rank, count
