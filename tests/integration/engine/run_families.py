@@ -1,4 +1,4 @@
-"""Every family that is trained on real SGLang, an engine each. Not collected by default: `make test-families`."""
+"""Every family that is trained on real SGLang, two engines each. Not collected by default: `make test-families`."""
 
 from pathlib import Path
 
@@ -17,9 +17,12 @@ tokens, the tiny Qwen2-VL has other log-probabilities. Whether that is the model
 
 
 @pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
 @pytest.mark.parametrize("kind", COMPARED)
-async def test_a_family_is_the_trainers_model_before_and_after_pushes(kind: str, nats_url: str, tmp_path: Path) -> None:
+async def test_a_family_is_the_trainers_model_before_and_after_pushes(
+    kind: str, tensor_parallel: int, nats_url: str, tmp_path: Path
+) -> None:
     """Texts and pictures: |dlogp| within 1e-5 of transformers', after pushes too."""
     model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.3), tmp_path / kind)
-    async with engine_of(model, nats_url, tmp_path) as engine:
+    async with engine_of(model, nats_url, tmp_path, tensor_parallel=tensor_parallel) as engine:
         await require_same_through_pushes(engine, Reference(model))

@@ -73,7 +73,7 @@ def random_qwen2() -> Any:
     """Text only, tied, with biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
     return Qwen2ForCausalLM(config)
 
@@ -82,7 +82,7 @@ def random_qwen3() -> Any:
     """Text only, untied, more query than key heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(**sizes, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=False)
     return Qwen3ForCausalLM(config)
 

@@ -109,7 +109,12 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter]) -> No
     for name, held in expected.items():
         spec = pushed[name]
         if (spec.dtype, spec.shape) != (held.dtype, held.shape):
+            remedy = (
+                "cast before pushing, or set rollout.dtype"
+                if spec.shape == held.shape
+                else "SGLang may have padded it: choose a rollout.tensor_parallel that divides the model's sizes"
+            )
             raise InvalidRequestError(
                 f"manifest: {name} is {spec.dtype}{list(spec.shape)}, the engine holds {held.dtype}"
-                f"{list(held.shape)}; cast before pushing, or set rollout.dtype"
+                f"{list(held.shape)}; {remedy}"
             )
