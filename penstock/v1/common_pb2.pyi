@@ -238,7 +238,7 @@ class Replica(_message.Message):
     max_tokens: _builtins.int
     """The most tokens of prompt and response together that it takes; 0: it does not say."""
     num_ranks: _builtins.int
-    """Its processes that take part in a push, each with a part of the weights; 0: one."""
+    """Its processes that take part in a push, each with a shard of the weights; 0: one."""
     @_builtins.property
     def disaggregation(self) -> Global___Disaggregation:
         """Set exactly for prefill and decode replicas."""

@@ -1,4 +1,4 @@
-"""The innermost part of a simulated engine: tensors in memory instead of a model, and faults that can strike."""
+"""The innermost shard of a simulated engine: tensors in memory instead of a model, and faults that can strike."""
 
 import asyncio
 import datetime
@@ -18,7 +18,7 @@ from penstock.errors import NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.digest import tensor_digests
 from penstock.weights.manifest import Manifest
-from services.rollout.engine.sglang_plugin.parts import Part
+from services.rollout.engine.sglang_plugin.shards import Shard
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport, DeltaTransport, Transport
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
@@ -131,7 +131,7 @@ class MemorySink:
         self.loads.append(
             "whole" if isinstance(transport, DeltaTransport) and not transport.base_version else transport.name
         )
-        # In two parts where that can be, so that something can happen between them.
+        # In two shards where that can be, so that something can happen between them.
         cut = 1 if isinstance(transport, BroadcastTransport) else len(manifest.buckets)
         for buckets in (manifest.buckets[:cut], manifest.buckets[cut:]):
             if buckets:
@@ -139,8 +139,8 @@ class MemorySink:
                 await self._faults.strike("bucket", self.corrupt)
 
     def _load(self, manifest: Manifest, transport: Transport) -> None:
-        parts = {name: Part(tensor=tensor) for name, tensor in self.tensors.items()}
-        take_into(parts, manifest, transport, dict.fromkeys(self.groups, self._group))
+        shards = {name: Shard(tensor=tensor) for name, tensor in self.tensors.items()}
+        take_into(shards, manifest, transport, dict.fromkeys(self.groups, self._group))
 
     def corrupt(self) -> None:
         """Change the last bit of one value."""

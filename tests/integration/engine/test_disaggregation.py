@@ -1,6 +1,6 @@
 """Prefill and decode engines, real ones with KV that travels: together they are one unified engine.
 
-Over nixl; `make test-mooncake` runs the same over mooncake.
+Over nixl; `make test-mooncake` runs the same over mooncake, `make test-tensor-parallel` with engines of two processes.
 """
 
 import asyncio
@@ -46,6 +46,7 @@ pytestmark = [
 
 BACKEND_VARIABLE = "PENSTOCK_TEST_TRANSFER_BACKEND"
 BACKEND = os.environ.get(BACKEND_VARIABLE, "nixl")
+TENSOR_PARALLEL = int(os.environ.get("PENSTOCK_TEST_TENSOR_PARALLEL", "1"))
 PICTURES = {"text": [], "image": [picture(150, 101, seed=1)], "two images": [picture(96, 96), picture(60, 200, seed=2)]}
 
 
@@ -66,6 +67,7 @@ async def host(
         "max_running": 32,
         "context_length": 1024,
         "grace_s": 2.0,
+        "tensor_parallel": TENSOR_PARALLEL,
     }
     async with pair_host(tiny_model_path, nats_url, folder, run_of(engine), reference, **settings) as host:
         yield host

@@ -32,5 +32,5 @@ async def test_an_engine_of_two_processes_is_the_trainers_model_before_and_after
         name: weight.roll(weight.shape[1] // 2, 1) if name.endswith("o_proj.weight") else weight
         for name, weight in newer.weights.items()
     }
-    await Push(shared_engine, exchanged, 3, num_ranks=2).complete()
+    await Push(shared_engine, exchanged, 3).complete()
     assert await difference(shared_engine, newer) > FELT

@@ -49,7 +49,7 @@ async def require_same_through_pushes(engine: EngineProcess, policy: Reference) 
     newer = policy
     for version in (1, 2):
         newer = policy.perturbed(seed=version)
-        await Push(engine, newer.weights, version, num_ranks=(await engine.replica()).num_ranks).complete()
+        await Push(engine, newer.weights, version).complete()
         assert await difference(engine, newer) <= MOST
         assert await difference(engine, policy) > FELT
     return newer

@@ -26,11 +26,8 @@ class Push:
         mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_RETRACT,
         drain_s: float = 0.0,
         replaces_newer: bool = False,
-        num_ranks: int = 1,
     ) -> None:
-        """`num_ranks`: the engine's processes."""
         self.engine = engine
-        self.world_size = 1 + num_ranks
         self.weights = weights
         self.version = version
         self.mode, self.drain_s = mode, drain_s
@@ -42,13 +39,14 @@ class Push:
         """Form a group, or use `group`."""
         opening = None
         if group is None:
-            self.group = await asyncio.to_thread(self._listen)
+            world_size = 1 + (await self.engine.replica()).num_ranks
+            self.group = await asyncio.to_thread(self._listen, world_size)
             self.message = rollout_pb2.BroadcastSource(
                 group_name=self.group.name,
                 master_host="127.0.0.1",
                 master_port=self.group.port,
                 rank_offset=1,
-                world_size=self.world_size,
+                world_size=world_size,
                 backend="gloo",
             )
             opening = asyncio.create_task(asyncio.to_thread(self.group.form, timeout_s=30))
@@ -146,9 +144,9 @@ class Push:
         await asyncio.to_thread(self.group.close)
         await receiving
 
-    def _listen(self) -> WeightProcessGroup:
+    def _listen(self, world_size: int) -> WeightProcessGroup:
         return WeightProcessGroup.listen(
-            host="127.0.0.1", name=f"group-{self.push_id}", world_size=self.world_size, backend="gloo"
+            host="127.0.0.1", name=f"group-{self.push_id}", world_size=world_size, backend="gloo"
         )
 
     def _broadcast(self) -> None:

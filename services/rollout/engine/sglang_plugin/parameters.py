@@ -11,7 +11,7 @@ import torch
 
 from penstock.model.families.qwen_vl import own_names
 from penstock.weights.digest import tensor_digest, tensor_digests
-from services.rollout.engine.sglang_plugin.parts import Part, parts_of
+from services.rollout.engine.sglang_plugin.shards import Shard, shards_of
 from services.rollout.engine.sglang_plugin.variables import HeldParameter, describe_parameter
 
 
@@ -19,9 +19,9 @@ def described_parameters(model: Any) -> dict[str, str]:
     """Every parameter of an SGLang model by the trainer's name, whole, as `describe_parameter` writes it."""
     return {
         name: describe_parameter(
-            HeldParameter(dtype=str(part.tensor.dtype).removeprefix("torch."), shape=tuple(part.shape))
+            HeldParameter(dtype=str(shard.tensor.dtype).removeprefix("torch."), shape=tuple(shard.shape))
         )
-        for name, part in trainer_parameters(model)
+        for name, shard in trainer_parameters(model)
     }
 
 
@@ -30,27 +30,27 @@ def digests_of(model: Any, kind: str) -> dict[str, str]:
 
     Parameters that processes share are put together, each by one of them, in turn. Every process must call it.
     """
-    parts = dict(trainer_parameters(model))
-    of_all = tensor_digests(((name, part.tensor) for name, part in parts.items() if part.cut is None), kind)
-    return {name: str(digest) for name, digest in (of_all | _shared_digests(parts, kind)).items()}
+    shards = dict(trainer_parameters(model))
+    of_all = tensor_digests(((name, shard.tensor) for name, shard in shards.items() if shard.cut is None), kind)
+    return {name: str(digest) for name, digest in (of_all | _shared_digests(shards, kind)).items()}
 
 
-def _shared_digests(parts: dict[str, Part], kind: str) -> dict[str, int]:
-    shared = {name: part for name, part in parts.items() if part.cut is not None}
+def _shared_digests(shards: dict[str, Shard], kind: str) -> dict[str, int]:
+    shared = {name: shard for name, shard in shards.items() if shard.cut is not None}
     if not shared:
         return {}
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
     digests = {}
-    for number, (name, part) in enumerate(shared.items()):
-        whole = part.gather(group.device_group, number % group.world_size)
+    for number, (name, shard) in enumerate(shared.items()):
+        whole = shard.gather(group.device_group, number % group.world_size)
         if whole is not None:
             digests[name] = tensor_digest(whole, kind)
     return digests
 
 
-def trainer_parameters(model: Any) -> Iterator[tuple[str, Part]]:
+def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:
     """Every parameter of a Qwen model, as far as this process has it, with fused ones taken apart."""
     is_multimodal = hasattr(model, "visual")
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -60,4 +60,4 @@ def trainer_parameters(model: Any) -> Iterator[tuple[str, Part]]:
         layer, _, kind = name.rpartition(".")
         names = own_names(name, is_multimodal=is_multimodal)
         data: torch.Tensor = parameter.data
-        yield from zip(names, parts_of(model.get_submodule(layer), kind, data, len(names)), strict=True)
+        yield from zip(names, shards_of(model.get_submodule(layer), kind, data, len(names)), strict=True)

@@ -2,7 +2,7 @@
 
 Several buckets are in flight while one is loaded. A bucket with one tensor is received in the memory of its parameter,
 without a copy; buckets of several small tensors go through a buffer, and so do parameters that several processes share:
-each receives all of them and keeps its part. Until the places of the parameters are proven, SGLang's own loader takes
+each receives all of them and keeps its shard. Until the places of the parameters are proven, SGLang's own loader takes
 the tensors one by one.
 """
 
@@ -17,7 +17,7 @@ from penstock.model.families.experts import published_experts
 from penstock.model.families.qwen_vl import published_name
 from penstock.weights.manifest import Manifest, TensorSpec
 from services.rollout.engine.sglang_plugin.parameters import trainer_parameters
-from services.rollout.engine.sglang_plugin.parts import Part
+from services.rollout.engine.sglang_plugin.shards import Shard
 from services.rollout.engine.sglang_plugin.transports import Transport
 from services.rollout.engine.sglang_plugin.transports.destination import Destination
 
@@ -66,21 +66,21 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
     architecture = updater.model_config.hf_config.architectures[0]
     arrivals = order.transport.arrivals(manifest, Destination({}, device), groups)
     return (
-        (published_name(part, architecture), tensor)
+        (published_name(shard, architecture), tensor)
         for name, weight in arrivals
-        for part, tensor in published_experts(name, weight, architecture)
+        for shard, tensor in published_experts(name, weight, architecture)
     )
 
 
-def take_into(parts: Mapping[str, Part], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]) -> None:
-    """Write each tensor into the parameter of its name, or this process's part of it.
+def take_into(shards: Mapping[str, Shard], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]) -> None:
+    """Write each tensor into the parameter of its name, or this process's shard of it.
 
     Raises:
         NotReadyError: shared memory was freed.
         ValueError: blocks of a delta are damaged.
     """
-    device = next(iter(parts.values())).tensor.device
-    held = {name: part.tensor for name, part in parts.items() if part.cut is None}
-    destination = Destination(held, device, holds_all=len(held) == len(parts))
+    device = next(iter(shards.values())).tensor.device
+    held = {name: shard.tensor for name, shard in shards.items() if shard.cut is None}
+    destination = Destination(held, device, holds_all=len(held) == len(shards))
     for name, tensor in transport.arrivals(manifest, destination, groups):
-        parts[name].write(tensor)
+        shards[name].write(tensor)

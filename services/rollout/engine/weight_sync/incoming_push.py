@@ -73,7 +73,7 @@ async def accept(
         manifest: The tensors.
         held: The version that the engine holds.
         is_sound: Whether it holds all weights of that version.
-        is_shared: Whether several processes hold a part of them each.
+        is_shared: Whether several processes hold a shard of them each.
 
     Raises:
         InvalidRequestError: the source is impossible.

@@ -32,7 +32,7 @@ class DeltaTransport(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
         base_version = source.base_version
         if base_version and is_shared:
             raise NotReadyError(
-                f"the delta changes version {base_version}, of which each process of this engine holds a part; "
+                f"the delta changes version {base_version}, of which each process of this engine holds a shard; "
                 "send all weights"
             )
         if base_version and (base_version != held or not is_sound):

@@ -1,7 +1,7 @@
 """What one process of a tensor-parallel engine holds of each parameter.
 
 SGLang divides most matrices among an engine's processes: by rows, by columns, or projection by projection where it
-fuses several. Each process holds one part, and parts of keys and values may be held by several. Runs inside SGLang's
+fuses several. Each process holds one shard, and shards of keys and values may be held by several. Runs inside SGLang's
 scheduler processes.
 """
 
@@ -20,13 +20,13 @@ class Cut:
     size: int
     """Of the whole along it."""
     stride: int
-    """Of a projection: where the next part begins. The last parts may be shorter, or empty."""
+    """Of a projection: where the next shard begins. The last shards may be shorter, or empty."""
     rank: int
-    """Number of the part that this process holds."""
+    """Number of the shard that this process holds."""
     projections: int = 1
     """Those that lie behind each other along the dimension."""
     replicas: int = 1
-    """Processes that hold the same part, next to each other."""
+    """Processes that hold the same shard, next to each other."""
 
     @property
     def of_projection(self) -> int:
@@ -35,17 +35,17 @@ class Cut:
 
     @property
     def start(self) -> int:
-        """Of this process's part in a projection."""
+        """Of this process's shard in a projection."""
         return min(self.rank * self.stride, self.of_projection)
 
     @property
     def length(self) -> int:
-        """Of this process's part of a projection."""
+        """Of this process's shard of a projection."""
         return min(self.stride, self.of_projection - self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Shard:
     """A parameter, as far as this process has it."""
 
     tensor: torch.Tensor
@@ -57,7 +57,7 @@ class Part:
         """Refuse what SGLang holds in another form."""
         cut = self.cut
         if cut is not None and self.tensor.shape[cut.dim] != cut.projections * cut.length:
-            raise ValueError(f"a part has the shape {list(self.tensor.shape)}, which is not that of {cut}")
+            raise ValueError(f"a shard has the shape {list(self.tensor.shape)}, which is not that of {cut}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class Part:
         return tuple(shape)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Take this process's part of the whole parameter."""
+        """Take this process's shard of the whole parameter."""
         cut = self.cut
         if cut is None:
             self.tensor.copy_(whole)
@@ -79,7 +79,7 @@ class Part:
     def gather(self, group: dist.ProcessGroup, to_rank: int) -> torch.Tensor | None:
         """Return the whole parameter on one process of the engine, None on the others. All must call it.
 
-        If processes that should hold the same part do not, it is not the parameter.
+        If processes that should hold the same shard do not, it is not the parameter.
         """
         cut = self.cut
         assert cut is not None
@@ -90,24 +90,24 @@ class Part:
             mine = torch.cat([mine, mine.new_empty(missing)], dim=cut.dim + 1)
         mine = mine.contiguous()
         is_receiver = dist.get_rank(group) == to_rank
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_receiver else None
-        dist.gather(mine, parts, group=group, group_dst=to_rank)
-        if parts is None:
+        shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_receiver else None
+        dist.gather(mine, shards, group=group, group_dst=to_rank)
+        if shards is None:
             return None
-        chosen = parts[:: cut.replicas]
-        for number, part in enumerate(parts):
-            if not torch.equal(part, chosen[number // cut.replicas]):
-                chosen[number // cut.replicas] = part
+        chosen = shards[:: cut.replicas]
+        for number, shard in enumerate(shards):
+            if not torch.equal(shard, chosen[number // cut.replicas]):
+                chosen[number // cut.replicas] = shard
         whole = torch.cat(chosen, dim=cut.dim + 1).narrow(cut.dim + 1, 0, cut.of_projection)
         return whole.flatten(cut.dim, cut.dim + 1)
 
     def _by_projection(self) -> torch.Tensor:
-        """The tensor with a dimension more: [..., projection, part of it, ...]."""
+        """The tensor with a dimension more: [..., projection, shard of it, ...]."""
         assert self.cut is not None
         return self.tensor.unflatten(self.cut.dim, (self.cut.projections, self.cut.length))
 
 
-def parts_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> list[Part]:
+def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> list[Shard]:
     """Take apart what SGLang stores as one parameter of a layer.
 
     Args:
@@ -133,37 +133,37 @@ def parts_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> lis
     if isinstance(owner, linear.MergedColumnParallelLinear):
         tensors = tensor.split([size // count for size in owner.output_sizes])
         pairs = zip(tensors, owner.output_sizes, strict=True)
-        return [_part(each, dim=0, size=size, rank=rank, count=count) for each, size in pairs]
+        return [_shard(each, dim=0, size=size, rank=rank, count=count) for each, size in pairs]
     if isinstance(owner, linear.ColumnParallelLinear):
-        return [_part(tensor, dim=0, size=owner.output_size, rank=rank, count=count)]
+        return [_shard(tensor, dim=0, size=owner.output_size, rank=rank, count=count)]
     if isinstance(owner, linear.RowParallelLinear) and kind == "weight":
-        return [_part(tensor, dim=1, size=owner.input_size, rank=rank, count=count)]
-    return [Part(tensor=tensor)]
+        return [_shard(tensor, dim=1, size=owner.input_size, rank=rank, count=count)]
+    return [Shard(tensor=tensor)]
 
 
-def _part(
+def _shard(
     tensor: torch.Tensor, *, dim: int, size: int, rank: int, count: int, projections: int = 1, replicas: int = 1
-) -> Part:
+) -> Shard:
     if count == 1:
-        return Part(tensor=tensor)
+        return Shard(tensor=tensor)
     stride = size // projections // count
-    return Part(
+    return Shard(
         tensor=tensor,
         cut=Cut(dim=dim, size=size, stride=stride, rank=rank, projections=projections, replicas=replicas),
     )
 
 
-def _of_embedding(owner: Any, tensor: torch.Tensor) -> Part:
+def _of_embedding(owner: Any, tensor: torch.Tensor) -> Shard:
     """SGLang pads its rows, also those of vision positions."""
     rows = owner.org_vocab_size
     if owner.tp_size == 1:
-        return Part(tensor=tensor[:rows])
+        return Shard(tensor=tensor[:rows])
     indices = owner.shard_indices
     cut = Cut(dim=0, size=rows, stride=indices.num_org_elements_padded, rank=_place(owner)[0])
-    return Part(tensor=tensor[: cut.length], cut=cut)
+    return Shard(tensor=tensor[: cut.length], cut=cut)
 
 
-def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Part]:
+def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Shard]:
     """Queries, keys and values, which have fewer heads; with fewer heads than processes several hold the same."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
@@ -176,24 +176,24 @@ def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Part]:
     if num_names == 1:
         if count > 1 and not queries == keys == values:
             raise ValueError("queries, keys and values of one parameter have unequal sizes")
-        return [_part(tensor, dim=0, size=queries + keys + values, rank=rank, count=count, projections=3)]
+        return [_shard(tensor, dim=0, size=queries + keys + values, rank=rank, count=count, projections=3)]
     tensors = tensor.split([owner.q_proj_shard_size, owner.kv_proj_shard_size, owner.v_proj_shard_size])
     of_kv = {"dim": 0, "rank": kv_rank // replicas, "count": kv_count // replicas, "replicas": replicas}
     return [
-        _part(tensors[0], dim=0, size=queries, rank=rank, count=count),
-        _part(tensors[1], size=keys, **of_kv),
-        _part(tensors[2], size=values, **of_kv),
+        _shard(tensors[0], dim=0, size=queries, rank=rank, count=count),
+        _shard(tensors[1], size=keys, **of_kv),
+        _shard(tensors[2], size=values, **of_kv),
     ]
 
 
-def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Part:
+def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Shard:
     """Gate and up of all experts as one tensor, [E, 2I, H], and down as another, [E, H, I]."""
     rank, count = owner.moe_tp_rank, owner.moe_tp_size
     if owner.moe_ep_size > 1:
         raise ValueError("experts that are divided as wholes (ep_size) take no pushes; leave it out")
     if kind == "w13_weight":
-        return _part(tensor, dim=1, size=tensor.shape[1] * count, rank=rank, count=count, projections=2)
-    return _part(tensor, dim=2, size=tensor.shape[2] * count, rank=rank, count=count)
+        return _shard(tensor, dim=1, size=tensor.shape[1] * count, rank=rank, count=count, projections=2)
+    return _shard(tensor, dim=2, size=tensor.shape[2] * count, rank=rank, count=count)
 
 
 def _place(owner: Any) -> tuple[int, int]:

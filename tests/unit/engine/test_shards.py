@@ -1,11 +1,11 @@
-"""What each process of a tensor-parallel engine holds of a parameter, and that all parts together are the parameter."""
+"""What each process of a tensor-parallel engine holds of a parameter, and that all shards are the parameter."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from services.rollout.engine.sglang_plugin.parts import Cut, Part
+from services.rollout.engine.sglang_plugin.shards import Cut, Shard
 from services.trainer.backend.ranks.ranks import Ranks
 from tests.support.trainer.rank_pool import RankPool
 
@@ -16,7 +16,7 @@ CUTS = {
     "queries, keys and values in one": ((12, 5), {"dim": 0, "size": 12, "stride": 2, "projections": 3}, 1),
     "gate and up of experts": ((3, 8, 5), {"dim": 1, "size": 8, "stride": 2, "projections": 2}, 1),
     "a padded vocabulary": ((7, 5), {"dim": 0, "size": 7, "stride": 4}, 1),
-    "one that ends in the first part": ((3, 5), {"dim": 0, "size": 3, "stride": 4}, 1),
+    "one that ends in the first shard": ((3, 5), {"dim": 0, "size": 3, "stride": 4}, 1),
     "keys that both hold": ((4, 5), {"dim": 0, "size": 4, "stride": 4, "replicas": 2}, 2),
 }
 """Shape of a whole, how two processes share it, and how many hold the same."""
@@ -29,13 +29,13 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def part_of(name: str, rank: int) -> Part:
-    """An empty part."""
+def shard_of(name: str, rank: int) -> Shard:
+    """An empty shard."""
     shape, cut, replicas = CUTS[name]
     made = Cut(**{**cut, "rank": rank // replicas})
     sizes = list(shape)
     sizes[made.dim] = made.projections * made.length
-    return Part(tensor=torch.zeros(sizes, dtype=torch.int64), cut=made)
+    return Shard(tensor=torch.zeros(sizes, dtype=torch.int64), cut=made)
 
 
 def whole_of(name: str) -> torch.Tensor:
@@ -51,25 +51,25 @@ def whole_of(name: str) -> torch.Tensor:
         ("queries, keys and values in one", 0, [0, 1, 4, 5, 8, 9]),
         ("queries, keys and values in one", 1, [2, 3, 6, 7, 10, 11]),
         ("a padded vocabulary", 1, [4, 5, 6]),
-        ("one that ends in the first part", 1, []),
+        ("one that ends in the first shard", 1, []),
         ("keys that both hold", 1, [0, 1, 2, 3]),
     ],
 )
 def test_a_process_takes_its_rows(name: str, rank: int, rows: list[int]) -> None:
-    """Of each projection the same part."""
-    part, whole = part_of(name, rank), whole_of(name)
-    part.write(whole)
-    assert part.shape == whole.shape
-    assert torch.equal(part.tensor, whole[rows])
+    """Of each projection the same shard."""
+    shard, whole = shard_of(name, rank), whole_of(name)
+    shard.write(whole)
+    assert shard.shape == whole.shape
+    assert torch.equal(shard.tensor, whole[rows])
 
 
 def gathered(ranks: Ranks, name: str, to_rank: int, *, is_damaged: bool = False) -> torch.Tensor | None:
-    """What a process gets of a parameter that each has written its part of."""
-    part = part_of(name, ranks.rank)
-    part.write(whole_of(name))
+    """What a process gets of a parameter that each has written its shard of."""
+    shard = shard_of(name, ranks.rank)
+    shard.write(whole_of(name))
     if is_damaged and ranks.rank == 1:
-        part.tensor[0] += 1
-    return part.gather(torch.distributed.group.WORLD, to_rank)
+        shard.tensor[0] += 1
+    return shard.gather(torch.distributed.group.WORLD, to_rank)
 
 
 @pytest.mark.parametrize("to_rank", [0, 1])
@@ -95,5 +95,5 @@ def test_a_wrong_part_is_seen(pool: RankPool, name: str) -> None:
 
 def test_a_part_of_another_size_is_refused() -> None:
     """SGLang may pad what it divides."""
-    with pytest.raises(ValueError, match=r"a part has the shape \[4, 5\]"):
-        Part(tensor=torch.zeros(4, 5), cut=Cut(dim=0, size=6, stride=3, rank=0))
+    with pytest.raises(ValueError, match=r"a shard has the shape \[4, 5\]"):
+        Shard(tensor=torch.zeros(4, 5), cut=Cut(dim=0, size=6, stride=3, rank=0))
