@@ -147,7 +147,10 @@ async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair
     prefill, decode = [await engine.replica() for engine in pair.engines]
     assert (prefill.role, decode.role) == (common_pb2.REPLICA_ROLE_PREFILL, common_pb2.REPLICA_ROLE_DECODE)
     for replica in (prefill, decode):
-        assert (replica.disaggregation.transfer_backend, replica.disaggregation.tensor_parallel) == (BACKEND, 1)
+        assert (replica.disaggregation.transfer_backend, replica.disaggregation.tensor_parallel) == (
+            BACKEND,
+            TENSOR_PARALLEL,
+        )
         assert 0 < replica.max_tokens < 1024
     assert (prefill.disaggregation.bootstrap_host, decode.disaggregation.bootstrap_host) == ("127.0.0.1", "")
     assert prefill.disaggregation.bootstrap_port > 0 == decode.disaggregation.bootstrap_port
