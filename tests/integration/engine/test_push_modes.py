@@ -58,7 +58,7 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     await push.pause()
     traffic.stop()
     await push.deliver()
-    num_two = 0
+    seen = []
     for answer in await asyncio.gather(*traffic.calls):
         spans = spans_of(answer)
         num_old = spans[0][1] if spans[0][0] == version else 0
@@ -70,12 +70,10 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
         )
         assert (torch.tensor(list(answer.logprobs)) - expected).abs().max() < TOLERANCE
         if len(spans) == 2:
-            num_two += 1
             anew, _ = newer.logprobs(ids, images, answer.output_ids, temperature=1.0)
-            assert (torch.tensor(list(answer.logprobs)) - anew)[
-                num_old:
-            ].abs().max() > TOLERANCE  # else it shows nothing
-    assert num_two >= 4
+            seen.append((spans, (torch.tensor(list(answer.logprobs)) - anew)[num_old:].abs().max()))
+    # A token or two may be as likely over either KV, and show nothing.
+    assert sum(difference > TOLERANCE for _, difference in seen) >= 4, seen
 
 
 @pytest.mark.parametrize("images", [[], IMAGES], ids=["text", "image"])
