@@ -1,4 +1,4 @@
-"""The innermost shard of a simulated engine: tensors in memory instead of a model, and faults that can strike."""
+"""The innermost part of a simulated engine: tensors in memory instead of a model, and faults that can strike."""
 
 import asyncio
 import datetime
@@ -131,7 +131,7 @@ class MemorySink:
         self.loads.append(
             "whole" if isinstance(transport, DeltaTransport) and not transport.base_version else transport.name
         )
-        # In two shards where that can be, so that something can happen between them.
+        # In two parts where that can be, so that something can happen between them.
         cut = 1 if isinstance(transport, BroadcastTransport) else len(manifest.buckets)
         for buckets in (manifest.buckets[:cut], manifest.buckets[cut:]):
             if buckets:

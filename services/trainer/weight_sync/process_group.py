@@ -14,7 +14,7 @@ import datetime
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self
 
 import structlog
@@ -126,12 +126,13 @@ class WeightProcessGroup:
         deadline = time.monotonic() + timeout_s
         in_flight: collections.deque[Any] = collections.deque()
         try:
-            for part in parts:
-                in_flight.append(self._start(part.to(self._device), deadline))
-                if len(in_flight) > _AHEAD:
+            with self._own_stream():
+                for part in parts:
+                    in_flight.append(self._start(part.to(self._device), deadline))
+                    if len(in_flight) > _AHEAD:
+                        self._await(in_flight.popleft(), deadline)
+                while in_flight:
                     self._await(in_flight.popleft(), deadline)
-            while in_flight:
-                self._await(in_flight.popleft(), deadline)
         except RuntimeError as error:
             raise UnavailableError(f"process group {self.name}: broadcast failed: {_first_line(error)}") from None
         finally:
@@ -193,6 +194,13 @@ class WeightProcessGroup:
             if server is None or self._group is not None or server.add(_ARRIVALS_KEY, 0) >= num_coming:
                 return
             time.sleep(_POLL_S)
+
+    def _own_stream(self) -> AbstractContextManager[object]:
+        """On a GPU: copies from the host do not wait until all that training has queued there is done."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        own: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(self._device))
+        return own
 
     @property
     def is_closed(self) -> bool:

@@ -91,7 +91,8 @@ def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     if action != PARAMETERS_ACTION and not action.startswith(DIGEST_ACTION):
         return handle(checker, action, *args, **kwargs)
-    from services.rollout.engine.sglang_plugin.parameters import described_parameters, digests_of
+    from services.rollout.engine.sglang_plugin.digests import digests_of
+    from services.rollout.engine.sglang_plugin.parameters import described_parameters
 
     model = checker._get_model()
     return {

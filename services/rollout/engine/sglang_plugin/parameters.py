@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from penstock.model.families.qwen_vl import own_names
-from penstock.weights.digest import tensor_digest, tensor_digests
 from services.rollout.engine.sglang_plugin.shards import Shard, shards_of
 from services.rollout.engine.sglang_plugin.variables import HeldParameter, describe_parameter
 
@@ -23,31 +22,6 @@ def described_parameters(model: Any) -> dict[str, str]:
         )
         for name, shard in trainer_parameters(model)
     }
-
-
-def digests_of(model: Any, kind: str) -> dict[str, str]:
-    """The digests of parameters by the trainer's name, as text: of those that every process has, and some others.
-
-    Parameters that processes share are put together, each by one of them, in turn. Every process must call it.
-    """
-    shards = dict(trainer_parameters(model))
-    of_all = tensor_digests(((name, shard.tensor) for name, shard in shards.items() if shard.cut is None), kind)
-    return {name: str(digest) for name, digest in (of_all | _shared_digests(shards, kind)).items()}
-
-
-def _shared_digests(shards: dict[str, Shard], kind: str) -> dict[str, int]:
-    shared = {name: shard for name, shard in shards.items() if shard.cut is not None}
-    if not shared:
-        return {}
-    from sglang.srt.distributed import get_tp_group
-
-    group = get_tp_group()
-    digests = {}
-    for number, (name, shard) in enumerate(shared.items()):
-        whole = shard.gather(group.device_group, number % group.world_size)
-        if whole is not None:
-            digests[name] = tensor_digest(whole, kind)
-    return digests
 
 
 def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:

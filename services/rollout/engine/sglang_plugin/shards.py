@@ -5,11 +5,11 @@ fuses several. Each process holds one shard, and shards of keys and values may b
 scheduler processes.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,17 @@ class Cut:
         return self.size // self.projections
 
     @property
-    def start(self) -> int:
-        """Of this process's shard in a projection."""
-        return min(self.rank * self.stride, self.of_projection)
-
-    @property
     def length(self) -> int:
         """Of this process's shard of a projection."""
-        return min(self.stride, self.of_projection - self.start)
+        return self.length_of(self.rank)
+
+    def start_of(self, rank: int) -> int:
+        """Where a shard begins in a projection."""
+        return min(rank * self.stride, self.of_projection)
+
+    def length_of(self, rank: int) -> int:
+        """Of a shard of a projection."""
+        return min(self.stride, self.of_projection - self.start_of(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,44 +70,53 @@ class Shard:
             shape[self.cut.dim] = self.cut.size
         return tuple(shape)
 
+    @property
+    def whole_bytes(self) -> int:
+        """Size of the whole."""
+        return math.prod(self.shape) * int(self.tensor.itemsize)
+
+    @property
+    def stride_bytes(self) -> int:
+        """Size of the longest shard."""
+        return math.prod(self._padded_shape()) * int(self.tensor.itemsize)
+
     def write(self, whole: torch.Tensor) -> None:
         """Take this process's shard of the whole parameter."""
-        cut = self.cut
-        if cut is None:
+        if self.cut is None:
             self.tensor.copy_(whole)
-            return
+        else:
+            self._by_projection().copy_(self.of_rank(self.cut.rank, whole))
+
+    def of_rank(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
+        """A shard of the whole, as a view with a dimension more: [..., projection, shard of it, ...]."""
+        cut = self.cut
+        assert cut is not None
         by_projection = whole.unflatten(cut.dim, (cut.projections, cut.of_projection))
-        self._by_projection().copy_(by_projection.narrow(cut.dim + 1, cut.start, cut.length))
+        return by_projection.narrow(cut.dim + 1, cut.start_of(rank), cut.length_of(rank))
 
-    def gather(self, group: dist.ProcessGroup, to_rank: int) -> torch.Tensor | None:
-        """Return the whole parameter on one process of the engine, None on the others. All must call it.
+    def padded_into(self, memory: torch.Tensor) -> torch.Tensor:
+        """This process's shard with that dimension, as long as the longest: a view of it, or a copy.
 
-        If processes that should hold the same shard do not, it is not the parameter.
+        Args:
+            memory: uint8[at least `stride_bytes`] for the copy.
         """
         cut = self.cut
         assert cut is not None
         mine = self._by_projection()
-        if cut.length < cut.stride:
-            missing = list(mine.shape)
-            missing[cut.dim + 1] = cut.stride - cut.length
-            mine = torch.cat([mine, mine.new_empty(missing)], dim=cut.dim + 1)
-        mine = mine.contiguous()
-        is_receiver = dist.get_rank(group) == to_rank
-        shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_receiver else None
-        dist.gather(mine, shards, group=group, group_dst=to_rank)
-        if shards is None:
-            return None
-        chosen = shards[:: cut.replicas]
-        for number, shard in enumerate(shards):
-            if not torch.equal(shard, chosen[number // cut.replicas]):
-                chosen[number // cut.replicas] = shard
-        whole = torch.cat(chosen, dim=cut.dim + 1).narrow(cut.dim + 1, 0, cut.of_projection)
-        return whole.flatten(cut.dim, cut.dim + 1)
+        if cut.length == cut.stride and mine.is_contiguous():
+            return mine
+        padded = memory[: self.stride_bytes].view(mine.dtype).view(self._padded_shape())
+        padded.narrow(cut.dim + 1, 0, cut.length).copy_(mine)
+        return padded
 
     def _by_projection(self) -> torch.Tensor:
-        """The tensor with a dimension more: [..., projection, shard of it, ...]."""
         assert self.cut is not None
         return self.tensor.unflatten(self.cut.dim, (self.cut.projections, self.cut.length))
+
+    def _padded_shape(self) -> tuple[int, ...]:
+        assert self.cut is not None
+        before, after = self.tensor.shape[: self.cut.dim], self.tensor.shape[self.cut.dim + 1 :]
+        return (*before, self.cut.projections, self.cut.stride, *after)
 
 
 def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> list[Shard]:

@@ -6,6 +6,7 @@ each receives all of them and keeps its shard. Until the places of the parameter
 the tensors one by one.
 """
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -66,9 +67,9 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
     architecture = updater.model_config.hf_config.architectures[0]
     arrivals = order.transport.arrivals(manifest, Destination({}, device), groups)
     return (
-        (published_name(shard, architecture), tensor)
+        (published_name(own_name, architecture), tensor)
         for name, weight in arrivals
-        for shard, tensor in published_experts(name, weight, architecture)
+        for own_name, tensor in published_experts(name, weight, architecture)
     )
 
 
@@ -82,5 +83,6 @@ def take_into(shards: Mapping[str, Shard], manifest: Manifest, transport: Transp
     device = next(iter(shards.values())).tensor.device
     held = {name: shard.tensor for name, shard in shards.items() if shard.cut is None}
     destination = Destination(held, device, holds_all=len(held) == len(shards))
-    for name, tensor in transport.arrivals(manifest, destination, groups):
-        shards[name].write(tensor)
+    with contextlib.closing(transport.arrivals(manifest, destination, groups)) as arrivals:
+        for name, tensor in arrivals:
+            shards[name].write(tensor)

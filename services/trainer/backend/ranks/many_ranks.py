@@ -124,6 +124,11 @@ class ManyRanksBackend(_ManyRanks):
             try:
                 for each in weights:  # noqa: UP028 - `yield from` would end them with their reader
                     yield each
+            except (GeneratorExit, PenstockError):
+                raise
+            except BaseException:
+                self._is_broken = True
+                raise
             finally:
                 _exhaust(weights)  # the others go on to the end
 

@@ -54,10 +54,18 @@ def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> No
     def fail() -> None:
         raise MemoryError
 
-    own: Any = SimpleNamespace(finish_step=fail)
-    ranks: Any = Broadcasts()
-    backend = ManyRanksBackend(own, ranks, None)
-    with pytest.raises(MemoryError):
-        backend.finish_step()
-    backend.close()
-    assert ranks.said == [("finish_step", ())]
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", WEIGHTS["a"]
+        raise MemoryError
+
+    def export() -> WeightStream:
+        return dataclasses.replace(WeightStream.of(WEIGHTS), tensors=gather())
+
+    own: Any = SimpleNamespace(finish_step=fail, export=export)
+    for name in ("finish_step", "export"):
+        ranks: Any = Broadcasts()
+        backend = ManyRanksBackend(own, ranks, None)
+        with pytest.raises(MemoryError):
+            backend.finish_step() if name == "finish_step" else list(backend.export())
+        backend.close()
+        assert ranks.said == [(name, ())]

@@ -1,7 +1,9 @@
 """Buckets from rank 0 of a torch.distributed process group that this engine has joined."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import msgspec
@@ -43,25 +45,79 @@ class BroadcastTransport(msgspec.Struct, frozen=True, kw_only=True, tag="broadca
 
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """All tensors that were not received in place, as they arrive. `groups`: process groups by name.
+
+        A member that fails, or is left early, still takes what is sent: the trainer and the other members would wait
+        for it until their timeout.
+        """
+        broadcast = _Broadcast(groups[self.group_name])
+        try:
+            yield from self._received(broadcast, manifest, destination)
+        except BaseException:
+            broadcast.take_rest(self._part_sizes(manifest), destination.device)
+            raise
+
+    def _received(
+        self, broadcast: "_Broadcast", manifest: Manifest, destination: Destination
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors that were not received in place, as they arrive. `groups`: process groups by name."""
-        group = groups[self.group_name]
         in_flight: collections.deque[tuple[Any, Sequence[TensorSpec], torch.Tensor]] = collections.deque()
         for bucket in manifest.buckets:
             target, in_place = destination.of_bucket(bucket)
             parts = chunks(target, self.chunk_bytes)
             for number, part in enumerate(parts, start=1):
-                work = dist.broadcast(part, src=0, group=group, async_op=True)
                 completes = number == len(parts) and not in_place
-                in_flight.append((work, bucket if completes else (), target))
+                in_flight.append((broadcast.start(part), bucket if completes else (), target))
                 if len(in_flight) > _AHEAD:
-                    yield from _awaited(*in_flight.popleft())
+                    yield from _completed(broadcast, *in_flight.popleft())
         while in_flight:
-            yield from _awaited(*in_flight.popleft())
+            yield from _completed(broadcast, *in_flight.popleft())
+
+    def _part_sizes(self, manifest: Manifest) -> Iterator[int]:
+        for bucket in manifest.buckets:
+            without_memory = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8, device="meta")
+            yield from (part.numel() for part in chunks(without_memory, self.chunk_bytes))
 
 
-def _awaited(work: Any, completed: Sequence[TensorSpec], target: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+class _Broadcast:
+    """Parts that this member takes part in, one after another."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._num_started = 0
+        self._is_over = False
+        """Whether the group has failed: nothing more can be taken."""
+
+    def start(self, part: torch.Tensor) -> Any:
+        """Receive a part, uint8[bytes], while others are."""
+        self._num_started += 1
+        self._is_over = True
+        work = dist.broadcast(part, src=0, group=self._group, async_op=True)
+        self._is_over = False
+        return work
+
+    def wait(self, work: Any) -> None:
+        """Wait for a part."""
+        self._is_over = True
+        work.wait()
+        self._is_over = False
+
+    def take_rest(self, part_sizes: Iterable[int], device: torch.device) -> None:
+        """Receive the parts, of all those, that were not started, and forget them."""
+        memory = torch.empty(0, dtype=torch.uint8, device=device)
+        with suppress(RuntimeError):  # the group failed, or there is no memory at all
+            for size in itertools.islice(part_sizes, self._num_started, None):
+                if self._is_over:
+                    return
+                if memory.numel() < size:
+                    memory = torch.empty(size, dtype=torch.uint8, device=device)
+                self.wait(self.start(memory[:size]))
+
+
+def _completed(
+    broadcast: _Broadcast, work: Any, specs: Sequence[TensorSpec], target: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Wait for a part, and yield the tensors that it completes."""
-    work.wait()
-    if completed:
-        yield from views(completed, target).items()
+    broadcast.wait(work)
+    if specs:
+        yield from views(specs, target).items()

@@ -1,6 +1,6 @@
 """Compressed blocks that were uploaded to this engine before it paused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class DeltaTransport(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
 
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """All tensors, unless there are parameters to change in place.
 
         Raises:

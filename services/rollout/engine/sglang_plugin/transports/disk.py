@@ -1,6 +1,6 @@
 """Weight files in a folder that this engine can read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,6 @@ class DiskTransport(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
 
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """All tensors, one by one."""
         yield from read_weight_files(Path(self.folder))

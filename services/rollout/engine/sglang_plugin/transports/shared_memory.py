@@ -1,6 +1,6 @@
 """The memory of a trainer on this machine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Self
 
 import msgspec
@@ -29,7 +29,7 @@ class SharedMemoryTransport(msgspec.Struct, frozen=True, kw_only=True, tag="shar
 
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """All tensors that were not read in place.
 
         Raises:
