@@ -44,9 +44,9 @@ async def until_evaluated(run: SimulatedRun) -> dict[str, Any]:
     return row
 
 
-def assert_pure(samples: Sequence[dict[str, Any]], version: int) -> None:
+def assert_pure(samples: Sequence[dict[str, Any]], version: int, *, num: int = NUM_EVALUATED) -> None:
     """Each prompt has one outcome, with every token of the version."""
-    assert sorted(each["row"] for each in samples) == list(range(NUM_EVALUATED))
+    assert sorted(each["row"] for each in samples) == list(range(num))
     assert {tuple(each["versions"]) for each in samples} == {(version, version)}
 
 
@@ -62,8 +62,14 @@ async def assert_catches_up(run: SimulatedRun, version: int) -> None:
     await until(lambda: not (run.folder / "run/evaluations/step-000000/weights").exists(), timeout_s=WITHIN_S)
 
 
-async def test_steps_go_on_while_a_replica_plays_an_evaluation(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
-    """It keeps its version and the others get newer ones; then it catches up. Nothing goes stale."""
+async def test_steps_go_on_whichever_replica_plays_an_evaluation(
+    steady_bus: Bus, run_name: str, tmp_path: Path
+) -> None:
+    """It keeps its version and the others get newer ones; then it catches up. Nothing goes stale.
+
+    If it is killed, another one is given the kept weights, although it has newer ones; the evaluation stays of one
+    version.
+    """
     async with simulated_run(steady_bus, run_name, tmp_path / "run", POOL, num_evaluated=NUM_EVALUATED) as run:
         held = await run.until_held_out()
         version = (await run.held_out()).policy_version
@@ -72,40 +78,25 @@ async def test_steps_go_on_while_a_replica_plays_an_evaluation(steady_bus: Bus, 
         versions = {replica_id: each.policy_version for replica_id, each in (await run.replicas()).items()}
         assert versions.pop(held) == version
         assert all(each > version for each in versions.values())
-        row = await until_evaluated(run)
-        assert (row["step"], row["policy_version"], row["num_held_out_replicas"]) == (0, version, 1)
-        assert row["sets"]["set"]["num_failed_prompts"] == 0
-        assert_pure(run.samples(), version)
-        await assert_catches_up(run, version)
-        await until_steps(run, 1)
         assert run.lines("metrics.jsonl")[-1]["num_stale_groups"] == 0
-        assert not run.events("evaluation.pauses_training")
-
-
-async def test_another_replica_goes_on_for_one_that_is_killed(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
-    """It is given the kept weights, although it has newer ones; the evaluation stays of one version."""
-    async with simulated_run(steady_bus, run_name, tmp_path / "run", POOL, num_evaluated=NUM_EVALUATED) as run:
-        held = await run.until_held_out()
-        version = (await run.held_out()).policy_version
-        await until_steps(run, 2)
         await run.until(lambda: len(run.samples()) >= 2)
         before = run.samples()
         await run.kill_engine(held)
         heir = await run.until_held_out(besides=held)
         assert heir in run.engines
         row = await until_evaluated(run)
-        assert row["policy_version"] == version
+        assert (row["step"], row["policy_version"], row["num_held_out_replicas"]) == (0, version, 1)
+        assert row["sets"]["set"]["num_failed_prompts"] == 0
         assert run.samples()[: len(before)] == before
         assert_pure(run.samples(), version)
         await assert_catches_up(run, version)
         await until_steps(run, 1)
+        assert not run.events("evaluation.pauses_training")
 
 
-@pytest.mark.parametrize("dies", ["trainer", "trainer and held-out replica"])
-async def test_a_killed_trainer_goes_on_with_the_evaluation(
-    steady_bus: Bus, run_name: str, tmp_path: Path, dies: str
-) -> None:
-    """At the same version, though its checkpoint is of a later step; what was played counts."""
+async def test_a_killed_trainer_goes_on_with_the_evaluation(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """At the same version, though its checkpoint is of a later step; what was played counts. So it does when the
+    held-out replica is killed with it."""
     async with simulated_run(
         steady_bus, run_name, tmp_path / "run", POOL, num_evaluated=NUM_EVALUATED, checkpoint_every=2
     ) as run:
@@ -113,18 +104,22 @@ async def test_a_killed_trainer_goes_on_with_the_evaluation(
         version = (await run.held_out()).policy_version
         checkpoints = run.folder / "run/checkpoints"
         await run.until(lambda: len(run.samples()) >= 2 and any(checkpoints.glob("step-*")))
-        await run.kill_trainer()
-        before = run.samples()
-        assert not run.evaluations()
-        if dies != "trainer":
-            await run.kill_engine(held)
-        await run.start_trainer()
+        played = []
+        for killed in ([], [held]):
+            await run.kill_trainer()
+            played.append(run.samples())
+            assert not run.evaluations()
+            for replica_id in killed:
+                await run.kill_engine(replica_id)
+            await run.start_trainer()
+            await run.until(lambda: len(run.samples()) > len(played[-1]))
         row = await until_evaluated(run)
         assert (row["step"], row["policy_version"]) == (0, version)
-        assert run.samples()[: len(before)] == before
+        for before in played:
+            assert run.samples()[: len(before)] == before
         assert_pure(run.samples(), version)
-        [_, again] = run.events("evaluation.began")
-        assert (again["version"], again["num_played"]) == (version, len(before))
+        [_, *again] = run.events("evaluation.began")
+        assert [(each["version"], each["num_played"]) for each in again] == [(version, len(each)) for each in played]
         await assert_catches_up(run, version)
         await until_steps(run, 1)
 
@@ -132,12 +127,12 @@ async def test_a_killed_trainer_goes_on_with_the_evaluation(
 async def test_with_one_replica_training_waits_and_says_so(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
     """The first update is after the evaluation's end."""
     pool = Scenario(replicas=1, slots_per_replica=2, groups_per_step=2, workload=POOL.workload)
-    async with simulated_run(steady_bus, run_name, tmp_path / "run", pool, num_evaluated=NUM_EVALUATED) as run:
+    async with simulated_run(steady_bus, run_name, tmp_path / "run", pool, num_evaluated=12) as run:
         await run.until(lambda: bool(run.events("evaluation.pauses_training")))
         row = await until_evaluated(run)
         await until_steps(run, 1)
         assert row["num_held_out_replicas"] == 0
-        assert_pure(run.samples(), row["policy_version"])
+        assert_pure(run.samples(), row["policy_version"], num=12)
         [first, *_] = run.lines("metrics.jsonl")
         assert first["policy_version"] == row["policy_version"]
         assert first["evaluation_wait_s"] > 0
