@@ -99,14 +99,16 @@ def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Fi
 def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, is_sft: bool) -> Finding:
     offloads, ranks = recipe.trainer.optimizer.offload, recipe.trainer.ranks
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
-    has_copy = not is_sft or copied < 4  # what is pushed is always a copy; steps in float32 need none
-    per_weight = 2 * copied if offloads else MASTER_BYTES / ranks + has_copy * copied
+    # What is pushed is always a copy; steps in float32 need none.
+    has_copy = not _keeps_copies_on_host(recipe) and (not is_sft or copied < 4)
+    per_weight = copied if offloads else MASTER_BYTES / ranks + has_copy * copied
     if recipe.algorithm.needs_reference and not is_sft:
         per_weight += copied if offloads else 4 / ranks
     needed = int(per_weight * size.num_parameters)
     copy = "copies for the steps" if is_sft else "the copy that is pushed"
-    of = "" if ranks == 1 else f" of {ranks} ranks"
-    seen = f"weights, gradients, AdamW's averages{of} and {copy} take {gib(needed)} of {gib(room)}"
+    parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages", *[copy] * has_copy]
+    of = "" if ranks == 1 else f", in {ranks} ranks,"
+    seen = f"{', '.join(parts)}{of} take {gib(needed)} of {gib(room)}"
     offload = "set trainer.optimizer.offload = true, " if ranks == 1 else ""
     remedy = f"{offload}raise trainer.ranks, or choose a smaller model; `penstock plan` tries settings"
     if is_shared:
@@ -116,6 +118,11 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     if needed > SPARE * room:
         return warning("trainer's GPU", f"{seen}; {gib(room - needed)} are left for activations", remedy)
     return ok("trainer's GPU", seen)
+
+
+def _keeps_copies_on_host(recipe: Recipe) -> bool:
+    """Whether copies for pushes are in the host's memory."""
+    return recipe.trainer.ranks > 1 or recipe.trainer.optimizer.offload
 
 
 def check_host_memory(
@@ -136,6 +143,9 @@ def check_host_memory(
     weights = 0 if on_gpu else num_engines * _DTYPE_BYTES.get(rollout.dtype, 4) * size.num_parameters
     if TRAINER in plan.of_process:
         trainer = MASTER_BYTES if recipe.trainer.optimizer.offload else 4  # a model is loaded here first
+        if _keeps_copies_on_host(recipe) and not is_sft:
+            num_copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
+            trainer += num_copies * _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     else:
         trainer = MASTER_BYTES + (0 if is_sft else 2 * 4)  # and the copies for two pushes
     needed = int(num_engines * ENGINE_BYTES + OTHERS_BYTES + weights + trainer * size.num_parameters)

@@ -77,8 +77,8 @@ def plan_gpus(
     if not devices:
         if engines and tensor_parallel > 1:
             raise ConfigError(
-                f"rollout.tensor_parallel = {tensor_parallel}: no GPU can be used, and an engine on a CPU is one "
-                "process; set it to 1"
+                f"rollout.tensor_parallel = {tensor_parallel}: no GPU can be used, and the engines that "
+                "`penstock train` starts on a CPU are one process each; set it to 1"
             )
         return GpuPlan(devices=(), of_process={}, is_shared=False)
     if len(devices) == 1 and tensor_parallel == 1 and trainer_ranks <= 1:

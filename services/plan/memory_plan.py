@@ -9,20 +9,17 @@ rollout.gpu_memory_fraction for itself.
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from penstock.errors import ConfigError
 from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.launch.run_plan import make_plan
 from services.plan.model_shape import ModelShape
+from services.plan.process_plan import GIB, Gpus, MemoryPlan, Moment, Part, ProcessPlan
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
 
-GIB = 2**30
 RESERVED_BYTES = 2 * GIB
 """Of each GPU that computes steps, for CUDA's context, NCCL's buffers and what the allocator cannot use; of one that is
 shared, as much again for each engine, for its context and what it computes with."""
@@ -34,79 +31,6 @@ USUAL_FRACTION = 0.85
 """Of a GPU that an engine has for itself."""
 
 _FLOAT32, _BFLOAT16 = 4, 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpus:
-    """GPUs of one machine, all of one kind."""
-
-    count: int
-    total_bytes: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `8x80`: eight GPUs with 80 GiB each.
-
-        Raises:
-            ConfigError: it is something else.
-        """
-        found = re.fullmatch(r"(\d{1,4})x(\d{1,4}(?:\.\d+)?)", text)
-        if found is None or int(found[1]) < 1 or float(found[2]) <= 0:
-            raise ConfigError(f"--gpus {text!r} is not like 8x80, which is eight GPUs with 80 GiB each; correct it")
-        return cls(count=int(found[1]), total_bytes=int(float(found[2]) * GIB))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Something that takes memory."""
-
-    name: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """What a process has in its GPU's memory at a moment at which it may have the most."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all parts."""
-        return sum(part.size_bytes for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessPlan:
-    """A kind of process, and the GPU of each of it."""
-
-    name: str
-    count: int
-    room_bytes: int
-    """What it may take of its GPU."""
-    moments: tuple[Moment, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether it has room at every moment."""
-        return all(moment.total_bytes <= self.room_bytes for moment in self.moments)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """All kinds of processes of a run that compute on GPUs."""
-
-    shape: ModelShape
-    processes: tuple[ProcessPlan, ...]
-    remedy: tuple[str, ...] | None = ()
-    """Settings with which all would fit; empty where they do; None where none were found."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether every process fits."""
-        return all(process.fits for process in self.processes)
 
 
 def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) -> MemoryPlan:
@@ -217,6 +141,8 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
         num_tokens = min(num_tokens, rollout.max_total_tokens)
         longest = min(longest, rollout.max_total_tokens)
     notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
+    if rollout.tensor_parallel > 1:
+        notes.append(_of_engines_push(shape, recipe, gpus))
     if not is_bound:
         notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
     cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
@@ -227,6 +153,16 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
         moments=(Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache)),),
         notes=tuple(notes),
     )
+
+
+def _of_engines_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
+    """What a GPU of several takes of the memory that its engine leaves free, while weights come and are compared."""
+    rollout = recipe.rollout
+    size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16
+    largest = size * max(size for _, size in shape.sizes)
+    taken = (2 + 1 / rollout.tensor_parallel) * largest / GIB  # the largest whole, and all its shards beside it
+    free = (1 - rollout.gpu_memory_fraction) * gpus.total_bytes / GIB
+    return f"a push takes {taken:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"
 
 
 def _trainer(

@@ -95,10 +95,11 @@ class WeightSyncConfig(Config):
     transport: Literal["auto", "broadcast", "disk", "shared_memory", "delta"] = "auto"
     """How weights travel. auto: shared_memory if the trainer computes on a CPU, else broadcast. broadcast: over NCCL
     between GPUs, over gloo between CPUs. disk: replicas read weight files, in a folder that they see under the same
-    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory; on a GPU through a CUDA
-    handle, which has not been run yet. Replicas that cannot use disk or shared_memory get a broadcast. delta: for slow
-    links, compressed over gRPC while engines still generate: only what changed to a replica that holds the version
-    before, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
+    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory, which with several
+    ranks or optimizer.offload is the host's, and else on a GPU a CUDA handle; the latter has not been run yet. Replicas
+    that cannot use disk or shared_memory get a broadcast. delta: for slow links, compressed over gRPC while engines
+    still generate: only what changed to a replica that holds the version before and is one process, all weights to
+    others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
     trainer and engines."""
     files_dir: Path | None = None
     """Folder into which each version is written as weight files, from which replicas that join later load it; the

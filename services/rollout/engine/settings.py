@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import random
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,11 +92,12 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
 def _cores_of_ranks(count: int) -> dict[str, str]:
     """A core for each process of an engine on a CPU; SGLang starts no more of them than there are NUMA nodes without.
 
-    Where there are fewer cores, processes share them.
+    Where there are fewer cores, processes share them. The first is drawn, or else all engines would have the same.
     """
     if count == 1:
         return {}
-    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    usable = sorted(os.sched_getaffinity(0))
+    cores = itertools.islice(itertools.cycle(usable), random.randrange(len(usable)), None)
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(next(cores)) for _ in range(count))}
 
 

@@ -39,6 +39,7 @@ OWN_NAMES: Mapping[str, str] = {
     "max_total_tokens": "use rollout.max_total_tokens",
     "mem_fraction_static": "use rollout.gpu_memory_fraction",
     "model_path": "use model.path",
+    "moe_a2a_backend": "it divides experts as wholes, which take no pushes; leave it out",
     "nccl_port": _OWN_PORT,
     "nnodes": _ONE_MACHINE,
     "node_rank": _ONE_MACHINE,

@@ -128,7 +128,11 @@ class TransportSelector:
     ) -> tuple[tuple[Member, ...], DeltaTransport]:
         for version in {versions.get(member, 0) for member in members}:
             delta = self._deltas.since(version)
-            near = tuple(member for member in members if versions.get(member) == version and member not in failed_delta)
+            near = tuple(
+                member
+                for member in members
+                if versions.get(member) == version and member not in failed_delta and member.num_ranks == 1
+            )
             if delta is not None and near:
                 return near, delta
         return members, await self._deltas.all_weights()

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
@@ -91,11 +92,13 @@ async def test_engines_that_join_late(
         broadcast, memory, delta = (
             publishing(watch, transport=name) for name in ("broadcast", "shared_memory", "delta")
         )
-        for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
-            report = await publisher.publish(publisher.take(version, WeightStream.of(policies[version].weights)))
-            assert (report.num_replicas, report.num_failed) == (2, 0)
-            for engine in engines:
-                await assert_serves(engine, policies[version], version)
+        with capture_logs() as events:
+            for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
+                report = await publisher.publish(publisher.take(version, WeightStream.of(policies[version].weights)))
+                assert (report.num_replicas, report.num_failed) == (2, 0)
+                for engine in engines:
+                    await assert_serves(engine, policies[version], version)
+        assert "push.fell_back" not in {event["event"] for event in events}  # what changed goes to the first alone
         for engine in engines:
             received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]
             assert received == ["disk", "broadcast", "shared_memory", "delta", "delta"]

@@ -82,9 +82,11 @@ def group(name: str = "g1") -> rollout_pb2.BroadcastSource:
     return rollout_pb2.BroadcastSource(group_name=name, master_host="h", master_port=1, rank_offset=1, world_size=2)
 
 
-async def receiver(sink: RecordedSink, *, on_change: Callable[[], None] = lambda: None) -> WeightReceiver:
+async def receiver(
+    sink: RecordedSink, *, num_ranks: int = 1, on_change: Callable[[], None] = lambda: None
+) -> WeightReceiver:
     """A receiver that knows its engine's parameters; `close_receivers` ends it."""
-    made = WeightReceiver(sink, prepare_deadline_s=1.0, max_deadline_s=60.0, on_change=on_change)
+    made = WeightReceiver(sink, prepare_deadline_s=1.0, max_deadline_s=60.0, num_ranks=num_ranks, on_change=on_change)
     _open_receivers.append(made)
     await made.open()
     sink.calls.clear()

@@ -219,15 +219,26 @@ def test_memory_of_gpus_of_their_own() -> None:
     assert_found(trainer, Status.FAULT, "33.5 GiB of 24.0 GiB", "trainer.optimizer.offload = true")
     offloading = recipe("--trainer.optimizer.offload=true")
     _, trainer = memory.check_gpu_memory(TWO_BILLION, offloading, plan(offloading, 2), facts(small, small))
-    assert_found(trainer, Status.OK, "7.5 GiB of 24.0 GiB")
+    assert_found(trainer, Status.OK, "weights take 3.7 GiB of 24.0 GiB")
 
 
 def test_memory_of_ranks() -> None:
-    """Each has a share of the 16 bytes; rank 0 the whole copy that is pushed."""
+    """Each has a share of the 16 bytes; copies for pushes are in the host's memory, two or three of 2 bytes each."""
     ranks = recipe("--trainer.ranks=4")
-    small = Gpu(name="small", capability=(8, 9), free_bytes=12 * GIB, total_bytes=12 * GIB)
+    small = Gpu(name="small", capability=(8, 9), free_bytes=8 * GIB, total_bytes=8 * GIB)
     _, trainer = memory.check_gpu_memory(TWO_BILLION, ranks, plan(ranks, 5), facts(*[small] * 5))
-    assert_found(trainer, Status.WARNING, "averages of 4 ranks", "11.2 GiB of 12.0 GiB", "raise trainer.ranks")
+    assert_found(trainer, Status.WARNING, "averages, in 4 ranks,", "7.5 GiB of 8.0 GiB", "raise trainer.ranks")
+
+    def on_host(*settings: str) -> int:
+        changed = recipe(*settings)
+        found = memory.check_host_memory(TWO_BILLION, changed, plan(changed, 5), available=2**60)
+        return round(float(found.seen.split("about ")[1].split()[0]) * GIB / TWO_BILLION.num_parameters)
+
+    alone, with_ranks, deltas = (
+        on_host(*settings)
+        for settings in ((), ("--trainer.ranks=4",), ("--trainer.ranks=4", "--trainer.weight_sync.transport=delta"))
+    )
+    assert (with_ranks - alone, deltas - with_ranks) == (4, 2)
 
 
 def test_an_engine_rounds_a_checkpoint_in_float32() -> None:

@@ -159,5 +159,5 @@ def test_one_that_fails_still_takes_what_is_sent(pool: RankPool, chunk_bytes: in
 
 def test_a_shard_of_another_size_is_refused() -> None:
     """SGLang may pad what it divides."""
-    with pytest.raises(ValueError, match=r"a shard has the shape \[4, 5\]"):
+    with pytest.raises(ValueError, match=r"shard of a parameter has the shape \[4, 5\]"):
         Shard(tensor=torch.zeros(4, 5), cut=Cut(dim=0, size=6, stride=3, rank=0))

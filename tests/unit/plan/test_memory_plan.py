@@ -8,8 +8,9 @@ import pytest
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.plan import memory_plan
-from services.plan.memory_plan import GIB, Gpus, MemoryPlan, plan_memory
+from services.plan.memory_plan import plan_memory
 from services.plan.model_shape import ModelShape
+from services.plan.process_plan import GIB, Gpus, MemoryPlan
 from services.recipe import Recipe
 from tests.support.trainer.families import random_qwen3, random_qwen3_vl
 
@@ -112,7 +113,9 @@ def test_engines(model: Path) -> None:
     per_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, sizes, bytes
     found = moments(plan_of(model), "engine")
     assert list(found["at least"].values()) == [2 * shape.num_parameters, 1000 * per_token]
-    found = moments(plan_of(model, "--rollout.tensor_parallel=4"), "GPU of an engine of 4")
+    plan = plan_of(model, "--rollout.tensor_parallel=4")
+    assert plan.processes[0].notes[1].startswith("a push takes 0.0 GiB of the ")
+    found = moments(plan, "GPU of an engine of 4")
     assert list(found["at least"].values()) == [shape.num_parameters // 2, 1000 * per_token // 2]
     plan = plan_of(model, "--rollout.max_total_tokens=600")
     assert list(moments(plan, "engine")["at least"].values())[1] == 600 * per_token

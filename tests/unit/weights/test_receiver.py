@@ -10,6 +10,7 @@ import torch
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
+from penstock.weights.manifest import Manifest, specs_of
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from tests.support.waiting import promptly, until
@@ -308,6 +309,24 @@ async def test_a_snapshot_takes_no_group_and_leaves_none(tmp_path: Path) -> None
     assert sink.calls == ["pause", "begin", "load a", "load b", "end", "digests xxh3", "version 2", "resume"]
     await push(one, "p3", 3)
     assert "join g1" not in sink.calls
+
+
+async def test_a_group_must_have_a_rank_for_each_process() -> None:
+    """A trainer that does not know of several would leave all of them waiting."""
+    one = await receiver(RecordedSink(), num_ranks=2)
+    with pytest.raises(InvalidRequestError, match="has 2 ranks from that on for this engine"):
+        await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+
+
+@pytest.mark.parametrize(("num_ranks", "remedy"), [(1, "model.path"), (2, r"rollout\.tensor_parallel")])
+async def test_other_shapes_are_refused(num_ranks: int, remedy: str) -> None:
+    """Several processes may hold padded ones; one process holds another model."""
+    one = await receiver(RecordedSink(), num_ranks=num_ranks)
+    other = Manifest.plan(specs_of({"a": torch.zeros(3), "b": torch.zeros(2)}), max_bucket_bytes=8)
+    source = group()
+    source.world_size = 3
+    with pytest.raises(InvalidRequestError, match=rf"a is float32\[3\], the engine holds float32\[2\]; .*{remedy}"):
+        await one.prepare("p1", 1, source, other, deadline_s=30.0)
 
 
 async def test_an_unknown_digest_is_refused() -> None:

@@ -60,7 +60,10 @@ class Shard:
         """Refuse what SGLang holds in another form."""
         cut = self.cut
         if cut is not None and self.tensor.shape[cut.dim] != cut.projections * cut.length:
-            raise ValueError(f"a shard has the shape {list(self.tensor.shape)}, which is not that of {cut}")
+            raise ValueError(
+                f"SGLang's shard of a parameter has the shape {list(self.tensor.shape)}, which is not that of {cut}; "
+                "choose a rollout.tensor_parallel that divides the model's sizes"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -187,7 +190,10 @@ def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Shard]:
     values = owner.total_num_kv_heads * owner.v_head_size
     if num_names == 1:
         if count > 1 and not queries == keys == values:
-            raise ValueError("queries, keys and values of one parameter have unequal sizes")
+            raise ValueError(
+                f"queries, keys and values in one parameter have {queries}, {keys} and {values} rows, and only equal "
+                "ones are divided among processes; set rollout.tensor_parallel = 1"
+            )
         return [_shard(tensor, dim=0, size=queries + keys + values, rank=rank, count=count, projections=3)]
     tensors = tensor.split([owner.q_proj_shard_size, owner.kv_proj_shard_size, owner.v_proj_shard_size])
     of_kv = {"dim": 0, "rank": kv_rank // replicas, "count": kv_count // replicas, "replicas": replicas}
@@ -202,7 +208,10 @@ def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Shard:
     """Gate and up of all experts as one tensor, [E, 2I, H], and down as another, [E, H, I]."""
     rank, count = owner.moe_tp_rank, owner.moe_tp_size
     if owner.moe_ep_size > 1:
-        raise ValueError("experts that are divided as wholes (ep_size) take no pushes; leave it out")
+        raise ValueError(
+            f"whole experts are divided among {owner.moe_ep_size} processes, which take no pushes; leave "
+            "moe_a2a_backend out of rollout.sglang"
+        )
     if kind == "w13_weight":
         return _shard(tensor, dim=1, size=tensor.shape[1] * count, rank=rank, count=count, projections=2)
     return _shard(tensor, dim=2, size=tensor.shape[2] * count, rank=rank, count=count)

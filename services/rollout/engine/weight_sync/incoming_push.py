@@ -63,7 +63,7 @@ class IncomingPush:
 
 
 async def accept(
-    source: Source, version: int, manifest: Manifest, *, held: int, is_sound: bool, is_shared: bool
+    source: Source, version: int, manifest: Manifest, *, held: int, is_sound: bool, num_ranks: int
 ) -> tuple[Transport, Upload | None]:
     """The engine's end of the announced transport, and with delta the file for the upload.
 
@@ -73,7 +73,7 @@ async def accept(
         manifest: The tensors.
         held: The version that the engine holds.
         is_sound: Whether it holds all weights of that version.
-        is_shared: Whether several processes hold a shard of them each.
+        num_ranks: Processes of the engine, each with a shard of the weights.
 
     Raises:
         InvalidRequestError: the source is impossible.
@@ -81,19 +81,24 @@ async def accept(
     """
     match source:
         case rollout_pb2.BroadcastSource():
-            return BroadcastTransport.accept(source), None
+            return BroadcastTransport.accept(source, num_ranks=num_ranks), None
         case rollout_pb2.DiskSource():
             return await asyncio.to_thread(DiskTransport.accept, source, version, manifest), None
         case rollout_pb2.SharedMemorySource():
             return await asyncio.to_thread(SharedMemoryTransport.accept, source), None
         case rollout_pb2.DeltaSource():
-            DeltaTransport.require_base(source, held=held, is_sound=is_sound, is_shared=is_shared)
+            DeltaTransport.require_base(source, held=held, is_sound=is_sound, is_shared=num_ranks > 1)
             upload = await asyncio.to_thread(Upload, source.size_bytes)
             return DeltaTransport(path=upload.path, base_version=source.base_version), upload
 
 
-def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter]) -> None:
+def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is_shared: bool) -> None:
     """Check that the manifest has exactly the engine's parameters.
+
+    Args:
+        manifest: The tensors.
+        expected: The engine's parameters by name.
+        is_shared: Whether several processes hold a shard of them each.
 
     Raises:
         InvalidRequestError: it does not.
@@ -109,11 +114,11 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter]) -> No
     for name, held in expected.items():
         spec = pushed[name]
         if (spec.dtype, spec.shape) != (held.dtype, held.shape):
-            remedy = (
-                "cast before pushing, or set rollout.dtype"
-                if spec.shape == held.shape
-                else "SGLang may have padded it: choose a rollout.tensor_parallel that divides the model's sizes"
-            )
+            remedy = "cast before pushing, or set rollout.dtype"
+            if spec.shape != held.shape:
+                remedy = "give engine and trainer the same model.path"
+                if is_shared:
+                    remedy += ", and choose a rollout.tensor_parallel that divides its sizes: SGLang pads them else"
             raise InvalidRequestError(
                 f"manifest: {name} is {spec.dtype}{list(spec.shape)}, the engine holds {held.dtype}"
                 f"{list(held.shape)}; {remedy}"

@@ -114,7 +114,7 @@ class WeightReceiver:
             NotReadyError: the source cannot be used here.
             UnavailableError: the process group did not form.
         """
-        require_fit(manifest, self._expected)
+        require_fit(manifest, self._expected, is_shared=self._num_ranks > 1)
         require_digest_kind(digest)
         if not 0 < deadline_s <= self._max_deadline_s:
             raise InvalidRequestError(
@@ -131,7 +131,7 @@ class WeightReceiver:
             if self._push is not None:  # prepared while this call waited
                 await self._end_push(self._push, f"superseded by push {push_id}")
             transport, upload = await accept(
-                source, version, manifest, held=self.version, is_sound=self._sound, is_shared=self._num_ranks > 1
+                source, version, manifest, held=self.version, is_sound=self._sound, num_ranks=self._num_ranks
             )
             async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the process group"):
                 if isinstance(source, rollout_pb2.BroadcastSource) and source.group_name != self._group_name:

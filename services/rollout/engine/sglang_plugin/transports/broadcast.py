@@ -28,16 +28,17 @@ class BroadcastTransport(msgspec.Struct, frozen=True, kw_only=True, tag="broadca
     """Larger buckets arrive in parts of this size; 0: in one part."""
 
     @classmethod
-    def accept(cls, source: rollout_pb2.BroadcastSource) -> Self:
-        """Check a process group that is to be joined.
+    def accept(cls, source: rollout_pb2.BroadcastSource, *, num_ranks: int) -> Self:
+        """Check a process group that is to be joined by all processes of this engine.
 
         Raises:
             InvalidRequestError: its ranks or sizes are impossible.
         """
-        if not source.group_name or source.rank_offset < 1 or source.world_size <= source.rank_offset:
+        if not source.group_name or source.rank_offset < 1 or source.world_size < source.rank_offset + num_ranks:
             raise InvalidRequestError(
                 f"broadcast: group_name = {source.group_name!r} with rank_offset = {source.rank_offset} and "
-                f"world_size = {source.world_size} is not a group whose rank 0 is the trainer"
+                f"world_size = {source.world_size} is not a group whose rank 0 is the trainer and which has "
+                f"{num_ranks} ranks from that on for this engine; run the same version of Penstock in both"
             )
         if source.chunk_bytes < 0:
             raise InvalidRequestError(f"broadcast: chunk_bytes = {source.chunk_bytes} must be 0 or greater")

@@ -1,0 +1,83 @@
+"""What a plan says: GPUs, processes on them, and what these have there when they may have the most."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.errors import ConfigError
+from services.plan.model_shape import ModelShape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """GPUs of one machine, all of one kind."""
+
+    count: int
+    total_bytes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `8x80`: eight GPUs with 80 GiB each.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        found = re.fullmatch(r"(\d{1,4})x(\d{1,4}(?:\.\d+)?)", text)
+        if found is None or int(found[1]) < 1 or float(found[2]) <= 0:
+            raise ConfigError(f"--gpus {text!r} is not like 8x80, which is eight GPUs with 80 GiB each; correct it")
+        return cls(count=int(found[1]), total_bytes=int(float(found[2]) * GIB))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Something that takes memory."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a process has in its GPU's memory at a moment at which it may have the most."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """A kind of process, and the GPU of each of it."""
+
+    name: str
+    count: int
+    room_bytes: int
+    """What it may take of its GPU."""
+    moments: tuple[Moment, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has room at every moment."""
+        return all(moment.total_bytes <= self.room_bytes for moment in self.moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """All kinds of processes of a run that compute on GPUs."""
+
+    shape: ModelShape
+    processes: tuple[ProcessPlan, ...]
+    remedy: tuple[str, ...] | None = ()
+    """Settings with which all would fit; empty where they do; None where none were found."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process fits."""
+        return all(process.fits for process in self.processes)
