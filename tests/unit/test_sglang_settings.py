@@ -50,6 +50,19 @@ def test_a_recipe_passes_settings_on(model_path: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "text", [{"num_key_value_heads": 2}, {"text_config": {"num_attention_heads": 2, "max_position_embeddings": 4096}}]
+)
+def test_heads_that_cannot_be_shared_on_a_cpu_are_refused(model_path: Path, text: dict[str, Any]) -> None:
+    """SGLang would end while it loads them. On GPUs several processes hold the same."""
+    (model_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **text}))
+    config = RolloutConfig(tensor_parallel=4)
+    assert args_of(config, model_path, cuda=True)["tp_size"] == 4
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel = 4: on a CPU the model's 2 heads"):
+        args_of(config, model_path, cuda=False)
+    assert args_of(RolloutConfig(tensor_parallel=2), model_path, cuda=False)["tp_size"] == 2
+
+
 def test_a_run_keeps_what_is_passed_on(tmp_path: Path) -> None:
     """The run's config.toml, from which it is resumed, reads back to the same."""
     passed = {"chunked_prefill_size": 512, "hicache_ratio": 2.5, "lora_target_modules": ["q_proj"], "json": {"a": [1]}}

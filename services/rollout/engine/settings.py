@@ -138,6 +138,7 @@ def server_args(
         if has_experts(str(model.get("model_type"))):
             passed = {"moe_runner_backend": _LAYOUT_OF_EXPERTS_KEPT, **passed}
         return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
+    _require_heads_for(config.tensor_parallel, read_json(model_path / "config.json"))
     if config.dtype == "auto":
         args["dtype"] = "float32" if num_parameters(model_path) <= MAX_FLOAT32_PARAMETERS else "bfloat16"
     context = context_length(config, model_path)
@@ -145,6 +146,17 @@ def server_args(
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
     sglang_settings.require_used(config.sglang, args)
     return args
+
+
+def _require_heads_for(tensor_parallel: int, model: Mapping[str, Any]) -> None:
+    """On a GPU processes may hold the same heads; on a CPU SGLang pads them, and then cannot load them."""
+    text = model.get("text_config", model)
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+    if heads % tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {tensor_parallel}: on a CPU the model's {heads} heads of keys and values "
+            "cannot be shared by so many processes; choose a divisor of that number"
+        )
 
 
 def _dtype_of(model: Mapping[str, Any]) -> str:

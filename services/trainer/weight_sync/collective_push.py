@@ -208,8 +208,8 @@ class CollectivePush:
         return error
 
     async def _close_group(self, started: "Mapping[Member, asyncio.Task[Any]] | None" = None) -> None:
-        num_coming = sum(not task.done() for task in (started or {}).values())
-        await asyncio.to_thread(self._transport.close, num_coming=num_coming)
+        are_coming = any(not task.done() for task in (started or {}).values())
+        await asyncio.to_thread(self._transport.close, are_coming=are_coming)
 
 
 def _reason(tasks: "list[asyncio.Task[Any]]") -> str:

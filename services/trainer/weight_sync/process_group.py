@@ -34,8 +34,6 @@ _LONG_POLL_S = 0.002
 """Poll a send fast at first (GPU sends finish quickly), then slowly (on CPUs polling competes with sending)."""
 _AHEAD = 4
 """Parts in flight at a time."""
-_ARRIVALS_KEY = "init/"
-"""Where torch's TCPStore counts the members that have connected."""
 
 
 class WeightProcessGroup:
@@ -167,16 +165,17 @@ class WeightProcessGroup:
         finally:
             work = None
 
-    def close(self, *, num_coming: int = 0) -> None:
+    def close(self, *, are_coming: bool = False) -> None:
         """Leave the group, formed or not; a call in another thread ends with an error. May be repeated.
 
         It may wait for a running broadcast, see above.
 
         Args:
-            num_coming: Members that are about to reach the rendezvous. It stays open for a moment longer to turn them
-                away: a member that finds no rendezvous would retry until its own timeout.
+            are_coming: Whether members are about to reach the rendezvous. If so, it stays open for a moment longer to
+                turn them away: a member that finds no rendezvous would retry until its own timeout.
         """
-        self._await_members(num_coming)
+        if are_coming:
+            self._await_members()
         with self._lock:
             if self._closed:
                 return
@@ -187,12 +186,9 @@ class WeightProcessGroup:
             _leave(group)
         log.debug("process_group.closed", process_group=self.name)
 
-    def _await_members(self, num_coming: int) -> None:
+    def _await_members(self) -> None:
         give_up_at = time.monotonic() + _ARRIVAL_GRACE_S
-        while time.monotonic() < give_up_at:
-            server = self._server
-            if server is None or self._group is not None or server.add(_ARRIVALS_KEY, 0) >= num_coming:
-                return
+        while time.monotonic() < give_up_at and not self._closed and self._group is None:
             time.sleep(_POLL_S)
 
     def _own_stream(self) -> AbstractContextManager[object]:

@@ -51,5 +51,5 @@ class CollectiveTransport(Transport):
         """The trainer's part while members receive."""
 
     @abstractmethod
-    def close(self, *, num_coming: int = 0) -> None:
+    def close(self, *, are_coming: bool = False) -> None:
         """Release every member that waits in it; see `WeightProcessGroup.close`."""

@@ -70,6 +70,6 @@ class BroadcastTransport(CollectiveTransport):
         parts = (part for bucket in weights.buckets for part in chunks(bucket, self._source.chunk_bytes))
         self._group.broadcast(parts, timeout_s=timeout_s)
 
-    def close(self, *, num_coming: int = 0) -> None:
+    def close(self, *, are_coming: bool = False) -> None:
         """Leave the process group."""
-        self._group.close(num_coming=num_coming)
+        self._group.close(are_coming=are_coming)
