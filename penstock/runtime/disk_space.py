@@ -1,6 +1,7 @@
-"""A full disk, told to people as what it is."""
+"""Files that are on the disk for certain, and a full disk, told to people as what it is."""
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,15 @@ def is_disk_full(error: BaseException) -> bool:
 def free_mib(folder: Path) -> str:
     """The free space of the disk that `folder` is on, with its unit."""
     return f"{shutil.disk_usage(folder).free / _MIB:,.0f} MiB"
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk before this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

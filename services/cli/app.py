@@ -19,6 +19,7 @@ from services.cli.data.command import data
 from services.cli.doctor_command import doctor
 from services.cli.environment.command import env
 from services.cli.evaluation.command import eval_
+from services.cli.export_command import export
 from services.cli.init_command import init
 from services.cli.plan_command import plan
 from services.cli.replay.command import replay
@@ -50,6 +51,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
 for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)
 app.command()(init)
+app.command()(export)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 

@@ -10,6 +10,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.cli.arguments import RecipeArgument, load_run, sort_arguments
 from services.cli.extras import import_with_extra
+from services.cli.model_folder import find_model
 
 
 def eval_(
@@ -52,7 +53,7 @@ def eval_(
         )
     evaluating = import_with_extra("services.cli.evaluation.run", "penstock eval", extra="trainer")
     if model is not None:
-        settings = settings.model_copy(update={"model": ModelConfig(path=evaluating.model_folder(model))})
+        settings = settings.model_copy(update={"model": ModelConfig(path=find_model(model))})
     security = Security.load(settings.security)
     code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
     return code

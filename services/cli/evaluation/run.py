@@ -8,12 +8,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
 from penstock import config as configuration
 from penstock.bus.connection import connect
-from penstock.errors import ConfigError
 from penstock.runtime import process
 from penstock.runtime.process import end_task
 from penstock.runtime.security import Security, hide_secrets
@@ -25,7 +23,6 @@ from services.cli.score.run import private_service
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
 from services.recipe import Recipe
-from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
@@ -89,22 +86,6 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
             sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
         return code or run.report()
-
-
-def model_folder(path: Path) -> Path:
-    """The model in `path`: a model folder, a checkpoint, or the newest checkpoint of a run.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for folder in (path, path / "model"):
-        if (folder / "config.json").is_file():
-            return folder
-    if (path / "checkpoints").is_dir() and (newest := CheckpointStore(path / "checkpoints", keep=1).latest()):
-        return newest.model_path
-    raise ConfigError(
-        f"--model {path} is neither a model folder (config.json), nor a checkpoint (model/), nor a run (checkpoints/)"
-    )
 
 
 class _Evaluating:

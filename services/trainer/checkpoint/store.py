@@ -33,7 +33,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import SetupError, SupersededError
-from penstock.runtime.disk_space import is_disk_full
+from penstock.runtime.disk_space import flush, is_disk_full
 
 log = structlog.get_logger()
 
@@ -112,7 +112,7 @@ class CheckpointStore:
             sizes = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(_files(partial))}
             (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
             for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
-                _flush(path)
+                flush(path)
             self._put_in_place(partial, self.folder / name)
             self._point_at(name)
             self._delete_others(step)
@@ -152,7 +152,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(aside)
         ready.rename(final)
-        _flush(self.folder)
+        flush(self.folder)
         if aside.exists():
             shutil.rmtree(aside)
 
@@ -195,6 +195,10 @@ class CheckpointStore:
                 log.warning("checkpoint.refused", path=str(path), reason=str(error))
         return None
 
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, complete or not, in order."""
+        return sorted(map(_step, self._paths()))
+
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
@@ -210,9 +214,9 @@ class CheckpointStore:
     def _point_at(self, name: str) -> None:
         temporary = self._writer / "latest"
         temporary.write_text(name + "\n")
-        _flush(temporary)
+        flush(temporary)
         os.replace(temporary, self.folder / "latest")
-        _flush(self.folder)
+        flush(self.folder)
 
     def _delete_others(self, step: int) -> None:
         """Delete all but the newest `keep`, and later steps, which belong to an abandoned history."""
@@ -243,11 +247,3 @@ def _size_bytes(folder: Path) -> int:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

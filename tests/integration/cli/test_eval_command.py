@@ -21,7 +21,7 @@ from penstock.testing.answers import Saying
 from penstock.testing.engine_process import START_TIMEOUT_S
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
-from services.cli.evaluation.run import model_folder
+from services.cli.model_folder import find_model
 from tests.support.openai_api import serving_api
 
 pytestmark = pytest.mark.timeout(600)
@@ -229,8 +229,8 @@ def test_model_takes_models_checkpoints_and_runs(tmp_path: Path) -> None:
         newest = save(checkpoint / "model")
         (checkpoint / "state.json").write_text("{}")
         (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": {}}))
-    assert model_folder(model) == model
-    assert model_folder(newest.parent) == newest
-    assert model_folder(tmp_path / "run") == newest
+    assert find_model(model) == model
+    assert find_model(newest.parent) == newest
+    assert find_model(tmp_path / "run") == newest
     with pytest.raises(ConfigError, match="is neither a model folder"):
-        model_folder(tmp_path)
+        find_model(tmp_path)

@@ -1,5 +1,6 @@
 """Processes that are ranks of one group over gloo, and run what a test gives them."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -62,6 +63,7 @@ class RankPool:
 
 def _serve(pipe: Connection, rank: int, size: int, path: str) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    gc.disable()  # most of what it would search are modules
     import torch
     import torch.distributed as dist
 

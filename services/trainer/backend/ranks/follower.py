@@ -14,6 +14,7 @@ import structlog
 
 from penstock.config import LogConfig
 from penstock.errors import PenstockError
+from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.process import EXIT_FAILURE
 from penstock.telemetry import log as logging
 from services.trainer.backend.ranks.processes import beat
@@ -45,8 +46,9 @@ def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
 
 def _follow(rank: int, size: int, store: int, device: str) -> None:
     # torch takes seconds; signals are ignored and rank 0 hears of this process before.
-    from services.trainer.backend.ranks.many_ranks import follow
-    from services.trainer.backend.ranks.start import join_on_this_machine, prepare_device
+    with kept_for_ever():
+        from services.trainer.backend.ranks.many_ranks import follow
+        from services.trainer.backend.ranks.start import join_on_this_machine, prepare_device
 
     placed = prepare_device(device, local_rank=rank, num_local=size)
     ranks = join_on_this_machine(store, rank=rank, size=size, device=placed)

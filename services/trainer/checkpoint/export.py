@@ -1,0 +1,99 @@
+"""The model of a checkpoint for others to load: a model folder in the precision in which models are published.
+
+A checkpoint's `model/` is a model folder already, in float32. An exported one has the same files, with weights of
+another precision. It is written under another name, flushed and renamed, so it is complete or absent.
+"""
+
+import json
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from penstock.errors import ConfigError
+from penstock.runtime.disk_space import disk_full_told, flush
+from penstock.weights.manifest import dtype_of
+from services.trainer.backend.tensor_files import writing_safetensors
+
+_WEIGHTS = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def export_model(model: Path, target: Path, *, dtype: str) -> int:
+    """Write a model folder whose weights have another precision; return their size in bytes.
+
+    One weight file is in memory at a time. Tensors that are no floating-point numbers stay as they are.
+
+    Args:
+        model: A model folder with safetensors files, such as `model/` of a checkpoint.
+        target: The folder to make. Those above it are made too.
+        dtype: A floating-point type of torch: "bfloat16".
+
+    Raises:
+        ConfigError: `target` is there already, or `model` has no safetensors files.
+        SetupError: there is no room for it.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} is there already; name a folder that is not")
+    files = sorted(path for path in model.iterdir() if path.is_file())
+    if not any(path.name.endswith(_WEIGHTS) for path in files):
+        raise ConfigError(f"{model} has no {_WEIGHTS} files; name a run, a checkpoint or a model folder that has")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        with disk_full_told(target.parent, "make room there, or name a folder on another disk"):
+            sizes = [_write(path, partial / path.name, dtype) for path in files if path.name.endswith(_WEIGHTS)]
+            for path in files:
+                if not path.name.endswith(_WEIGHTS):
+                    _copy(path, partial / path.name, dtype, num_bytes=sum(sizes))
+            for path in (*partial.iterdir(), partial):
+                flush(path)
+            partial.rename(target)
+            flush(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sum(sizes)
+
+
+def _write(source: Path, target: Path, dtype: str) -> int:
+    """Cast the tensors of a file; return their bytes."""
+    with safe_open(source, framework="pt") as file:
+        tensors = {name: _cast(file.get_tensor(name), dtype_of(dtype)) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        with writing_safetensors():
+            save_file(tensors, target, metadata=file.metadata())
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _copy(source: Path, target: Path, dtype: str, *, num_bytes: int) -> None:
+    if source.name == "config.json":
+        target.write_text(json.dumps(_with_dtype(json.loads(source.read_text()), dtype), indent=2) + "\n")
+    elif source.name.endswith(_INDEX):
+        index = json.loads(source.read_text())
+        index.get("metadata", {})["total_size"] = num_bytes
+        target.write_text(json.dumps(index, indent=2) + "\n")
+    else:
+        shutil.copyfile(source, target)
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Name the precision at the top, and wherever a part of the model names one."""
+
+    def renamed(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: dtype if key in _DTYPE_KEYS else renamed(value) if isinstance(value, dict) else value
+            for key, value in part.items()
+        }
+
+    found = renamed(config)
+    return found if any(key in found for key in _DTYPE_KEYS) else {**found, "dtype": dtype}

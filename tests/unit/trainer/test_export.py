@@ -1,0 +1,96 @@
+"""`penstock export`: what a run has trained, as a model folder that transformers loads."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.cli import main
+from services.trainer.checkpoint.store import CheckpointStore
+from tests.support.trainer.families import FAMILIES, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In float32, in several files."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("models")
+    written = write_model(FAMILIES["qwen3"](), folder / "one-file")
+    loaded = AutoModelForCausalLM.from_pretrained(written)
+    loaded.save_pretrained(folder / "several", max_shard_size="200KB")
+    (folder / "several/chat_template.jinja").write_text("{{ messages }}")
+    assert len([*(folder / "several").glob("*.safetensors")]) > 2
+    return folder / "several"
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 2 and 4."""
+    store = CheckpointStore(tmp_path / "run/checkpoints", keep=3)
+    for step in (2, 4):
+        store.save(step, {}, lambda folder: shutil.copytree(model, folder / "model") and None)
+    return tmp_path / "run"
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers loads them, in the precision that config.json names."""
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_is_the_model_of_the_run(run: Path, model: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Every weight, rounded; tokenizer, template and settings as they are."""
+    target = tmp_path / "somewhere/exported"
+    name = str(dtype).removeprefix("torch.")
+    assert main(["export", str(run), str(target), "--step", "2", f"--dtype={name}"]) == 0
+    exported, trained = weights_of(target), weights_of(model)
+    assert exported.keys() == trained.keys()
+    for each, weight in trained.items():
+        assert exported[each].dtype == dtype
+        assert torch.equal(exported[each], weight.to(dtype)), each
+    assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in model.iterdir())
+    assert (target / "chat_template.jinja").read_bytes() == (model / "chat_template.jinja").read_bytes()
+    config = json.loads((target / "config.json").read_text())
+    assert config == json.loads((model / "config.json").read_text()) | {"dtype": name}
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in exported.values())
+
+
+def test_it_is_complete_or_absent(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk is told, and nothing stays; the same command works when there is room."""
+    arguments = ["export", str(run), str(tmp_path / "exported")]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        assert main(arguments) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}: ")
+    assert said.endswith("make room there, or name a folder on another disk\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert main(arguments) == 0
+    assert f"{run}/checkpoints/step-000004/model, weights in bfloat16" in capsys.readouterr().out
+
+
+def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By name, with what to do."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "no-weights").mkdir()
+    (tmp_path / "no-weights/config.json").write_text("{}")
+    for source, target, options, message in (
+        (run, "new", ["--step", "3"], "has no complete checkpoint of step 3; there are checkpoints of: 2, 4"),
+        (run, "taken", [], "taken is there already; name a folder that is not"),
+        (tmp_path, "new", [], "is neither a model folder (config.json), nor a checkpoint (model/), nor a run"),
+        (tmp_path / "no-weights", "new", [], "has no .safetensors files"),
+        (run, "new", ["--dtype", "int8"], "int8"),
+    ):
+        assert main(["export", str(source), str(tmp_path / target), *options]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
