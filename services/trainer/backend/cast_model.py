@@ -1,4 +1,4 @@
-"""The model of a checkpoint for others to load: a model folder in the precision in which models are published.
+"""A model folder in another precision: a checkpoint's, in the one in which models are published.
 
 A checkpoint's `model/` is a model folder already, in float32. An exported one has the same files, with weights of
 another precision. It is written under another name, flushed and renamed, so it is complete or absent.
@@ -25,7 +25,7 @@ _INDEX = ".safetensors.index.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def export_model(model: Path, target: Path, *, dtype: str) -> int:
+def cast_model(model: Path, target: Path, *, dtype: str) -> int:
     """Write a model folder whose weights have another precision; return their size in bytes.
 
     One weight file is in memory at a time. Tensors that are no floating-point numbers stay as they are.
