@@ -95,16 +95,7 @@ class MemorySink:
         await self._run(lambda: self._join(source))
 
     def _join(self, source: rollout_pb2.BroadcastSource) -> None:
-        # As SGLang's init_custom_process_group does it.
-        address = f"tcp://{source.master_host}:{source.master_port}"
-        rendezvous = dist.rendezvous(address, source.rank_offset, source.world_size, timeout=self._timeout)
-        store, rank, world_size = next(rendezvous)
-        store.set_timeout(self._timeout)
-        self._group, _ = distributed_c10d._new_process_group_helper(
-            world_size, rank, [], dist.Backend(source.backend), dist.PrefixStore(source.group_name, store),
-            group_name=source.group_name, backend_options=None, timeout=self._timeout,
-        )  # fmt: skip
-        distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        self._group = joined_group(source, timeout=self._timeout)
 
     async def leave_group(self, name: str) -> None:
         await self._run(self._leave)
@@ -159,6 +150,19 @@ class MemorySink:
     async def _run(self, work: Callable[[], None]) -> None:
         if message := await asyncio.get_running_loop().run_in_executor(self._thread, _message_of, work):
             raise UnavailableError(f"simulated SGLang: {message}")
+
+
+def joined_group(source: rollout_pb2.BroadcastSource, *, timeout: datetime.timedelta) -> Any:
+    """Join the process group of a push, as SGLang's `init_custom_process_group` does it."""
+    address = f"tcp://{source.master_host}:{source.master_port}"
+    store, rank, world_size = next(dist.rendezvous(address, source.rank_offset, source.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size, rank, [], dist.Backend(source.backend), dist.PrefixStore(source.group_name, store),
+        group_name=source.group_name, backend_options=None, timeout=timeout,
+    )  # fmt: skip
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
 
 
 def _message_of(work: Callable[[], None]) -> str:
