@@ -33,39 +33,50 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 
 
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
-    """An engine, the worker, the router, the reward service, the trainer and its second rank die in turn; the run goes
-    to its end.
+    """An engine, both peers of a pair, the worker, the router, the reward service, the trainer and its second rank die
+    in turn; then Ctrl-C ends all, the newest checkpoint is damaged, and `--resume` without pairs goes on to the end.
 
     Weights are broadcast, the one way in which the members of a push wait for each other. The run evaluates itself, and
     the trainer dies inside an evaluation. It starts its rank itself, so both come up again whichever of them dies.
     """
-    num_steps = 16
+    num_steps = 18
     evaluation = {"every": 9, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
     settings = overrides(
         tmp_path,
+        rollout__replicas=1,
+        rollout__prefill=1,
+        rollout__decode=1,
         trainer__num_steps=num_steps,
         trainer__ranks=2,
         trainer__weight_sync__transport="broadcast",
         **{f"evaluation__{key}": value for key, value in evaluation.items()},
     )
+    victims = ("rollout", "worker", "decode", "router", "trainer", "prefill", "rank", "reward")
     with started(tmp_path, str(RECIPE), *settings) as train:
-        for step, victim in (
-            (1, "rollout"),
-            (3, "worker"),
-            (5, "router"),
-            (7, "reward"),
-            (9, "trainer"),
-            (11, "rank"),
-        ):
+        for step, victim in zip(range(1, num_steps, 2), victims, strict=False):
             train.wait_for_step(step, timeout_s=240)
             if victim == "trainer":
                 begun = train.folder / f"evaluations/step-{step:06d}/samples.jsonl"
                 train.wait_until(lambda begun=begun: begun.exists() and begun.read_bytes(), "an evaluation", 120)
             train.kill(victim)
+        train.wait_for_step(16, timeout_s=240)
+        os.kill(train.process.pid, signal.SIGINT)
+        train.wait(HANG_S)
+        assert train.pids() == []
+        folder = train.folder
+    damage_newest_checkpoint(folder)
+    with started(tmp_path, "--resume", str(folder), "--rollout.prefill=0", "--rollout.decode=0") as train:
         assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
         assert_evaluated(train.folder, [9, num_steps], num_prompts={"geometry": 24, "held_out": 8})
         assert train.pids() == []
+
+
+def damage_newest_checkpoint(folder: Path) -> None:
+    """Cut off its weights: the run goes on from the one before."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    weights = newest / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
 
 
 def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: dict[str, int]) -> None:
@@ -81,19 +92,6 @@ def assert_evaluated(folder: Path, steps: list[int], *, num_prompts: dict[str, i
             (name, row) for name, number in sorted(num_prompts.items()) for row in range(number)
         ]
         assert {tuple(line["versions"]) for line in played} == {(row["policy_version"],) * 2}
-
-
-def test_killing_peers_of_pairs_loses_nothing(tmp_path: Path) -> None:
-    """A run without a unified engine: its prefill engine and one of two decode engines die, and it goes to its end."""
-    num_steps = 7
-    pairs = {"rollout__replicas": 0, "rollout__prefill": 1, "rollout__decode": 2}
-    with started(tmp_path, str(RECIPE), *overrides(tmp_path, trainer__num_steps=num_steps, **pairs)) as train:
-        for step, victim in ((1, "decode"), (3, "prefill")):
-            train.wait_for_step(step, timeout_s=240)
-            train.kill(victim)
-        assert train.wait(400) == 0, train.tail()
-        assert_nothing_was_lost(train.rows(), num_steps)
-        assert train.pids() == []
 
 
 def assert_nothing_was_lost(rows: list[dict[str, Any]], num_steps: int) -> None:
@@ -112,22 +110,3 @@ def assert_engines_served_what_they_said(rows: list[dict[str, Any]]) -> None:
     """Where no version lies between, engine and trainer have the same logprobs: no number stood for other weights."""
     assert any("dlogp_max_current" in row for row in rows)
     assert all(row.get("dlogp_max_current", 0.0) < 1e-4 for row in rows)
-
-
-def test_interrupted_run_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
-    """Ctrl-C ends everything; --resume goes on to the last step though the newest checkpoint is damaged."""
-    num_steps = 6
-    settings = overrides(tmp_path, trainer__num_steps=num_steps, trainer__checkpoint_every=2, rollout__replicas=1)
-    with started(tmp_path, str(RECIPE), *settings) as train:
-        train.wait_for_step(4, timeout_s=240)
-        os.kill(train.process.pid, signal.SIGINT)
-        train.wait(HANG_S)
-        assert train.pids() == []
-        folder = train.folder
-    newest = max((folder / "checkpoints").glob("step-*"))
-    weights = newest / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with started(tmp_path, "--resume", str(folder)) as train:
-        assert train.wait(300) == 0, train.tail()
-        assert_nothing_was_lost(train.rows(), num_steps)
-        assert train.pids() == []
