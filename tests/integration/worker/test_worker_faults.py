@@ -1,6 +1,7 @@
 """Prompts that cannot be played, and groups that fail: reported, buried or put back."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,25 @@ async def test_a_prompt_that_can_never_be_played_is_reported_and_buried_at_once(
     assert "image 0 cannot be read" in group.error
     [letter] = await read(bus, bus.dead)
     assert decode(letter, Prompt) == prompt
+
+
+async def test_a_group_that_no_message_can_carry_is_given_up_at_once(
+    bus: Bus,
+    engine: SimulatedEngine,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be as large the next time: the trainer and a person get the reason, and it is played once."""
+    monkeypatch.setattr("penstock.bus.connection._MAX_RECORD_BYTES", 20_000)
+    prompt = make_prompt(run_name, num_samples=64)
+    await publish(bus, prompt)
+    async with working(make_recipe(engine.replica.address)):
+        [group] = await until_done(bus, 1)
+    assert group.samples == ()
+    assert re.search(r"of \d+ bytes is over .* or make groups smaller", group.error)
+    assert len(engine.requests) == 64
+    assert await count(bus, bus.dead) == 1
 
 
 @pytest.mark.parametrize(
