@@ -38,7 +38,7 @@ from penstock.telemetry import log  # noqa: E402
 from penstock.testing.engine_process import engine_process  # noqa: E402
 from penstock.weights.digest import MULTILINEAR, XXH3, tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest, specs_of  # noqa: E402
-from penstock.weights.stream import WeightStream  # noqa: E402
+from penstock.weights.named_weights import NamedWeights  # noqa: E402
 from services.rollout.testing.simulated_replica import simulated_replica  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
@@ -145,7 +145,7 @@ async def measure(
             raw_s.append(await asyncio.to_thread(broadcast_raw, pipes))
             await asyncio.to_thread(change, version, tensors, publisher.config.transport)
             started = time.perf_counter()
-            weights = await asyncio.to_thread(publisher.take, version, WeightStream.of(tensors))
+            weights = await asyncio.to_thread(publisher.take, version, NamedWeights.of(tensors))
             taken = time.perf_counter()
             report = await publisher.publish(weights)
             take_s.append(taken - started)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bench.async_loop.workload import Workload
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.batching.sequences import TrainGroup
@@ -76,9 +76,9 @@ class SimulatedBackend:
         """Forget the groups."""
         self._groups = []
 
-    def export(self) -> WeightStream:
+    def export(self) -> NamedWeights:
         """Return the number of steps, so that every version has other weights."""
-        return WeightStream.of({"num_steps": torch.tensor([self._num_steps], dtype=torch.float32)})
+        return NamedWeights.of({"num_steps": torch.tensor([self._num_steps], dtype=torch.float32)})
 
     def save(self, folder: Path) -> None:
         """Write the number of steps."""

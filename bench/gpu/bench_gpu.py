@@ -42,7 +42,7 @@ from penstock.telemetry import log  # noqa: E402
 from penstock.testing.engine_process import EngineProcess, engine_process  # noqa: E402
 from penstock.v1 import generate_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
-from penstock.weights.stream import WeightStream  # noqa: E402
+from penstock.weights.named_weights import NamedWeights  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
 
@@ -137,7 +137,7 @@ async def measure_transport(
 
 async def push_once(publisher: WeightPublisher, tensors: dict[str, torch.Tensor], version: int) -> None:
     """The same weights under another number."""
-    weights = await asyncio.to_thread(publisher.take, version, WeightStream.of(tensors))
+    weights = await asyncio.to_thread(publisher.take, version, NamedWeights.of(tensors))
     report = await publisher.publish(weights)
     if (report.num_replicas, report.num_failed) != (1, 0):
         raise SystemExit(f"the push to the running engine failed: {report}")

@@ -43,8 +43,8 @@ from penstock.v1 import rollout_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
 from penstock.weights.digest import tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest, chunks, specs_of  # noqa: E402
+from penstock.weights.named_weights import NamedWeights  # noqa: E402
 from penstock.weights.shared_memory import SharedMemoryPool  # noqa: E402
-from penstock.weights.stream import WeightStream  # noqa: E402
 from services.rollout.engine.sglang_plugin.shards import Shard  # noqa: E402
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport, SharedMemoryTransport  # noqa: E402
 from services.rollout.engine.sglang_plugin.weight_loader import take_into  # noqa: E402
@@ -121,7 +121,7 @@ class Trainer:
         """Copy the weights to `device`."""
         return WeightSnapshot.take(
             1,
-            WeightStream.of(self._weights),
+            NamedWeights.of(self._weights),
             max_bucket_bytes=CHUNK_BYTES,
             pool=self._pool if is_shared else None,
             device=device,
@@ -155,7 +155,9 @@ class Trainer:
         self._group.close()
 
 
-def measure(trainer: Trainer, place: torch.device, computing: torch.device, rounds: int, *, is_busy: bool) -> list[str]:
+def measure(
+    trainer: Trainer, kept_on: torch.device, computing: torch.device, rounds: int, *, is_busy: bool
+) -> list[str]:
     """A row of the table for copies in one place."""
     found: dict[str, list[float]] = {}
     peak_bytes = 0
@@ -164,7 +166,7 @@ def measure(trainer: Trainer, place: torch.device, computing: torch.device, roun
             for name, is_shared, send in (("broadcast", False, trainer.broadcast), ("shared", True, trainer.share)):
                 before = _start_peak(computing)
                 started = time.perf_counter()
-                taken = trainer.take(place, is_shared=is_shared)
+                taken = trainer.take(kept_on, is_shared=is_shared)
                 taken.wait()
                 took_s = time.perf_counter() - started
                 peak_bytes = max(peak_bytes, _peak(computing) - before)
@@ -175,7 +177,7 @@ def measure(trainer: Trainer, place: torch.device, computing: torch.device, roun
                 del taken
     seconds = [f"{statistics.median(found[name]):.3f}" for name in ("take", "broadcast", "shared")]
     peak = f"{peak_bytes / 2**30:.2f}" if computing.type == "cuda" else ""
-    return [str(place), "yes" if is_busy else "no", *seconds, peak]
+    return [str(kept_on), "yes" if is_busy else "no", *seconds, peak]
 
 
 @contextlib.contextmanager
@@ -263,12 +265,12 @@ def main() -> None:
         model = write_model(Path(folder) / "model", is_tiny=arguments.cpu and shape is None, device=device, shape=shape)
     weights = {name: parameter.detach().to(device) for name, parameter in model.named_parameters()}
     manifest = Manifest.plan(specs_of(weights), max_bucket_bytes=CHUNK_BYTES)
-    places = [device] if device.type == "cpu" else [device, torch.device("cpu")]
+    devices = [device] if device.type == "cpu" else [device, torch.device("cpu")]
     rows = []
     with receiver(device, manifest) as to:
         trainer = Trainer(weights, backend, to)
         for is_busy in (False, True) if arguments.busy else (False,):
-            rows += [measure(trainer, place, device, arguments.rounds, is_busy=is_busy) for place in places]
+            rows += [measure(trainer, kept_on, device, arguments.rounds, is_busy=is_busy) for kept_on in devices]
         trainer.close()
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else platform.machine()
     lines = [

@@ -97,18 +97,18 @@ async def _unary(address: str, num_calls: int) -> float:
 async def _stream(address: str, num_calls: int) -> float:
     questions = typical(1000)
     channel = connect(address)
-    places = asyncio.Semaphore(256)
+    in_flight = asyncio.Semaphore(256)
 
     async def requests() -> AsyncIterator[reward_pb2.VerifyStreamRequest]:
         for number in range(num_calls):
-            await places.acquire()
+            await in_flight.acquire()
             yield reward_pb2.VerifyStreamRequest(item=questions[number % 1000].to_proto(item_id=str(number)))
 
     started = time.perf_counter()
     answered = set()
     async for answer in reward_pb2_grpc.RewardServiceStub(channel).VerifyStream(requests(), timeout=600):
         answered.add(answer.verdict.item_id)
-        places.release()
+        in_flight.release()
     elapsed_s = time.perf_counter() - started
     await channel.close(None)
     assert len(answered) == num_calls

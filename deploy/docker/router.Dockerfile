@@ -1,4 +1,4 @@
-# The router with its OpenAI-compatible face, without torch. From the project's root:
+# The router with its OpenAI-compatible frontend, without torch. From the project's root:
 #
 #   docker build -f deploy/docker/router.Dockerfile -t penstock-router .
 

@@ -69,7 +69,7 @@ class Sessions:
         before = await self._find_state(session)
         number = await self._write_state(session, state)
         if before is not None and before[1].nonce != session.nonce:
-            await self.forget(SessionId(place=session.place, nonce=before[1].nonce))
+            await self.forget(SessionId(sample_key=session.sample_key, nonce=before[1].nonce))
         return OpenedSession(id=session, state=state, number=number)
 
     async def close(self, opened: OpenedSession) -> None:
@@ -149,7 +149,7 @@ class Sessions:
         try:
             await self._stream.remove(_calls_subject(session))
         except UnavailableError as error:
-            log.warning("session.remove_failed", session=session.place, error=str(error))
+            log.warning("session.remove_failed", session=session.sample_key, error=str(error))
 
     async def _find_state(self, session: SessionId) -> tuple[int, SessionState] | None:
         found = await self._stream.last(_state_subject(session))
@@ -167,8 +167,8 @@ def _seen(opened: OpenedSession) -> tuple[str, int]:
 
 
 def _state_subject(session: SessionId) -> str:
-    return f"{session.place}.state"
+    return f"{session.sample_key}.state"
 
 
 def _calls_subject(session: SessionId) -> str:
-    return f"{session.place}.{session.nonce}"
+    return f"{session.sample_key}.{session.nonce}"

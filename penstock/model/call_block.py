@@ -68,7 +68,7 @@ class _XmlBlock:
         self._parameter: str | None = None
         self._has_quoted_end = False
         """Whether the value so far holds a `</parameter>` that did not end it."""
-        self._place = 0
+        self._offset = 0
         """Everything before it has been read."""
 
     def read(self) -> tuple[ToolCall, ...] | None:
@@ -77,7 +77,7 @@ class _XmlBlock:
                 return None
         if self._parameter is not None and not self._end_value(len(self._block)):
             return None
-        if self._block[self._place :].strip():
+        if self._block[self._offset :].strip():
             return None
         if self._function is not None:
             self._end_function()
@@ -93,13 +93,13 @@ class _XmlBlock:
             if kind == _PARAMETER_END:
                 self._has_quoted_end = False
                 self._end_value(start)
-                self._place = end
+                self._offset = end
                 return True
             if not self._end_value(start):
                 return False
-        if self._block[self._place : start].strip():
+        if self._block[self._offset : start].strip():
             return False
-        self._place = end
+        self._offset = end
         match kind, self._function:
             case "<function=", None:
                 self._function, self._arguments = self._name(), {}
@@ -130,10 +130,10 @@ class _XmlBlock:
         """Keep the value; return whether it is certain that it ends here."""
         assert self._function is not None
         assert self._parameter is not None
-        value = printable(self._block[self._place : stop]).removeprefix("\n").removesuffix("\n")
+        value = printable(self._block[self._offset : stop]).removeprefix("\n").removesuffix("\n")
         types = parameter_types(self._tools, self._function, self._parameter)
         self._arguments[self._parameter] = typed_value(value, types)
-        self._parameter, self._place = None, stop
+        self._parameter, self._offset = None, stop
         return not self._has_quoted_end
 
     def _end_function(self) -> None:
@@ -143,7 +143,7 @@ class _XmlBlock:
 
     def _name(self) -> str:
         """The name that ends with `>`; empty if there is none."""
-        stop = self._block.find(">", self._place)
-        name = self._block[self._place : max(stop, self._place)].strip()
-        self._place = stop + 1
+        stop = self._block.find(">", self._offset)
+        name = self._block[self._offset : max(stop, self._offset)].strip()
+        self._offset = stop + 1
         return "" if "<" in name or "\n" in name else printable(name)

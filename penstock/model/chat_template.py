@@ -128,15 +128,15 @@ class Renderer:
         self._probe.require_shown(messages, has_tools=bool(tools), template_kwargs={})
         ids: list[int] = []
         is_learned: list[bool] = []
-        place = 0
+        end = 0
         for start, stop in spans:
-            others = self._encode(rendered[place:start], taken_out)
+            others = self._encode(rendered[end:start], taken_out)
             turn = self._encode(rendered[start:stop], taken_out)
             num_said = len(turn) if is_marked else self._num_said(turn)
             ids += others + turn
             is_learned += [False] * len(others) + [True] * num_said + [False] * (len(turn) - num_said)
-            place = stop
-        others = self._encode(rendered[place:], taken_out)
+            end = stop
+        others = self._encode(rendered[end:], taken_out)
         self._check_placeholders(ids + others, num_images)
         if not any(is_learned):
             raise InvalidRequestError("the model's chat template shows nothing that an assistant says")
@@ -319,9 +319,9 @@ class Renderer:
 
     def _num_said(self, turn: Sequence[int]) -> int:
         """Tokens of an assistant's turn up to the one that ends generation."""
-        for place, token in enumerate(turn):
+        for index, token in enumerate(turn):
             if token in self._end_ids:
-                return place + 1
+                return index + 1
         raise InvalidRequestError(
             f"the model's chat template ends an assistant's turn with none of the ids that end generation, "
             f"{sorted(self._end_ids)}, so the model would never learn to stop; correct eos_token_id in "

@@ -41,7 +41,7 @@ class TokenTexts:
         return self._special.get(number) or self.bytes_of(number).decode(errors="replace")
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one answer."""
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -62,4 +62,4 @@ def _byte_of() -> dict[str, int]:
     """The alphabet of byte-level BPE (GPT-2): printable characters are themselves, the others follow from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}

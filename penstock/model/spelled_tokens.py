@@ -32,5 +32,5 @@ class SpelledTokens:
 
 def pieces(rendered: str, taken_out: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """The pieces of a text with marks, in order, each with whether it was taken out."""
-    for place, piece in enumerate(_TAKEN_OUT.split(rendered)):
-        yield (piece, False) if place % 2 == 0 else (taken_out[int(piece)], True)
+    for index, piece in enumerate(_TAKEN_OUT.split(rendered)):
+        yield (piece, False) if index % 2 == 0 else (taken_out[int(piece)], True)

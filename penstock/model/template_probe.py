@@ -179,8 +179,8 @@ class TemplateProbe:
             return  # It minds the words, so nothing can be said of what it does with others.
         for number, (_, pieces, num_calls) in enumerate(shapes):
             where = f"message {number - num_before}, of role {roles[number]}: the model's chat template drops"
-            for place, piece in enumerate(pieces):
-                if piece == "text" and _mark(number, place) not in shown:
+            for index, piece in enumerate(pieces):
+                if piece == "text" and _mark(number, index) not in shown:
                     raise InvalidRequestError(f"{where} its text; {_remedy(roles[number], num_calls)}")
             if any(_mark(number, len(pieces) + call) not in shown for call in range(num_calls)):
                 raise InvalidRequestError(f"{where} its tool_calls; write them as text in the content")
@@ -192,7 +192,7 @@ class TemplateProbe:
         for number, (role, pieces, num_calls) in enumerate(shapes):
             bare = (role, tuple("text" if piece == "image" else piece for piece in pieces), num_calls)
             without = [*shapes[:number], bare, *shapes[number + 1 :]]
-            less = fill([self._chat(place, shape) for place, shape in enumerate(without)]).count(self._image_mark)
+            less = fill([self._chat(index, shape) for index, shape in enumerate(without)]).count(self._image_mark)
             if num_shown - less != pieces.count("image"):
                 raise InvalidRequestError(
                     f"message {number - num_before}, of role {role}: the model's chat template drops its images; show "
@@ -203,11 +203,11 @@ class TemplateProbe:
         """The message of this shape, each text and each call's name a mark."""
         role, pieces, num_calls = shape
         content: list[dict[str, str]] = []
-        for place, piece in enumerate(pieces):
+        for index, piece in enumerate(pieces):
             if piece == "image":
                 content.append({"type": "image"})
             else:
-                content.append({"type": "text", "text": _mark(number, place) if piece == "text" else ""})
+                content.append({"type": "text", "text": _mark(number, index) if piece == "text" else ""})
         chat: dict[str, Any] = {"role": role, "content": content}
         if self._image_mark is None:
             chat["content"] = "".join(piece.get("text", "") for piece in content)
@@ -235,8 +235,8 @@ def _shape(message: Message) -> _Shape:
     return message.role, tuple(pieces), len(message.tool_calls)
 
 
-def _mark(number: int, place: int) -> str:
-    return f"penstock{number}x{place}x"
+def _mark(number: int, index: int) -> str:
+    return f"penstock{number}x{index}x"
 
 
 def _remedy(role: str, num_calls: int) -> str:

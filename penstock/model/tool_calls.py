@@ -59,17 +59,17 @@ class ToolCallReader:
         """Take more text; return what is certain, in order."""
         found: list[Found] = []
         text, self._tail = self._tail + text, ""
-        place = 0
-        while (stop := text.find(mark := self._mark, place)) >= 0:
-            self._pass_on(text[place:stop], found)
-            place = stop + len(mark)
+        offset = 0
+        while (stop := text.find(mark := self._mark, offset)) >= 0:
+            self._pass_on(text[offset:stop], found)
+            offset = stop + len(mark)
             if self._block is None:
                 self._block = []
             else:
                 self._end_block(found)
-        end = len(text) - held_back(text[place:], mark)
+        end = len(text) - held_back(text[offset:], mark)
         self._tail = text[end:]
-        self._pass_on(text[place:end], found)
+        self._pass_on(text[offset:end], found)
         return [each for each in found if each]
 
     def finish(self) -> list[Found]:

@@ -53,7 +53,7 @@ class GroupId(Record, frozen=True, kw_only=True):
 
     run_id: str
     index: int
-    """Place in the run's order of admission, from 0; with `run_id` the identity of the group."""
+    """Position in the run's order of admission, from 0; with `run_id` the identity of the group."""
     attempt: int
     """0, and one more each time the group was stale or lost and admitted again."""
     trainer_epoch: str

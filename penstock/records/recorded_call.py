@@ -21,7 +21,7 @@ class RecordedCall(Envelope, frozen=True, kw_only=True):
     """What its client calls the session; calls of one session are kept in their order."""
     request_id: str
     choice: int
-    """Place among the answers to one request, from 0."""
+    """Number among the answers to one request, from 0."""
     created: float
     """When it was kept, in seconds since 1970."""
     input_ids: np.ndarray

@@ -21,26 +21,26 @@ _ID = re.compile(r"([A-Za-z0-9_-]{1,200})\.([0-9a-f]{32})")
 class SessionId(Record, frozen=True, kw_only=True):
     """The identity of one session; only who was told it can use it."""
 
-    place: str
+    sample_key: str
     """The sample that it plays: one word, the same for all attempts of workers to play that sample."""
     nonce: str
     """Random; another one for each attempt."""
 
     def __str__(self) -> str:
         """As it stands in URLs."""
-        return f"{self.place}.{self.nonce}"
+        return f"{self.sample_key}.{self.nonce}"
 
     @classmethod
     def new(cls, group: GroupId, sample: int) -> Self:
         """Another identity for `sample` of `group`."""
-        place = f"{group.index}-{group.attempt}-{group.trainer_epoch}-{sample}"
-        return cls(place=place, nonce=secrets.token_hex(16))
+        sample_key = f"{group.index}-{group.attempt}-{group.trainer_epoch}-{sample}"
+        return cls(sample_key=sample_key, nonce=secrets.token_hex(16))
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """The identity that `str` wrote; None if the text is not one."""
         match = _ID.fullmatch(text)
-        return None if match is None else cls(place=match[1], nonce=match[2])
+        return None if match is None else cls(sample_key=match[1], nonce=match[2])
 
 
 class SessionState(Envelope, frozen=True, kw_only=True):
@@ -73,11 +73,11 @@ class SessionState(Envelope, frozen=True, kw_only=True):
 
 
 class SessionCall(Envelope, frozen=True, kw_only=True):
-    """One answer of the policy in a session. Calls are numbered by their place in the stream."""
+    """One answer of the policy in a session. Calls are numbered by their order in the stream."""
 
     request_id: str
     choice: int
-    """Place among the answers to one request, from 0."""
+    """Number among the answers to one request, from 0."""
     continues: int = 0
     """Number of the call whose tokens come first; 0: `input_ids` are the whole prompt."""
     conversation: str

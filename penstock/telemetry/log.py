@@ -1,6 +1,6 @@
 """Logging: structlog events named `noun.past_verb`, with values as keys that carry units.
 
-Context that holds for a whole task (run, group, policy version) is bound once with `structlog.contextvars`.
+Each line names its service. Events about a group, a version or a replica have it as a key.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def scored(
             _top(token, logprob, num_top) for token, logprob in zip(response.output_ids, response.logprobs, strict=True)
         )
     if request.prompt_logprobs:
-        logprobs = [-place / 32 for place in range(1, len(request.input_ids))]
+        logprobs = [-index / 32 for index in range(1, len(request.input_ids))]
         top = [_top(*each, num_top) for each in zip(request.input_ids[1:], logprobs, strict=True)] if num_top else []
         response.prompt_logprobs.CopyFrom(generate_pb2.PromptLogprobs(logprobs=logprobs, top_logprobs=top))
     return response
@@ -112,7 +112,7 @@ def scored(
 
 def _top(token: int, logprob: float, count: int) -> generate_pb2.TopLogprobs:
     return generate_pb2.TopLogprobs(
-        ids=range(token, token + count), logprobs=[logprob - place for place in range(count)]
+        ids=range(token, token + count), logprobs=[logprob - index for index in range(count)]
     )
 
 

@@ -258,7 +258,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class TopLogprobs(_message.Message):
-    """The likeliest ids at one place."""
+    """The likeliest ids at one position."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -300,7 +300,7 @@ class PromptLogprobs(_message.Message):
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
-        """The likeliest ids at each of these places; empty unless num_top_logprobs is set."""
+        """The likeliest ids at each of these positions; empty unless num_top_logprobs is set."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
 
 
-class StopStage(IntEnum):
-    """When a process is stopped; processes of a later stage serve those of an earlier one."""
+class StopPhase(IntEnum):
+    """When a process is stopped; processes of a later phase serve those of an earlier one."""
 
     WORK = 0
     SERVE = 1
@@ -43,7 +43,7 @@ class ProcessSpec:
     command: Sequence[str]
     environment: Mapping[str, str]
     """The whole environment, not additions to it."""
-    stage: StopStage
+    phase: StopPhase
     ends_run: bool = False
     """Its exit with 0 is the end of the run; for every other process an exit is a death. At the end it is given all the
     time that it needs."""

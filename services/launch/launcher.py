@@ -19,7 +19,7 @@ from penstock.bus.local_server import server_command
 from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import ProcessSpec, StopStage
+from services.launch.child import ProcessSpec, StopPhase
 from services.launch.display import Display, open_display
 from services.launch.gpu_plan import find_gpus
 from services.launch.metrics import MetricsFollower, describe_evaluation, describe_run
@@ -166,7 +166,7 @@ def _nats_spec(
         name=process.name,
         command=command.arguments,
         environment={**environment, **command.environment},
-        stage=process.stage,
+        phase=process.phase,
         address=process.address,
         is_ready=serves_nats,
     )
@@ -181,7 +181,7 @@ def _service_spec(
         name=process.name,
         command=[*serve, "--name", process.name, "--error-file", str(error_file), *process.overrides],
         environment=environment,
-        stage=process.stage,
+        phase=process.phase,
         ends_run=process.ends_run,
         address=process.address,
         port_key=process.port_key,
@@ -199,7 +199,7 @@ async def start_processes(
         if stop.is_set():
             return
         supervisor.start(spec.name)
-        if spec.stage is StopStage.BUS:
+        if spec.phase is StopPhase.BUS:
             await _until_it_listens(spec.address, stop)
 
 

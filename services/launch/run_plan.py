@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import ConfigError
-from services.launch.child import StopStage
+from services.launch.child import StopPhase
 from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
 from services.recipe import Recipe
 
@@ -28,7 +28,7 @@ class PlannedProcess:
     name: str
     service: str
     """As `penstock serve` calls it."""
-    stage: StopStage
+    phase: StopPhase
     address: str
     """host:port on which it serves; port 0 is any free one."""
     port_key: str = ""
@@ -106,7 +106,7 @@ def _require_own_ports(recipe: Recipe) -> None:
 def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[PlannedProcess]:
     if own_bus:
         port = recipe.bus.url.rpartition(":")[2] or "0"
-        yield PlannedProcess(name="nats", service="nats", stage=StopStage.BUS, address=f"{LOCAL}:{port}")
+        yield PlannedProcess(name="nats", service="nats", phase=StopPhase.BUS, address=f"{LOCAL}:{port}")
     # The engines first, for they take longest to start.
     counts = {"unified": recipe.rollout.replicas, "prefill": recipe.rollout.prefill, "decode": recipe.rollout.decode}
     for role, count in counts.items():
@@ -114,7 +114,7 @@ def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[Plann
             yield PlannedProcess(
                 name=f"{'rollout' if role == 'unified' else role}-{index}",
                 service="rollout",
-                stage=StopStage.SERVE,
+                phase=StopPhase.SERVE,
                 address=f"{recipe.network.local}:{recipe.rollout.port}",
                 port_key="rollout.port",
                 overrides=(f"--rollout.role={role}",),
@@ -123,18 +123,18 @@ def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[Plann
         yield PlannedProcess(
             name=TRAINER,
             service="trainer",
-            stage=StopStage.WORK,
+            phase=StopPhase.WORK,
             address=f"{recipe.network.local}:{recipe.trainer.port}",
             ends_run=True,
         )
     for service in ("reward", "router"):
         address = f"{recipe.network.local}:{getattr(recipe, service).port}"
-        yield PlannedProcess(name=service, service=service, stage=StopStage.SERVE, address=address)
+        yield PlannedProcess(name=service, service=service, phase=StopPhase.SERVE, address=address)
     for index in range(recipe.worker.num):
         yield PlannedProcess(
             name=f"worker-{index}",
             service="worker",
-            stage=StopStage.WORK,
+            phase=StopPhase.WORK,
             address=f"{recipe.network.local}:{recipe.worker.port}",
             port_key="worker.port",
         )

@@ -17,7 +17,7 @@ from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import EXIT_USER_ERROR
 from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, ProcessSpec, State, StopStage
+from services.launch.child import Child, ProcessSpec, State, StopPhase
 
 MAX_RESTARTS = 10
 """A process that dies more often than this within `_RESTART_WINDOW_S`, while no step is trained, ends the run. A group
@@ -91,7 +91,7 @@ class Supervisor:
                 task.result()
 
     async def stop(self) -> None:
-        """End all processes, stage by stage; a process that exceeds its grace is killed.
+        """End all processes, phase by phase; a process that exceeds its grace is killed.
 
         The one that ends the run has no limit, unless another process fails for good, before or meanwhile: it may be in
         the middle of a step, which then needs a push and a checkpoint. Until it has ended, the processes that it needs
@@ -103,8 +103,8 @@ class Supervisor:
         """
         self.has_begun_to_stop = True
         failure: BaseException | None = None
-        for stage in StopStage:
-            ending = [child for child in self.children if child.spec.stage == stage and child.spec.name in self._tasks]
+        for phase in StopPhase:
+            ending = [child for child in self.children if child.spec.phase == phase and child.spec.name in self._tasks]
             for child in ending:
                 child.terminate()
             failures = await asyncio.gather(*(self._end(child) for child in ending))

@@ -46,7 +46,7 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
         ConfigError: there are too few GPUs for the processes, the recipe computes without GPUs, its settings exclude
             each other, or the model cannot be read.
     """
-    _place(recipe, gpus)
+    _assign_gpus(recipe, gpus)
     shape = ModelShape.read(model)
     working = functools.cache(functools.partial(working_bytes, shape))
     plan = _plan(shape, recipe, gpus, working, image_share=image_share)
@@ -76,7 +76,7 @@ def _plan(
     shape: ModelShape, recipe: Recipe, gpus: Gpus, working: Callable[..., int], *, image_share: float
 ) -> MemoryPlan:
     shape.require_divisible(recipe.rollout.tensor_parallel)
-    placed = _place(recipe, gpus)
+    placed = _assign_gpus(recipe, gpus)
     processes = []
     if engines := [name for name in placed.of_process if name != TRAINER]:
         processes.append(_engine(shape, recipe, gpus, count=len(engines)))
@@ -86,7 +86,7 @@ def _plan(
     return MemoryPlan(shape=shape, processes=tuple(processes))
 
 
-def _place(recipe: Recipe, gpus: Gpus) -> GpuPlan:
+def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
     trainer = recipe.trainer
     if trainer.device == "cpu" or trainer.dtype == "float32":
         raise ConfigError(

@@ -54,7 +54,7 @@ class Pool:
         self.leases = self._parsed.read(self._replicas.values)
         self.on_change()
 
-    def read_policy(self) -> None:
+    def read_versions(self) -> None:
         """Read the published version."""
         value = self._policy.values.get(CURRENT_KEY)
         if value is None:
@@ -89,10 +89,10 @@ class Pool:
             await duty.rest()
 
     async def follow_policy(self) -> None:
-        """Call `read_policy` for ever."""
+        """Call `read_versions` for ever."""
         while True:
             if await self._policy.changed(_REFRESH_S):
-                self.read_policy()
+                self.read_versions()
 
     async def follow_held_out(self) -> None:
         """Call `read_held_out` for ever."""
@@ -122,7 +122,7 @@ async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
         watched(policy, keys=HELD_OUT_KEY) as held_out_watch,
     ):
         pool = Pool(replica_watch, policy_watch, held_out_watch)
-        pool.read_policy()
+        pool.read_versions()
         pool.read_held_out()
         pool.refresh()
         try:

@@ -269,12 +269,12 @@ class SlotPool:
         Args:
             freed: Only this replica has a new free slot; empty: any may.
         """
-        heads = [self._place(need) for need in self._queues if not freed or need[-1] in ("", freed)]
+        heads = [self._rank(need) for need in self._queues if not freed or need[-1] in ("", freed)]
         heapq.heapify(heads)
         while heads:
             *_, need = heapq.heappop(heads)
             if self._serve_head(need) and need in self._queues:
-                heapq.heappush(heads, self._place(need))
+                heapq.heappush(heads, self._rank(need))
         if freed in self.replicas and self.replicas[freed].has_free_slot:
             self._serve_elsewhere()
 
@@ -301,8 +301,8 @@ class SlotPool:
             del self._queues[need]
         return True
 
-    def _place(self, need: Need) -> tuple[bool, int, Need]:
-        """The place of a queue among the others: it sorts before those that are served after it."""
+    def _rank(self, need: Need) -> tuple[bool, int, Need]:
+        """What queues are sorted by: those that are served first come first."""
         return not need[-1], self._queues[need].head().ticket.order, need
 
     def _is_starved(self, query: Query, now: float) -> bool:

@@ -17,7 +17,7 @@ from penstock.bus.connection import Bus
 from penstock.model.chat_template import Renderer
 from penstock.testing.simulated_engine import SimulatedEngine
 from tests.support.waiting import until
-from tests.support.worker.agent_stage import LONG, TEXT, Speaker
+from tests.support.worker.agent_harness import LONG, TEXT, Speaker
 from tests.support.worker.prompts import free_port, make_prompt, publish, until_done, working
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ async def serving(taskset: str, folder: Path) -> AsyncIterator[str]:
 async def test_a_taskset_of_verifiers_plays_a_group(
     bus: Bus,
     engine: SimulatedEngine,
-    make_stage: Callable[..., Any],
+    make_harness: Callable[..., Any],
     run_name: str,
     tmp_path: Path,
     taskset: str,
@@ -91,7 +91,7 @@ async def test_a_taskset_of_verifiers_plays_a_group(
     """Its two turns are one sequence of exactly the engine's ids, pictures of both turns included; its Episode gives
     reward and metrics."""
     async with serving(taskset, tmp_path) as url:
-        recipe = await make_stage({"theirs": {"url": url}}, episode_timeout_s=400.0)
+        recipe = await make_harness({"theirs": {"url": url}}, episode_timeout_s=400.0)
         await publish(bus, make_prompt(run_name, environment="theirs", sampling=LONG, extra={"index": 0}, **TEXT))
         async with working(recipe):
             [group] = await until_done(bus, 1, timeout_s=START_S)

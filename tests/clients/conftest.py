@@ -1,5 +1,5 @@
-"""The stage of the frontend's own tests: two routers over simulated engines."""
+"""The harness of the frontend's own tests: two routers over simulated engines."""
 
-from tests.integration.openai_frontend.conftest import renderer, stage, whole_stage
+from tests.integration.openai_frontend.conftest import harness, renderer, whole_harness
 
-__all__ = ["renderer", "stage", "whole_stage"]
+__all__ = ["harness", "renderer", "whole_harness"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.clients.scripted_policy import ScriptedPolicy
-from tests.support.router.openai_stage import Stage
+from tests.support.router.openai_harness import Harness
 
 EXAMPLES = Path(__file__).parent / "examples"
 ENVIRONMENTS = Path(os.environ.get("PENSTOCK_TEST_CLIENTS", ".clients"))
@@ -34,10 +34,10 @@ _EXPECTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("client", sorted(path.stem for path in EXAMPLES.glob("*.py")))
-async def test_examples_run_unchanged(stage: Stage, client: str) -> None:
+async def test_examples_run_unchanged(harness: Harness, client: str) -> None:
     """Every one of them gets what the policy said, in the client's own form."""
-    for engine in stage.engines:
-        engine.answer = ScriptedPolicy(stage.renderer)
+    for engine in harness.engines:
+        engine.answer = ScriptedPolicy(harness.renderer)
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
@@ -47,8 +47,8 @@ async def test_examples_run_unchanged(stage: Stage, client: str) -> None:
     process = await asyncio.create_subprocess_exec(
         str(ENVIRONMENTS / OWN_ENVIRONMENTS.get(client, "common") / "bin/python"),
         str(EXAMPLES / f"{client}.py"),
-        f"{stage.routers[0].url}/v1",
-        stage.run,
+        f"{harness.routers[0].url}/v1",
+        harness.run,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment,

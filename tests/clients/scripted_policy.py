@@ -5,7 +5,7 @@ import dataclasses
 from penstock.model.chat_template import Renderer
 from penstock.testing.answers import Saying
 from penstock.v1 import common_pb2, generate_pb2
-from tests.support.router.openai_stage import END_ID
+from tests.support.router.openai_harness import END_ID
 
 _ARGUMENTS = '{"a": 2, "b": 3}'
 _CALL = f'<tool_call>\n{{"name": "add", "arguments": {_ARGUMENTS}}}\n</tool_call>'

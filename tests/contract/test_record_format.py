@@ -88,6 +88,6 @@ def test_a_session_that_an_earlier_release_opened_is_read() -> None:
 def test_the_name_of_a_session_keeps_its_form() -> None:
     """It is in URLs and in subjects of the bus, which routers and workers of other releases read."""
     nonce = "0f" * 16
-    session = SessionId(place=SessionId.new(GROUP.id, 3).place, nonce=nonce)
+    session = SessionId(sample_key=SessionId.new(GROUP.id, 3).sample_key, nonce=nonce)
     assert str(session) == f"7-1-a-3.{nonce}"
     assert SessionId.parse(f"7-1-a-3.{nonce}") == session

@@ -86,7 +86,7 @@ def test_installs_without_torch_sglang_and_transformers(extra: str) -> None:
     assert not {"torch", "sglang", "transformers"} & found
 
 
-def test_the_openai_face_installs_without_torch_and_sglang() -> None:
+def test_the_openai_frontend_installs_without_torch_and_sglang() -> None:
     """It has transformers, for its tokenizers."""
     found = required("penstock", frozenset({"openai"}))
     assert {"fastapi", "transformers"} <= found

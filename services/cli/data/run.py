@@ -126,8 +126,8 @@ def _entries(sources: Mapping[str, Source], lengths: Mapping[str, Lengths], num_
             except DataError:
                 continue  # it is among the wrong rows above
             num_tokens = int(lengths[name].num_tokens[number])
-            place = f"{name}, row {number}" if name else f"row {number}"
-            yield Entry(place=place, example=example, num_tokens=num_tokens if num_tokens > 0 else None)
+            origin = f"{name}, row {number}" if name else f"row {number}"
+            yield Entry(origin=origin, example=example, num_tokens=num_tokens if num_tokens > 0 else None)
 
 
 def _write(file: Path, text: str) -> None:

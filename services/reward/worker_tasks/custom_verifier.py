@@ -51,11 +51,15 @@ def load_verifier(name: str, spec: str) -> CustomVerifier:
     Raises:
         VerifierLoadError: naming the verifier, its spec and the cause.
     """
-    place, colon, function = spec.rpartition(":")
+    module_or_file, colon, function = spec.rpartition(":")
     try:
-        if not colon or not place or not function:
+        if not colon or not module_or_file or not function:
             raise ValueError("it names no function; write path/to/file.py:function or package.module:function")
-        module = _load_file(name, Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _load_file(name, Path(module_or_file))
+            if module_or_file.endswith(".py")
+            else importlib.import_module(module_or_file)
+        )
         verifier: Any = module
         for part in function.split("."):
             verifier = getattr(verifier, part)

@@ -153,8 +153,8 @@ def _spans(generation: Generation) -> list[common_pb2.VersionSpan]:
     ]
 
 
-def _top(places: Sequence[TopIds]) -> list[generate_pb2.TopLogprobs]:
-    return [generate_pb2.TopLogprobs(ids=place.ids, logprobs=place.logprobs) for place in places]
+def _top(tops: Sequence[TopIds]) -> list[generate_pb2.TopLogprobs]:
+    return [generate_pb2.TopLogprobs(ids=top.ids, logprobs=top.logprobs) for top in tops]
 
 
 def _prompt(generation: Generation) -> generate_pb2.PromptLogprobs | None:

@@ -235,11 +235,11 @@ class SglangEngine:
 
     async def load(self) -> Load:
         """SGLang's load by its last report."""
-        snapshots = await self._tokenizer_manager.get_loads()
+        loads = await self._tokenizer_manager.get_loads()
         return Load(
-            num_running=sum(snapshot.num_running_reqs for snapshot in snapshots),
-            num_queued=sum(snapshot.num_waiting_reqs for snapshot in snapshots),
-            kv_use=max((snapshot.token_usage for snapshot in snapshots), default=0.0),
+            num_running=sum(load.num_running_reqs for load in loads),
+            num_queued=sum(load.num_waiting_reqs for load in loads),
+            kv_use=max((load.token_usage for load in loads), default=0.0),
         )
 
     async def shutdown(self) -> None:

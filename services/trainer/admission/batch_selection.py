@@ -88,7 +88,7 @@ def select_groups(
         index: max(0, finished.get(index, admitted) + max_staleness - version)
         for index, admitted in outstanding.items()
     }
-    spare = _spare_places(slack, committed, groups_per_step)
+    spare = _num_spare(slack, committed, groups_per_step)
     chosen: list[int] = []
     for index in sorted(finished.keys() - set(committed), key=lambda index: (slack[index], index)):
         earlier = [k for k in spare if k < slack[index]]
@@ -106,11 +106,11 @@ def select_groups(
     )
 
 
-def _spare_places(slack: Mapping[int, int], committed: Collection[int], groups_per_step: int) -> dict[int, int]:
+def _num_spare(slack: Mapping[int, int], committed: Collection[int], groups_per_step: int) -> dict[int, int]:
     """Return for each prefix how many more groups from outside it the batch can take."""
-    places = {}
+    spare = {}
     for k in set(slack.values()):
         num_in_prefix = sum(steps <= k for steps in slack.values())
         num_needed = min(groups_per_step, max(0, num_in_prefix - k * groups_per_step))
-        places[k] = groups_per_step - num_needed - sum(slack[index] > k for index in committed)
-    return places
+        spare[k] = groups_per_step - num_needed - sum(slack[index] > k for index in committed)
+    return spare

@@ -34,7 +34,7 @@ class Admission:
     """A group that may be played."""
 
     index: int
-    """Place in the run's order of admission, from 0."""
+    """Position in the run's order of admission, from 0."""
     attempt: int
     """0, and one more each time the group is admitted again."""
     version: int

@@ -295,7 +295,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return [self._training[index].group for index in indices]
 
     def finish_training(self) -> None:
-        """Record that the batch was trained; each of its groups frees its place in the gate."""
+        """Record that the batch was trained; each of its groups frees room in the gate."""
         for index in self._training:
             del self._admissions[index]
             self._ended[index] = GroupStatus.TRAINED

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.environment import Environment
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
@@ -79,7 +79,7 @@ class TrainBackend(Protocol):
     def abort_step(self) -> None:
         """Leave out a step that was begun; weights and optimizer are as before it."""
 
-    def export(self) -> WeightStream:
+    def export(self) -> NamedWeights:
         """Return what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
 
         Read it before the next `finish_step`: each tensor is made when it is asked for, or is the backend's own.

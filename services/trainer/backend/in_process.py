@@ -8,7 +8,7 @@ from typing import Any
 from penstock.config.base import leaves
 from penstock.model.tokens import forbidden_token_ids
 from penstock.weights.manifest import TensorSpec
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.plugin import require_functions
 from services.trainer.algorithm.regularisers import EntropyCoefficient
@@ -152,10 +152,10 @@ class InProcessBackend:
             raise ValueError("no step was begun")
         return self._step
 
-    def export(self) -> WeightStream:
+    def export(self) -> NamedWeights:
         """Return what an engine loads; see `TrainBackend.export`."""
         dtype = DTYPES[self.config.dtype]
-        return WeightStream(
+        return NamedWeights(
             specs=tuple(TensorSpec.of(name, weight, dtype=dtype) for name, weight in named_weights(self.policy)),
             device=self._model.device,
             tensors=((name, full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),

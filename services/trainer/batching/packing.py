@@ -93,7 +93,7 @@ def pack(
         samples=None if samples is None else [samples[number] for number in chosen],
     )
     return [
-        tuple(replace(block, sequences=tuple(chosen[place] for place in block.sequences)) for block in row)
+        tuple(replace(block, sequences=tuple(chosen[index] for index in block.sequences)) for block in row)
         for row in plan
     ]
 

@@ -113,7 +113,7 @@ class CheckpointStore:
             (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
             for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
                 flush(path)
-            self._put_in_place(partial, self.folder / name)
+            self._rename_into_place(partial, self.folder / name)
             self._point_at(name)
             self._delete_others(step)
         except Exception as error:  # also what the libraries raise whose folder is removed under them
@@ -145,7 +145,7 @@ class CheckpointStore:
             f"and start the run again, which continues from {start}"
         )
 
-    def _put_in_place(self, partial: Path, final: Path) -> None:
+    def _rename_into_place(self, partial: Path, final: Path) -> None:
         """Give a complete folder its name; the one that has it goes aside first."""
         ready, aside = self._writer / final.name, self._writer / f"{final.name}.aside"
         partial.rename(ready)

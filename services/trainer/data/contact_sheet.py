@@ -42,7 +42,7 @@ class Answer:
 class Entry:
     """An example, and where it is from."""
 
-    place: str
+    origin: str
     """Source and row."""
     example: Example
     num_tokens: int | None
@@ -65,7 +65,7 @@ def render_sheet(title: str, entries: Sequence[Entry]) -> str:
 
 def _article(entry: Entry) -> str:
     example = entry.example
-    facts = [entry.place, f"profile {example.profile}", f"environment {example.environment}"]
+    facts = [entry.origin, f"profile {example.profile}", f"environment {example.environment}"]
     if entry.num_tokens is not None:
         facts.append(f"{entry.num_tokens} tokens")
     messages = "".join(_message(message, example) for message in example.messages)

@@ -84,9 +84,9 @@ class Dataset:
 
     def row_at(self, position: int) -> tuple[str, int]:
         """Return the source at a position, and the number of the row in it."""
-        source, place = self._mixture.at(position)
+        source, index = self._mixture.at(position)
         name = self._names[source]
-        return name, row_at(place, len(self.sources[name]), self._seed, source=name)
+        return name, row_at(index, len(self.sources[name]), self._seed, source=name)
 
     def playable(self, position: int) -> Example | FilterReason:
         """Return the example at a position, or why it is passed over.
@@ -227,8 +227,8 @@ def row_at(position: int, num_rows: int, seed: int | None, *, source: str = "") 
         seed: Seed of the orders, one for each epoch; None keeps the order of the file.
         source: Name of the source; each has orders of its own.
     """
-    epoch, place = divmod(position, num_rows)
-    return place if seed is None else int(_epoch_order(num_rows, seed, epoch, source)[place])
+    epoch, index = divmod(position, num_rows)
+    return index if seed is None else int(_epoch_order(num_rows, seed, epoch, source)[index])
 
 
 @lru_cache(maxsize=16)

@@ -43,11 +43,11 @@ class Mixture:
         """
         if len(self.shares) == 1:
             return 0, position
-        block, place = divmod(position, BLOCK)
+        block, index = divmod(position, BLOCK)
         order = _order(self._seed, block)
-        source = bisect_right(self._ends, int(order[place]))
+        source = bisect_right(self._ends, int(order[index]))
         first = self._ends[source] - self.shares[source]
-        earlier = order[:place]
+        earlier = order[:index]
         num_earlier = int(np.count_nonzero((earlier >= first) & (earlier < self._ends[source])))
         return source, block * self.shares[source] + num_earlier
 

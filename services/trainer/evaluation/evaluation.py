@@ -115,7 +115,7 @@ class Evaluation:
         self._rows = [each for each in rows if each not in played]
         self._in_play: dict[int, PlayedPrompt] = {}
         """By index in `_rows`, without samples."""
-        self._places = asyncio.Semaphore(_max_in_play(sets, num_slots))
+        self._free = asyncio.Semaphore(_max_in_play(sets, num_slots))
         self._failures = FailureCheck()
         self._num_left = len(self._rows)
         self._publishing = asyncio.Lock()
@@ -186,14 +186,14 @@ class Evaluation:
         await self._images.remove(group_id.scope)
         self._on_played(outcome)
         self._failures.add(outcome)
-        self._places.release()
+        self._free.release()
         self._num_left -= 1
         if self._num_left == 0:
             self._is_done.set()
 
     async def _publish_all(self) -> None:
         for index in range(len(self._rows)):
-            await self._places.acquire()
+            await self._free.acquire()
             await self._publish(index, attempt=0)
         if self._rows:
             await self._is_done.wait()

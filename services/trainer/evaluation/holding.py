@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
-from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot, remove_kept
+from services.trainer.weight_sync.held_out.kept_weights import KeptWeights, remove_kept
 from services.trainer.weight_sync.held_out.record import HeldOutRecord
 from services.trainer.weight_sync.publisher import WeightPublisher
 
@@ -36,7 +36,7 @@ class Interrupted:
     """An evaluation that held replicas out when the trainer ended."""
 
     step: int
-    kept: KeptSnapshot
+    kept: KeptWeights
 
 
 def find_interrupted(run_folder: Path, step: int, *, done: Collection[int]) -> Interrupted | None:
@@ -48,7 +48,7 @@ def find_interrupted(run_folder: Path, step: int, *, done: Collection[int]) -> I
     found = None
     for folder in sorted((run_folder / FOLDER).glob(f"{_STEP}*/{_WEIGHTS}")):
         number = folder.parent.name.removeprefix(_STEP)
-        kept = KeptSnapshot.find(folder) if number.isdecimal() and int(number) <= step else None
+        kept = KeptWeights.find(folder) if number.isdecimal() and int(number) <= step else None
         if kept is None or int(number) in done:
             remove_kept(folder)
         else:
@@ -97,7 +97,7 @@ class ReplicaHolding:
             )
             return None
         try:
-            kept = await asyncio.to_thread(KeptSnapshot.write, folder, weights)
+            kept = await asyncio.to_thread(KeptWeights.write, folder, weights)
         except OSError as error:
             _report_pause(step, f"the weights cannot be written to {folder}: {error}")
             await asyncio.to_thread(remove_kept, folder)

@@ -244,10 +244,10 @@ def _messages(example: Example) -> list[dict[str, Any]]:
     """The messages of a prompt; a tool's message answers the first call that has no answer yet."""
     messages: list[dict[str, Any]] = []
     open_ids: deque[str] = deque()
-    for place, message in enumerate(example.messages):
+    for index, message in enumerate(example.messages):
         found: dict[str, Any] = {"role": message.role, "content": _content(message, example.images)}
         if message.tool_calls:
-            ids = [f"call_{place}_{number}" for number in range(len(message.tool_calls))]
+            ids = [f"call_{index}_{number}" for number in range(len(message.tool_calls))]
             open_ids.extend(ids)
             found["tool_calls"] = [
                 {

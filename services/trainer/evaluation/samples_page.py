@@ -42,12 +42,12 @@ def _entries(played: EvaluationSet, outcome: PlayedPrompt) -> Sequence[Entry]:
         example = played[outcome.row]
     except DataError:
         return ()
-    place = f"{outcome.set_name}, row {outcome.row}"
+    origin = f"{outcome.set_name}, row {outcome.row}"
     if outcome.error:
-        place += f", could not be played: {outcome.error}"
+        origin += f", could not be played: {outcome.error}"
     pass_score = played.config.pass_score
     answers = [_answer(sample, pass_score) for sample in outcome.samples[:_ANSWERS_PER_ROW]]
-    return (Entry(place=place, example=example, num_tokens=None, answers=answers),)
+    return (Entry(origin=origin, example=example, num_tokens=None, answers=answers),)
 
 
 def _answer(sample: PlayedSample, pass_score: float) -> Answer:

@@ -19,8 +19,8 @@ import torch
 from penstock.bus.buckets.watch import Watch
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
+from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import SharedMemoryPool
-from penstock.weights.stream import WeightStream
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.failed_replicas import FailedReplicas
@@ -89,7 +89,7 @@ class WeightPublisher:
             answer_within_s=self._deadlines.control_s,
         )
 
-    def take(self, version: int, weights: WeightStream) -> WeightSnapshot:
+    def take(self, version: int, weights: NamedWeights) -> WeightSnapshot:
         """Copy the trainer's weights for `publish`. Blocking: it reads every byte.
 
         Raises:

@@ -15,9 +15,9 @@ def in_turn(replicas: Iterable[common_pb2.Replica]) -> list[common_pb2.Replica]:
     of_role: defaultdict[int, list[common_pb2.Replica]] = defaultdict(list)
     for replica in sorted(replicas, key=lambda each: each.replica_id):
         of_role[replica.role].append(replica)
-    places = [
+    ranked = [
         ((index + 0.5) / len(same), replica.replica_id, replica)
         for same in of_role.values()
         for index, replica in enumerate(same)
     ]
-    return [replica for *_, replica in sorted(places, key=lambda place: place[:2])]
+    return [replica for *_, replica in sorted(ranked, key=lambda each: each[:2])]

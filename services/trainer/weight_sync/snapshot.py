@@ -11,8 +11,8 @@ import torch
 
 from penstock.weights.digest import digest_kind, digest_pool, tensor_digest
 from penstock.weights.manifest import Manifest, TensorSpec, pack, views
+from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import ALIGNMENT, SharedMemory, SharedMemoryPool
-from penstock.weights.stream import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class WeightSnapshot:
     def take(
         cls,
         version: int,
-        weights: WeightStream,
+        weights: NamedWeights,
         *,
         max_bucket_bytes: int,
         pool: SharedMemoryPool | None = None,

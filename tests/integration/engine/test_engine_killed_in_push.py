@@ -16,7 +16,7 @@ from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.process_group import WeightProcessGroup
 from services.trainer.weight_sync.publisher import WeightPublisher
@@ -106,14 +106,14 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         async with asyncio.timeout(HANG_S):
             while publisher.num_live_replicas < 2:
                 await watch.changed(0.2)
-        first = await publisher.publish(publisher.take(1, WeightStream.of(policies[1].weights)))
+        first = await publisher.publish(publisher.take(1, NamedWeights.of(policies[1].weights)))
         assert (first.num_replicas, first.num_failed) == (2, 0)
 
         traffic = Traffic(lambda index: play(caller, index), 16)
         for engine in (survivor, victim):
             await until_replica(engine, lambda replica: replica.num_running >= 3)
         sent = killing(victim, monkeypatch)
-        second = await publisher.publish(publisher.take(2, WeightStream.of(policies[2].weights)))
+        second = await publisher.publish(publisher.take(2, NamedWeights.of(policies[2].weights)))
         monkeypatch.undo()
         traffic.stop()
         assert (second.num_replicas, second.num_failed) == (1, 1)

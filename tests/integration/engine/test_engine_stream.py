@@ -121,7 +121,7 @@ async def test_usage_comes_with_the_first_chunk_and_the_last(client: GenerateCli
 
 
 @pytest.mark.parametrize("kind", PICTURES)
-async def test_a_turn_in_legs_is_the_unbroken_turn(client: GenerateClient, current: Reference, kind: str) -> None:
+async def test_a_turn_in_attempts_is_the_unbroken_turn(client: GenerateClient, current: Reference, kind: str) -> None:
     """Left twice and gone on with the tokens so far: the ids of unbroken greedy generation, and its logprobs."""
     made, unbroken = await unbroken_turn(client, current, kind)
     continuation = ResumableTurn(made)

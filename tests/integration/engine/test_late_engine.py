@@ -13,7 +13,7 @@ from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -68,7 +68,7 @@ async def test_engines_that_join_late(
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
         publisher = publishing(watch, files_dir=tmp_path / "weights", transport="broadcast")
         policies = {version: reference.perturbed(version) for version in range(7, 12)}
-        await publisher.publish(publisher.take(7, WeightStream.of(policies[7].weights)))
+        await publisher.publish(publisher.take(7, NamedWeights.of(policies[7].weights)))
         keeping = asyncio.create_task(publisher.keep_current())
         try:
             settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0}
@@ -94,7 +94,7 @@ async def test_engines_that_join_late(
         )
         with capture_logs() as events:
             for version, publisher in ((8, broadcast), (9, memory), (10, delta), (11, delta)):
-                report = await publisher.publish(publisher.take(version, WeightStream.of(policies[version].weights)))
+                report = await publisher.publish(publisher.take(version, NamedWeights.of(policies[version].weights)))
                 assert (report.num_replicas, report.num_failed) == (2, 0)
                 for engine in engines:
                     await assert_serves(engine, policies[version], version)

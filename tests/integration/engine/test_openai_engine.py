@@ -15,7 +15,7 @@ from penstock.records import Verdict
 from penstock.testing.engine_process import EngineProcess
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.engine.trained_logprobs import policy_of, trained_logprobs
-from tests.support.router.openai_stage import data_url
+from tests.support.router.openai_harness import data_url
 from tests.support.router.process import router_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]

@@ -14,7 +14,7 @@ from penstock.model.chat_template import Renderer
 from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import generate_pb2
 from tests.support.engine.reference import TOLERANCE, Reference, prompt, request
-from tests.support.router.openai_stage import MODEL_PATH
+from tests.support.router.openai_harness import MODEL_PATH
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 

@@ -16,7 +16,7 @@ from services.rollout.worker.agents.linearize import linearize, turns_of
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.engine.trained_logprobs import policy_of, trained_logprobs
 from tests.support.router.agent_session import agent_session
-from tests.support.router.openai_stage import Stage, data_url
+from tests.support.router.openai_harness import Harness, data_url
 from tests.support.router.process import router_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
@@ -47,8 +47,8 @@ async def test_a_session_with_images_and_a_tool_call_has_the_logprobs_of_the_tra
         router_process(nats_url, run, tiny_model_path, "--run.grace_s=0") as router,
         connect(BusConfig(url=nats_url), run=run) as bus,
     ):
-        stage = Stage(run=run, bus=bus, engines=(), routers=[router], renderer=Renderer.load(tiny_model_path))
-        async with agent_session(stage, sampling=sampling, min_version=version, tools=(ZOOM,)) as agent:
+        harness = Harness(run=run, bus=bus, engines=(), routers=[router], renderer=Renderer.load(tiny_model_path))
+        async with agent_session(harness, sampling=sampling, min_version=version, tools=(ZOOM,)) as agent:
             named = {"type": "function", "function": {"name": "zoom"}}
             answer = await agent.ask(messages, tools=[ZOOM], tool_choice=named)
             messages.append(answer.choices[0].message.model_dump(exclude_none=True))
@@ -58,7 +58,7 @@ async def test_a_session_with_images_and_a_tool_call_has_the_logprobs_of_the_tra
     images = {hash_of(image): image for image in (first, second)}
     [sequence] = linearize(calls)
     assert sequence.images == (hash_of(first), hash_of(second))
-    assert '<tool_call>\n{"name": "zoom"' in stage.renderer.decode(sequence.token_ids.tolist())
+    assert '<tool_call>\n{"name": "zoom"' in harness.renderer.decode(sequence.token_ids.tolist())
     outputs = [call.output_ids for _, call in calls]
     assert sequence.token_ids[sequence.loss_mask].tolist() == [number for each in outputs for number in each]
     assert [(span.num_tokens, span.policy_version) for span in sequence.version_spans] == [

@@ -16,14 +16,14 @@ from penstock.bus.image_store import ImageStore
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
 from penstock.runtime.process import end_task
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
 from services.trainer.evaluation.holding import Interrupted, folder_of
 from services.trainer.evaluation.sets import open_sets
-from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.held_out.kept_weights import KeptWeights
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.trainer.groups import make_group
 from tests.support.waiting import HANG_S, promptly, until
@@ -172,8 +172,8 @@ async def test_an_evaluation_that_goes_on_plays_a_changed_set_anew(
     first, *_ = await take_prompts(bus)
     await dying.receive(played(first, tiny_model_path, rewards=[1.0]))
     await end_task(evaluating)
-    weights = WeightSnapshot.take(7, WeightStream.of(weights_of(7)), max_bucket_bytes=8192)
-    KeptSnapshot.write(folder_of(tmp_path, 4) / "weights", weights)
+    weights = WeightSnapshot.take(7, NamedWeights.of(weights_of(7)), max_bucket_bytes=8192)
+    KeptWeights.write(folder_of(tmp_path, 4) / "weights", weights)
     again = await open_evaluator(bus, tmp_path, epoch="b", logged=[], num_samples=4, holding=Holding())
     assert again.is_interrupted
     going_on = asyncio.create_task(again.go_on(has_received_all=is_complete))

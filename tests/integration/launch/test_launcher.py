@@ -16,7 +16,7 @@ def test_end_of_the_trainer_is_the_end_of_the_run(fake_run: Callable[..., FakeRu
     run = fake_run(
         [
             {"name": "router", "program": SERVE},
-            {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
+            {"name": "trainer", "program": trainer, "phase": "WORK", "ends_run": True},
         ]
     )
     code, _, err = run.finish()
@@ -51,10 +51,10 @@ def test_signal_stops_all_in_order(fake_run: Callable[..., FakeRun], number: sig
     """Work is stopped first, then what serves it, the bus last; children of children are gone as well."""
     run = fake_run(
         [
-            {"name": "nats", "program": SERVE, "stage": "BUS"},
+            {"name": "nats", "program": SERVE, "phase": "BUS"},
             {"name": "router", "program": SERVE},
             {"name": "rollout-0", "program": PARENT},
-            {"name": "worker", "program": SERVE, "stage": "WORK"},
+            {"name": "worker", "program": SERVE, "phase": "WORK"},
         ]
     )
     run.wait_for("up", 4)
@@ -86,8 +86,8 @@ while True:
     run = fake_run(
         [
             {"name": "rollout-0", "program": SERVE},
-            {"name": "worker-0", "program": STUBBORN, "stage": "WORK"},
-            {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
+            {"name": "worker-0", "program": STUBBORN, "phase": "WORK"},
+            {"name": "trainer", "program": trainer, "phase": "WORK", "ends_run": True},
         ],
         kill_after_s=0.5,
     )
@@ -124,7 +124,7 @@ sys.exit("the boiler is cold")
     run = fake_run(
         [
             {"name": "rollout-0", "program": engine},
-            {"name": "trainer", "program": trainer, "stage": "WORK", "ends_run": True},
+            {"name": "trainer", "program": trainer, "phase": "WORK", "ends_run": True},
         ],
         max_restarts=2,
         failed_run_grace_s=0.5,

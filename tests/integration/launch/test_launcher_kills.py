@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.child import ProcessSpec, StopStage
+from services.launch.child import ProcessSpec, StopPhase
 from services.launch.supervisor import ProcessFailedError, supervised
 from tests.support.launch.fake_run import (
     NOTE,
@@ -27,12 +27,12 @@ DEAF = """
 import asyncio, os, sys
 from pathlib import Path
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, ProcessSpec, StopStage
+from services.launch.child import Child, ProcessSpec, StopPhase
 from penstock.runtime.reaper import Reaper
 
 async def main():
     command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)
-    spec = ProcessSpec(name="rollout-0", command=command, environment=environment, stage=StopStage.SERVE)
+    spec = ProcessSpec(name="rollout-0", command=command, environment=environment, phase=StopPhase.SERVE)
     child = Child(spec, log=BoundedLog(Path("log")), reaper=await Reaper.start())
     start = asyncio.create_subprocess_exec
     async def start_and_hear_nothing(*command, **options):
@@ -80,7 +80,7 @@ async def test_deaths_before_a_trained_step_no_longer_count(tmp_path: Path) -> N
         name="trainer",
         command=[sys.executable, "-c", "raise SystemExit(1)"],
         environment=os.environ,
-        stage=StopStage.WORK,
+        phase=StopPhase.WORK,
     )
     lines: list[str] = []
     running = supervised(
@@ -98,7 +98,7 @@ async def test_deaths_before_a_trained_step_no_longer_count(tmp_path: Path) -> N
 def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:
     """Processes that ignore SIGTERM are killed after their grace; what is stopped after them still ends in order."""
     specs = [{"name": f"rollout-{index}", "program": STUBBORN} for index in range(4)]
-    run = fake_run([*specs, {"name": "nats", "program": SERVE, "stage": "BUS"}], kill_after_s=0.5)
+    run = fake_run([*specs, {"name": "nats", "program": SERVE, "phase": "BUS"}], kill_after_s=0.5)
     run.wait_for("up", 5)
     run.process.send_signal(signal.SIGINT)
     _, out, _ = run.finish()
@@ -110,7 +110,7 @@ def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., Fake
 def test_second_signal_kills_at_once(fake_run: Callable[..., FakeRun]) -> None:
     """A second Ctrl-C waits for nobody, not even the trainer."""
     deaf = NOTE + "signal.signal(signal.SIGTERM, lambda *_: note('asked'))\nnote('up')\nwhile True: signal.pause()"
-    run = fake_run([{"name": "trainer", "program": deaf, "stage": "WORK", "ends_run": True}])
+    run = fake_run([{"name": "trainer", "program": deaf, "phase": "WORK", "ends_run": True}])
     run.wait_for("up")
     run.process.send_signal(signal.SIGINT)
     run.wait_for("asked")

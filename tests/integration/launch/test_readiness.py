@@ -19,7 +19,7 @@ from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch import launcher
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, ProcessSpec, State, StopStage
+from services.launch.child import Child, ProcessSpec, State, StopPhase
 from services.launch.launcher import run_processes
 from services.launch.metrics import MetricsFollower
 from services.launch.readiness import serves_grpc, serves_nats
@@ -51,7 +51,7 @@ while True:
     folder.logs.mkdir()
     command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"]
     trainer = ProcessSpec(
-        name="trainer", command=command, environment=dict(os.environ), stage=StopStage.WORK, ends_run=True
+        name="trainer", command=command, environment=dict(os.environ), phase=StopPhase.WORK, ends_run=True
     )
     stop = asyncio.Event()
     running = asyncio.create_task(run_processes([trainer], folder, stop, Security.from_environment(), grace_s=0.0))
@@ -73,7 +73,7 @@ async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None
         name="trainer",
         command=[sys.executable, "-c", program, str(folder.metrics_file)],
         environment=dict(os.environ),
-        stage=StopStage.WORK,
+        phase=StopPhase.WORK,
         ends_run=True,
     )
     stop = asyncio.Event()
@@ -127,7 +127,7 @@ asyncio.run(main())
         name="router",
         command=[sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"],
         environment=dict(os.environ),
-        stage=StopStage.SERVE,
+        phase=StopPhase.SERVE,
         address="127.0.0.1:0",
         port_key="router.port",
         is_ready=serves_grpc,

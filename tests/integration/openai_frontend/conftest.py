@@ -13,7 +13,7 @@ from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.model.chat_template import Renderer
 from penstock.testing.simulated_engine import SimulatedEngine
-from tests.support.router.openai_stage import MODEL_PATH, Stage
+from tests.support.router.openai_harness import MODEL_PATH, Harness
 from tests.support.router.process import router_process
 
 
@@ -24,7 +24,7 @@ def renderer() -> Renderer:
 
 
 @pytest.fixture(scope="session")
-async def whole_stage(nats_url: str, renderer: Renderer) -> AsyncIterator[Stage]:
+async def whole_harness(nats_url: str, renderer: Renderer) -> AsyncIterator[Harness]:
     """Everything, once for all tests."""
     run = f"test-{uuid.uuid4().hex[:12]}"
     async with contextlib.AsyncExitStack() as stack:
@@ -39,19 +39,19 @@ async def whole_stage(nats_url: str, renderer: Renderer) -> AsyncIterator[Stage]
                     "--sampling.temperature=0.5", "--sampling.max_new_tokens=77")  # fmt: skip
         starting = [stack.enter_async_context(router_process(nats_url, run, MODEL_PATH, *settings)) for _ in range(2)]
         routers = await asyncio.gather(*starting)
-        yield Stage(run=run, bus=bus, engines=engines, routers=routers, renderer=renderer)
+        yield Harness(run=run, bus=bus, engines=engines, routers=routers, renderer=renderer)
         await bus.delete_run()
 
 
 @pytest.fixture
-async def stage(whole_stage: Stage) -> AsyncIterator[Stage]:
-    """The stage with engines as they were at the beginning, and with clients that have no connections yet."""
-    await whole_stage.reset()
+async def harness(whole_harness: Harness) -> AsyncIterator[Harness]:
+    """The harness with engines as they were at the beginning, and with clients that have no connections yet."""
+    await whole_harness.reset()
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
                 AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=30.0)
             )
-            for router in whole_stage.routers
+            for router in whole_harness.routers
         ]
-        yield dataclasses.replace(whole_stage, clients=clients)
+        yield dataclasses.replace(whole_harness, clients=clients)

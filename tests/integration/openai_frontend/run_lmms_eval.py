@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.router.openai_stage import Stage
+from tests.support.router.openai_harness import Harness
 from tests.support.trainer.pictures import png
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +19,7 @@ TIMEOUT_S = 600.0
 pytestmark = pytest.mark.timeout(700)
 
 
-async def test_a_local_task_is_played_and_scored(stage: Stage, tmp_path: Path) -> None:
+async def test_a_local_task_is_played_and_scored(harness: Harness, tmp_path: Path) -> None:
     """Two rows, one with a picture; each is asked once, greedily, and what the policy says is scored."""
     picture = base64.b64encode(png()).decode()
     rows = [
@@ -27,10 +27,11 @@ async def test_a_local_task_is_played_and_scored(stage: Stage, tmp_path: Path) -
         {"problem": "2 + 2?", "answer": "4", "image": ""},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stage.says(r"It is \boxed{3}.")
+    harness.says(r"It is \boxed{3}.")
+    url = f"{harness.routers[0].url}/v1"
     command = await asyncio.create_subprocess_exec(
         PYTHON, "-m", "lmms_eval", "--model", "openai", "--tasks", "penstock_local",
-        "--model_args", f"model_version={stage.run},base_url={stage.routers[0].url}/v1,api_key=none,num_concurrent=2",
+        "--model_args", f"model_version={harness.run},base_url={url},api_key=none,num_concurrent=2",
         "--include_path", ROOT / "examples/lmms_eval", "--output_path", tmp_path / "out", "--log_samples",
         cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -44,5 +45,7 @@ async def test_a_local_task_is_played_and_scored(stage: Stage, tmp_path: Path) -
     assert command.returncode == 0, said.decode()
     [results] = (tmp_path / "out").rglob("*_results.json")
     assert json.loads(results.read_text())["results"]["penstock_local"]["exact_box,none"] == 0.5
-    assert sorted(len(request.images) for request in stage.requests) == [0, 1]
-    assert {(request.sampling.temperature, request.sampling.max_new_tokens) for request in stage.requests} == {(0, 64)}
+    assert sorted(len(request.images) for request in harness.requests) == [0, 1]
+    assert {(request.sampling.temperature, request.sampling.max_new_tokens) for request in harness.requests} == {
+        (0, 64)
+    }

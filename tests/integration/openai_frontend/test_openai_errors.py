@@ -26,7 +26,7 @@ from services.router.frontends.openai.schema.requests import ChatRequest, Comple
 from services.router.frontends.openai.server import ChatBackend
 from services.router.server import routing, serve
 from services.router.tuning import OpenAITuning, Tuning
-from tests.support.router.openai_stage import HI, MODEL_PATH, PNG, Stage, data_url, until_idle
+from tests.support.router.openai_harness import HI, MODEL_PATH, PNG, Harness, data_url, until_idle
 from tests.support.waiting import HANG_S, until
 from tests.support.worker.prompts import free_port
 
@@ -102,14 +102,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_not_supported_is_refused_by_name(stage: Stage, name: str) -> None:
+async def test_what_is_not_supported_is_refused_by_name(harness: Harness, name: str) -> None:
     """400 with the parameter and what to do; no engine is asked."""
     options, param, message = REFUSED[name]
     with pytest.raises(openai.BadRequestError, match=message) as caught:
-        await stage.chat(**options)
+        await harness.chat(**options)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.param == param
-    assert stage.requests == []
+    assert harness.requests == []
 
 
 COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -123,13 +123,13 @@ COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
-async def test_completions_refuse_by_name(stage: Stage, name: str) -> None:
+async def test_completions_refuse_by_name(harness: Harness, name: str) -> None:
     """The same for the other page."""
     options, param, message = COMPLETIONS[name]
     with pytest.raises(openai.BadRequestError, match=message) as caught:
-        await stage.client.completions.create(**{"model": stage.run, "prompt": "x", **options})
+        await harness.client.completions.create(**{"model": harness.run, "prompt": "x", **options})
     assert caught.value.param == param
-    assert stage.requests == []
+    assert harness.requests == []
 
 
 class UnaskedRenderer(Renderer):
@@ -177,19 +177,19 @@ def test_too_many_choices_are_refused_before_their_prompts_are_rendered() -> Non
         parser.parse_chat(chat, session_id="", is_recorded=False)
 
 
-async def test_another_model_is_not_found(stage: Stage) -> None:
+async def test_another_model_is_not_found(harness: Harness) -> None:
     """404, and which there is."""
-    with pytest.raises(openai.NotFoundError, match=f"send '{stage.run}'") as caught:
-        await stage.client.chat.completions.create(model="gpt-9", messages=HI)
+    with pytest.raises(openai.NotFoundError, match=f"send '{harness.run}'") as caught:
+        await harness.client.chat.completions.create(model="gpt-9", messages=HI)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError, match="is not served here") as caught:
-        await stage.client.models.retrieve("gpt-9")
+        await harness.client.models.retrieve("gpt-9")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_what_is_no_json_is_said_to_be_none(stage: Stage) -> None:
+async def test_what_is_no_json_is_said_to_be_none(harness: Harness) -> None:
     """400, in OpenAI's form; so are keys that come twice."""
-    async with stage.http() as client:
+    async with harness.http() as client:
         for body, message in ((b"{", "not JSON"), (b'{"model": "a", "model": "b"}', "twice")):
             answer = await client.post("/v1/chat/completions", content=body)
             assert answer.status_code == 400
@@ -199,48 +199,48 @@ async def test_what_is_no_json_is_said_to_be_none(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_what_the_engine_refuses_is_the_clients_to_mend(stage: Stage, is_streamed: bool) -> None:
+async def test_what_the_engine_refuses_is_the_clients_to_mend(harness: Harness, is_streamed: bool) -> None:
     """400 with the engine's words, before a stream begins."""
-    for engine in stage.engines:
+    for engine in harness.engines:
         engine.error = InvalidRequestError("images[0] (5 bytes) cannot be decoded")
     with pytest.raises(openai.BadRequestError, match="cannot be decoded") as caught:
-        await stage.chat(stream=is_streamed)
+        await harness.chat(stream=is_streamed)
     for inner in ("127.0.0.1", "replica"):  # the engine's name and address are nobody's business outside
         assert inner not in str(caught.value)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_without_a_replica_it_is_unavailable(stage: Stage, is_streamed: bool) -> None:
+async def test_without_a_replica_it_is_unavailable(harness: Harness, is_streamed: bool) -> None:
     """503 with Retry-After, after router.wait_for_replica_s."""
-    for engine in stage.engines:
+    for engine in harness.engines:
         await engine.update(state=common_pb2.REPLICA_STATE_DRAINING)
-    await stage.until_routable(0)
+    await harness.until_routable(0)
     with pytest.raises(openai.InternalServerError) as caught:
-        await stage.chat(stream=is_streamed)
+        await harness.chat(stream=is_streamed)
     assert caught.value.status_code == 503
     assert caught.value.code == "unavailable"
     assert caught.value.response.headers["retry-after"] == "1"
 
 
-async def test_a_request_that_breaks_engines_is_not_retried(stage: Stage) -> None:
+async def test_a_request_that_breaks_engines_is_not_retried(harness: Harness) -> None:
     """400, because OpenAI's client repeats what fails with 5xx; a prompt that is too long has OpenAI's code."""
-    for engine in stage.engines:
+    for engine in harness.engines:
         engine.error = PoisonError("given up after 3 replicas failed")
     with pytest.raises(openai.BadRequestError, match="given up after 3 replicas failed"):
-        await stage.chat()
-    for engine in stage.engines:
+        await harness.chat()
+    for engine in harness.engines:
         engine.error = PromptTooLongError("9 tokens where 8 fit")
     with pytest.raises(openai.BadRequestError) as caught:
-        await stage.chat()
+        await harness.chat()
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_engines_that_are_full_are_an_overload(stage: Stage) -> None:
+async def test_engines_that_are_full_are_an_overload(harness: Harness) -> None:
     """429 with Retry-After."""
-    for engine in stage.engines:
+    for engine in harness.engines:
         engine.error = OverloadedError("full")
     with pytest.raises(openai.RateLimitError) as caught:
-        await stage.chat()
+        await harness.chat()
     assert (caught.value.type, caught.value.code) == ("rate_limit_error", "overloaded")
     assert caught.value.response.headers["retry-after"] == "1"
 
@@ -305,37 +305,37 @@ async def test_the_frontend_needs_a_model() -> None:
         await serve(RouterSettings(router=RouterConfig(http_port=0), run=RunConfig(), bus=BusConfig()), asyncio.Event())
 
 
-async def test_what_fails_in_mid_stream_is_told_in_the_stream(stage: Stage) -> None:
+async def test_what_fails_in_mid_stream_is_told_in_the_stream(harness: Harness) -> None:
     """An event with the error, which OpenAI's client raises; there is no end that looks like one."""
-    stage.says("one two three")
-    for engine in stage.engines:
+    harness.says("one two three")
+    for engine in harness.engines:
         engine.fail_after, engine.fail_with = 3, InvalidRequestError("went wrong")
     with pytest.raises(openai.APIError, match="went wrong"):
-        async for _ in await stage.chat(stream=True):
+        async for _ in await harness.chat(stream=True):
             pass
-    body = {"model": stage.run, "messages": HI, "stream": True}
-    async with stage.http() as client:
+    body = {"model": harness.run, "messages": HI, "stream": True}
+    async with harness.http() as client:
         text = (await client.post("/v1/chat/completions", json=body)).text
     assert 'finish_reason": "stop' not in text
     assert "[DONE]" not in text
 
 
-async def test_one_choice_that_fails_fails_the_answer(stage: Stage) -> None:
+async def test_one_choice_that_fails_fails_the_answer(harness: Harness) -> None:
     """And the others are aborted."""
-    stage.says("word " * 300)
-    for engine in stage.engines:
+    harness.says("word " * 300)
+    for engine in harness.engines:
         engine.token_s = 0.02
-    stage.engines[0].fail_after, stage.engines[0].fail_with = 3, InvalidRequestError("went wrong")
+    harness.engines[0].fail_after, harness.engines[0].fail_with = 3, InvalidRequestError("went wrong")
     with pytest.raises(openai.BadRequestError, match="went wrong"):
-        await stage.chat(n=4, max_tokens=1000)
-    await until(lambda: sum(engine.num_running for engine in stage.engines) == 0)
+        await harness.chat(n=4, max_tokens=1000)
+    await until(lambda: sum(engine.num_running for engine in harness.engines) == 0)
 
 
-async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:
+async def test_a_body_that_is_too_large_is_refused(harness: Harness) -> None:
     """413, above 64 MiB."""
-    async with stage.http() as client:
+    async with harness.http() as client:
         text = base64.b64encode(bytes(48 * 2**20)).decode()
-        body = {"model": stage.run, "messages": [{"role": "user", "content": text}]}
+        body = {"model": harness.run, "messages": [{"role": "user", "content": text}]}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 413
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.openai_stage import END_ID, HI, Stage, collect
+from tests.support.router.openai_harness import END_ID, HI, Harness, collect
 from tests.support.router.openai_tools import ADD, MULTIPLY
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -39,20 +39,20 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-async def test_the_engine_is_told_of_the_form(stage: Stage, name: str) -> None:
+async def test_the_engine_is_told_of_the_form(harness: Harness, name: str) -> None:
     """In each server's words."""
     options, form, value = FORMS[name]
-    await stage.chat(**options)
-    [request] = stage.requests
+    await harness.chat(**options)
+    [request] = harness.requests
     assert request.sampling.constraint.WhichOneof("form") == form
     assert getattr(request.sampling.constraint, form) == value
 
 
-async def test_any_text_is_no_form(stage: Stage) -> None:
+async def test_any_text_is_no_form(harness: Harness) -> None:
     """And completions may have one."""
-    await stage.chat(response_format={"type": "text"})
-    await stage.client.completions.create(model=stage.run, prompt="x", extra_body={"regex": "a"})
-    forms = {request.sampling.constraint.WhichOneof("form") for request in stage.requests}
+    await harness.chat(response_format={"type": "text"})
+    await harness.client.completions.create(model=harness.run, prompt="x", extra_body={"regex": "a"})
+    forms = {request.sampling.constraint.WhichOneof("form") for request in harness.requests}
     assert forms == {None, "regex"}
 
 
@@ -97,33 +97,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_no_form_is_refused_by_name(stage: Stage, name: str) -> None:
+async def test_what_is_no_form_is_refused_by_name(harness: Harness, name: str) -> None:
     """And no engine is asked."""
     options, param, message = REFUSED[name]
     with pytest.raises(openai.BadRequestError, match=message) as caught:
-        await stage.chat(**options)
+        await harness.chat(**options)
     assert caught.value.param == param
-    assert stage.requests == []
+    assert harness.requests == []
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_constrained_answer_is_not_continued_by_another_engine(stage: Stage, is_streamed: bool) -> None:
+async def test_a_constrained_answer_is_not_continued_by_another_engine(harness: Harness, is_streamed: bool) -> None:
     """Its grammar would begin anew; the error says to ask again."""
-    stage.says("abcdef")
-    for engine in stage.engines:
+    harness.says("abcdef")
+    for engine in harness.engines:
         engine.fail_after = 3
     with pytest.raises(openai.APIError, match="cannot be continued"):
-        await stage.chat_to_the_end(stream=is_streamed, response_format={"type": "json_object"})
+        await harness.chat_to_the_end(stream=is_streamed, response_format={"type": "json_object"})
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-async def test_a_call_is_begun_for_the_policy(stage: Stage, choice: Any, is_streamed: bool) -> None:
+async def test_a_call_is_begun_for_the_policy(harness: Harness, choice: Any, is_streamed: bool) -> None:
     """Up to what it decides; the answer has the whole call. What was begun is part of the recorded prompt."""
-    ids = [*stage.renderer.render_text(' {"a": 1}}\n</tool_call>'), END_ID]
-    for engine in stage.engines:
+    ids = [*harness.renderer.render_text(' {"a": 1}}\n</tool_call>'), END_ID]
+    for engine in harness.engines:
         engine.answer = type(engine.answer)(ids)
-    answer = await stage.chat(tools=[ADD], tool_choice=choice, stream=is_streamed)
+    answer = await harness.chat(tools=[ADD], tool_choice=choice, stream=is_streamed)
     if is_streamed:
         chunks = await collect(answer)
         [call] = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
@@ -133,31 +133,31 @@ async def test_a_call_is_begun_for_the_policy(stage: Stage, choice: Any, is_stre
         reason = answer.choices[0].finish_reason
         assert answer.choices[0].message.content is None
     assert (call.function.name, json.loads(call.function.arguments), reason) == ("add", {"a": 1}, "tool_calls")
-    prompt = stage.renderer.decode(stage.requests[0].input_ids)
+    prompt = harness.renderer.decode(harness.requests[0].input_ids)
     assert prompt.endswith('assistant\n<tool_call>\n{"name": "add", "arguments":')
 
 
-async def test_of_several_tools_the_policy_chooses_one(stage: Stage) -> None:
+async def test_of_several_tools_the_policy_chooses_one(harness: Harness) -> None:
     """The beginning ends where the name begins."""
-    stage.says('multiply", "arguments": {"a": 2}}\n</tool_call>')
-    answer = await stage.chat(tools=[ADD, MULTIPLY], tool_choice="required")
+    harness.says('multiply", "arguments": {"a": 2}}\n</tool_call>')
+    answer = await harness.chat(tools=[ADD, MULTIPLY], tool_choice="required")
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "multiply"
-    assert stage.renderer.decode(stage.requests[0].input_ids).endswith('<tool_call>\n{"name": "')
+    assert harness.renderer.decode(harness.requests[0].input_ids).endswith('<tool_call>\n{"name": "')
 
 
-async def test_a_named_function_is_called_once(stage: Stage) -> None:
+async def test_a_named_function_is_called_once(harness: Harness) -> None:
     """As with OpenAI; further calls are cut."""
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-    stage.says(f" {{}}}}\n</tool_call>\n{call}\n{call}")
+    harness.says(f" {{}}}}\n</tool_call>\n{call}\n{call}")
     named = {"type": "function", "function": {"name": "add"}}
-    answer = await stage.chat(HI, tools=[ADD], tool_choice=named)
+    answer = await harness.chat(HI, tools=[ADD], tool_choice=named)
     assert len(answer.choices[0].message.tool_calls) == 1
 
 
-async def test_what_is_begun_and_not_ended_stays_text(stage: Stage) -> None:
+async def test_what_is_begun_and_not_ended_stays_text(harness: Harness) -> None:
     """With its beginning: nothing is lost."""
-    stage.says(" I will not")
-    answer = await stage.chat(tools=[ADD], tool_choice="required")
+    harness.says(" I will not")
+    answer = await harness.chat(tools=[ADD], tool_choice="required")
     assert answer.choices[0].message.content == '<tool_call>\n{"name": "add", "arguments": I will not'
     assert answer.choices[0].message.tool_calls is None

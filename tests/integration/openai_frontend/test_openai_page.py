@@ -13,7 +13,7 @@ import pytest
 from services.router.config import OpenAIConfig
 from services.router.frontends.openai.schema.base import REFUSED
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
-from tests.support.router.openai_stage import PNG, Stage
+from tests.support.router.openai_harness import PNG, Harness
 from tests.support.waiting import promptly
 
 PAGE = (Path(__file__).parents[3] / "docs/openai.md").read_text()
@@ -37,15 +37,15 @@ def commands(title: str) -> list[str]:
     return [block for block in blocks if "curl" in block]
 
 
-def placed(text: str, stage: Stage) -> str:
-    """The example with the stage's address and model for those of the page."""
-    return text.replace("http://127.0.0.1:7080", stage.routers[0].url).replace('"policy"', f'"{stage.run}"')
+def placed(text: str, harness: Harness) -> str:
+    """The example with the harness's address and model for those of the page."""
+    return text.replace("http://127.0.0.1:7080", harness.routers[0].url).replace('"policy"', f'"{harness.run}"')
 
 
-async def run_python(code: str, stage: Stage) -> str:
+async def run_python(code: str, harness: Harness) -> str:
     """What the program prints, in a process of its own: this one's servers print their logs."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", placed(code, stage), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-c", placed(code, harness), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         output, errors = await promptly(process.communicate())
@@ -57,33 +57,33 @@ async def run_python(code: str, stage: Stage) -> str:
     return output.decode()
 
 
-async def run_command(command: str, stage: Stage) -> Any:
+async def run_command(command: str, harness: Harness) -> Any:
     """The JSON that the command prints."""
-    process = await asyncio.create_subprocess_exec("sh", "-c", placed(command, stage), stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec("sh", "-c", placed(command, harness), stdout=asyncio.subprocess.PIPE)
     output, _ = await promptly(process.communicate())
     assert process.returncode == 0
     return json.loads(output)
 
 
-async def test_python(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_python(harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs that ask print what the policy says; the one with an image shows it."""
     monkeypatch.chdir(tmp_path)
     Path("triangle.png").write_bytes(PNG)
-    stage.says("It is \\boxed{5}")
-    whole, streamed = [await run_python(code, stage) for code in programs("Ask")]
+    harness.says("It is \\boxed{5}")
+    whole, streamed = [await run_python(code, harness) for code in programs("Ask")]
     assert re.search(r"^It is \\boxed\{5\} policy-[34]$", whole, re.MULTILINE)
     assert "It is \\boxed{5}\n" in streamed
-    assert [[image.data for image in request.images] for request in stage.requests if request.images] == [[PNG]]
+    assert [[image.data for image in request.images] for request in harness.requests if request.images] == [[PNG]]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the examples are made with curl")
-async def test_curl_and_recording(stage: Stage) -> None:
+async def test_curl_and_recording(harness: Harness) -> None:
     """An answer; and what the recording program left is given back by the command below it."""
     [ask], [record], [read] = commands("Ask"), programs("Record for training"), commands("Record for training")
-    answer = await run_command(ask, stage)
+    answer = await run_command(ask, harness)
     assert answer["choices"][0]["message"]["content"] == "fine"
-    await run_python(record, stage)
-    [call] = (await run_command(read, stage))["data"]
+    await run_python(record, harness)
+    [call] = (await run_command(read, harness))["data"]
     assert call["text"] == "fine"
     for name in call:
         assert f"`{name}`" in PAGE or name in ("session_id", "request_id", "choice", "created", "num_prompt_tokens")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.openai_stage import Stage
+from tests.support.router.openai_harness import Harness
 from tests.support.router.peer_cases import Case, cases
 
 CASES = cases()
@@ -37,11 +37,11 @@ def test_the_cases_have_names_of_their_own() -> None:
     assert 10 * len(NOT_ANSWERED) < len(names)
 
 
-async def _answer(stage: Stage, case: Case) -> tuple[int, list[dict[str, Any]]]:
-    stage.says(case.says)
+async def _answer(harness: Harness, case: Case) -> tuple[int, list[dict[str, Any]]]:
+    harness.says(case.says)
     verb, _, path = case.path.rpartition(" ")
-    body = case.body if "tokenize" in path else {"model": stage.run, **case.body}
-    async with stage.http() as client:
+    body = case.body if "tokenize" in path else {"model": harness.run, **case.body}
+    async with harness.http() as client:
         answer = await (client.get(path) if verb else client.post(path, json=body))
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
@@ -51,11 +51,11 @@ async def _answer(stage: Stage, case: Case) -> tuple[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("group", CASES)
-async def test_cases_of_peers(stage: Stage, group: str) -> None:
+async def test_cases_of_peers(harness: Harness, group: str) -> None:
     """Each is answered or refused as the peer does it; of those that are not, none is by a crash."""
     wrong: dict[str, Any] = {}
     for case in CASES[group]:
-        status, parts = await _answer(stage, case)
+        status, parts = await _answer(harness, case)
         assert status < 500, (case.name, parts)
         if status != case.status or (status == 200 and not case.holds(parts)):
             wrong[case.name] = (status, parts)

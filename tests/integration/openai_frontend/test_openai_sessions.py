@@ -13,7 +13,7 @@ from penstock.records import Limits, SessionId
 from penstock.testing.answers import Saying, counting
 from services.rollout.worker.agents.linearize import linearize
 from tests.support.router.agent_session import agent_session, group_id, state_of
-from tests.support.router.openai_stage import END_ID, HI, MODEL_PATH, PNG, Stage, collect, data_url, text_of
+from tests.support.router.openai_harness import END_ID, HI, MODEL_PATH, PNG, Harness, collect, data_url, text_of
 from tests.support.router.process import router_process
 from tests.support.waiting import promptly, until
 
@@ -35,75 +35,75 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def says_oddly(stage: Stage, text: str) -> list[int]:
+def says_oddly(harness: Harness, text: str) -> list[int]:
     """Have the engines say the text in one token a letter, as no tokeniser would."""
-    ids = [number for letter in text for number in stage.renderer.render_text(letter)] + [END_ID]
-    for engine in stage.engines:
+    ids = [number for letter in text for number in harness.renderer.render_text(letter)] + [END_ID]
+    for engine in harness.engines:
         engine.answer = Saying(ids)
     return ids
 
 
-def whole_of(stage: Stage, ids: list[int]) -> list[int]:
+def whole_of(harness: Harness, ids: list[int]) -> list[int]:
     """Prompt and answer of the longest call, which the engines answered with `ids`."""
-    return [*max((list(request.input_ids) for request in stage.requests), key=len), *ids]
+    return [*max((list(request.input_ids) for request in harness.requests), key=len), *ids]
 
 
-async def test_two_routers_in_turn_continue_a_session_id_for_id(stage: Stage) -> None:
+async def test_two_routers_in_turn_continue_a_session_id_for_id(harness: Harness) -> None:
     """Each prompt begins with exactly the ids before it, though no tokeniser would choose them for the text."""
-    async with agent_session(stage) as agent:
+    async with agent_session(harness) as agent:
         messages, whole = [*HI], list[int]()
         for turn in range(4):
-            ids = says_oddly(stage, f"answer {turn}")
-            assert ids[:-1] != stage.renderer.render_text(f"answer {turn}")
+            ids = says_oddly(harness, f"answer {turn}")
+            assert ids[:-1] != harness.renderer.render_text(f"answer {turn}")
             answer = await agent.ask(messages, router=turn % 2)
-            now = whole_of(stage, ids)
+            now = whole_of(harness, ids)
             assert now[: len(whole)] == whole
             whole = now
             messages += [said(answer), user(f"more {turn}")]
         [sequence] = linearize(await agent.sessions.read(agent.opened.id))
         assert sequence.token_ids.tolist() == whole
         assert [len(call.input_ids) < 40 for call in await agent.calls()] == [True] * 4
-        assert {request.group_id for request in stage.requests} == {agent.opened.state.group}
+        assert {request.group_id for request in harness.requests} == {agent.opened.state.group}
 
 
-async def test_a_router_that_is_killed_between_calls_is_missed_by_nobody(stage: Stage, nats_url: str) -> None:
+async def test_a_router_that_is_killed_between_calls_is_missed_by_nobody(harness: Harness, nats_url: str) -> None:
     """Another one goes on from the bus, also with what it never saw."""
-    async with router_process(nats_url, stage.run, MODEL_PATH, "--bus.lease_ttl_s=5") as dying:
-        routers = [dataclasses.replace(stage, routers=[dying]), stage]
-        async with agent_session(routers[0]) as agent, agent.at(stage) as elsewhere:
-            ids = says_oddly(stage, "before")
+    async with router_process(nats_url, harness.run, MODEL_PATH, "--bus.lease_ttl_s=5") as dying:
+        routers = [dataclasses.replace(harness, routers=[dying]), harness]
+        async with agent_session(routers[0]) as agent, agent.at(harness) as elsewhere:
+            ids = says_oddly(harness, "before")
             messages = [*HI, said(await agent.ask()), user("more")]
-            whole = whole_of(stage, ids)
+            whole = whole_of(harness, ids)
             dying.process.kill()
             await promptly(dying.process.wait())
             with pytest.raises(openai.APIConnectionError):
                 await agent.ask(messages)
-            ids = says_oddly(stage, "after")
+            ids = says_oddly(harness, "after")
             await elsewhere.ask(messages)
-            assert whole_of(stage, ids)[: len(whole)] == whole
+            assert whole_of(harness, ids)[: len(whole)] == whole
             assert len(await agent.calls()) == 2
 
 
-async def test_how_tokens_are_drawn_is_the_sessions(stage: Stage) -> None:
+async def test_how_tokens_are_drawn_is_the_sessions(harness: Harness) -> None:
     """What the agent sends instead is named in a header; it may ask for fewer tokens, not for more."""
-    async with agent_session(stage) as agent:
+    async with agent_session(harness) as agent:
         raw = await agent.clients[0].chat.completions.with_raw_response.create(
             model="gpt-4o", messages=HI, temperature=0, top_p=0.9, max_tokens=5000
         )
         await agent.ask(max_completion_tokens=3)
         assert sorted(raw.headers["x-penstock-ignored"].split(", ")) == ["temperature", "top_p"]
-        assert sorted(request.sampling.max_new_tokens for request in stage.requests) == [3, 2000]
-        for request in stage.requests:
+        assert sorted(request.sampling.max_new_tokens for request in harness.requests) == [3, 2000]
+        for request in harness.requests:
             sampling = request.sampling
             assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.75, 0.5, 7)
             assert (request.min_policy_version, request.exact_policy_version) == (3, 0)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_tools_and_their_answers_continue_what_the_policy_wrote(stage: Stage, is_streamed: bool) -> None:
+async def test_tools_and_their_answers_continue_what_the_policy_wrote(harness: Harness, is_streamed: bool) -> None:
     """A call comes back as other JSON text than the policy wrote: its own ids stand in the prompt all the same."""
-    async with agent_session(stage, tools=(TOOL,)) as agent:
-        ids = says_oddly(stage, f"I add.\n{CALL}")
+    async with agent_session(harness, tools=(TOOL,)) as agent:
+        ids = says_oddly(harness, f"I add.\n{CALL}")
         answer = await agent.ask(stream=is_streamed)
         if is_streamed:
             chunks = await collect(answer)
@@ -113,7 +113,7 @@ async def test_tools_and_their_answers_continue_what_the_policy_wrote(stage: Sta
         else:
             [call] = answer.choices[0].message.tool_calls
             text = answer.choices[0].message.content
-        whole = whole_of(stage, ids)
+        whole = whole_of(harness, ids)
         arguments = json.dumps(dict(reversed(json.loads(call.function.arguments).items())))
         function = {"name": call.function.name, "arguments": arguments}
         assistant = {
@@ -121,19 +121,19 @@ async def test_tools_and_their_answers_continue_what_the_policy_wrote(stage: Sta
             "content": [{"type": "text", "text": f"{text}\n"}],
             "tool_calls": [{"id": "another", "type": "function", "function": function}],
         }
-        ids = stage.says("done")
+        ids = harness.says("done")
         reply = {"role": "tool", "tool_call_id": "another", "content": "2"}
         await agent.ask([*HI, assistant, reply], router=1)
-        assert whole_of(stage, ids)[: len(whole)] == whole
-        assert "add" in stage.renderer.decode(whole)
+        assert whole_of(harness, ids)[: len(whole)] == whole
+        assert "add" in harness.renderer.decode(whole)
         assert len(linearize(await agent.sessions.read(agent.opened.id))) == 1
 
 
-async def test_images_of_later_turns_are_stored_once_and_named_by_their_hash(stage: Stage) -> None:
+async def test_images_of_later_turns_are_stored_once_and_named_by_their_hash(harness: Harness) -> None:
     """The engine fetches them; records hold hashes, each where its call brought the image."""
     other = PNG + b"other"
     seen = {"type": "image_url", "image_url": {"url": data_url(PNG)}}
-    async with agent_session(stage) as agent:
+    async with agent_session(harness) as agent:
         first = {"role": "user", "content": [seen, {"type": "text", "text": "look"}]}
         messages: list[Any] = [first, said(await agent.ask([first]))]
         messages += [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(other)}}]}]
@@ -141,12 +141,12 @@ async def test_images_of_later_turns_are_stored_once_and_named_by_their_hash(sta
         await agent.ask(messages)
         scope = agent.opened.state.scope
         assert [list(call.images) for call in await agent.calls()] == [[hash_of(PNG)], [hash_of(other)], []]
-        last = max(stage.requests, key=lambda request: len(request.input_ids))
+        last = max(harness.requests, key=lambda request: len(request.input_ids))
         assert [(image.stored.sha256, image.stored.scope) for image in last.images] == [
             (hash_of(PNG), scope),
             (hash_of(other), scope),
         ]
-        images = ImageStore(stage.bus)
+        images = ImageStore(harness.bus)
         assert [await images.get(scope, hash_of(image)) for image in (PNG, other)] == [PNG, other]
         [sequence] = linearize(await agent.sessions.read(agent.opened.id))
         assert sequence.images == (hash_of(PNG), hash_of(other))
@@ -156,14 +156,14 @@ async def test_images_of_later_turns_are_stored_once_and_named_by_their_hash(sta
         assert len(linearize(await agent.sessions.read(agent.opened.id))) == 2
 
 
-async def test_a_rewritten_history_forks_and_keeps_what_the_policy_said(stage: Stage) -> None:
+async def test_a_rewritten_history_forks_and_keeps_what_the_policy_said(harness: Harness) -> None:
     """The agent drops its first question: another sequence, in which the policy's answer stands by its own ids."""
-    async with agent_session(stage) as agent:
-        first_ids = says_oddly(stage, "first answer")
+    async with agent_session(harness) as agent:
+        first_ids = says_oddly(harness, "first answer")
         messages = [*HI, said(await agent.ask())]
-        ids = stage.says("second")
+        ids = harness.says("second")
         await agent.ask([{"role": "system", "content": "Summary: you said this."}, user("x"), messages[1], user("on")])
-        prompt = whole_of(stage, ids)
+        prompt = whole_of(harness, ids)
         starts = [start for start in range(len(prompt)) if prompt[start : start + len(first_ids)] == first_ids]
         assert len(starts) == 1
         first, second = linearize(await agent.sessions.read(agent.opened.id))
@@ -171,11 +171,11 @@ async def test_a_rewritten_history_forks_and_keeps_what_the_policy_said(stage: S
         assert second.token_ids[second.loss_mask].tolist() == ids
 
 
-async def test_parallel_calls_and_several_choices_are_forks(stage: Stage) -> None:
+async def test_parallel_calls_and_several_choices_are_forks(harness: Harness) -> None:
     """All of them are recorded, whichever router answered; each goes on by itself."""
-    async with agent_session(stage) as agent:
+    async with agent_session(harness) as agent:
         begun = [*HI, said(await agent.ask()), user("more")]
-        for engine in stage.engines:
+        for engine in harness.engines:
             engine.answer = counting
         asked = [agent.ask([*begun[:-1], user(f"way {way}")], router=way % 2, max_tokens=3 + way) for way in range(4)]
         await asyncio.gather(*asked, agent.ask(begun, n=2, max_tokens=9))
@@ -187,28 +187,28 @@ async def test_parallel_calls_and_several_choices_are_forks(stage: Stage) -> Non
         assert sum(sequence.num_own_tokens for sequence in sequences) == sum(len(call.output_ids) for _, call in calls)
 
 
-async def test_a_call_whose_client_left_was_never_made(stage: Stage) -> None:
+async def test_a_call_whose_client_left_was_never_made(harness: Harness) -> None:
     """Nothing of it is recorded, and the session goes on."""
-    async with agent_session(stage) as agent:
-        stage.says("word " * 200)
-        for engine in stage.engines:
+    async with agent_session(harness) as agent:
+        harness.says("word " * 200)
+        for engine in harness.engines:
             engine.token_s = 0.05
         stream = await agent.ask(stream=True)
         await anext(stream)
         await stream.close()
-        await until(lambda: sum(engine.num_running for engine in stage.engines) == 0)
+        await until(lambda: sum(engine.num_running for engine in harness.engines) == 0)
         assert await agent.calls() == []
-        for engine in stage.engines:
+        for engine in harness.engines:
             engine.token_s = 0.0
-        stage.says("fine")
+        harness.says("fine")
         await agent.ask()
         assert len(await agent.calls()) == 1
 
 
-async def test_whoever_sees_the_end_of_a_stream_finds_the_call(stage: Stage) -> None:
+async def test_whoever_sees_the_end_of_a_stream_finds_the_call(harness: Harness) -> None:
     """It is recorded before the end is sent."""
-    async with agent_session(stage) as agent:
-        ids = stage.says("streamed")
+    async with agent_session(harness) as agent:
+        ids = harness.says("streamed")
         stream = await agent.ask(stream=True)
         async for chunk in stream:
             if chunk.choices[0].finish_reason:
@@ -219,47 +219,47 @@ async def test_whoever_sees_the_end_of_a_stream_finds_the_call(stage: Stage) -> 
 @pytest.mark.parametrize(("is_superseded", "status", "code"),
                          [(False, 410, "session_closed"), (True, 409, "session_superseded")])  # fmt: skip
 async def test_a_session_that_is_over_takes_no_more_calls(
-    stage: Stage, is_superseded: bool, status: int, code: str
+    harness: Harness, is_superseded: bool, status: int, code: str
 ) -> None:
     """Nor the answer that was under way; clients are told not to try again."""
-    group = group_id(stage.run)
-    async with agent_session(stage, group) as agent:
+    group = group_id(harness.run)
+    async with agent_session(harness, group) as agent:
         await agent.ask()
-        for engine in stage.engines:
+        for engine in harness.engines:
             engine.delay_s = 1.0
         under_way = asyncio.create_task(agent.ask())
-        await until(lambda: len(stage.requests) == 2)
+        await until(lambda: len(harness.requests) == 2)
         if is_superseded:
             await agent.sessions.open(other := SessionId.new(group, 0), state_of(group, other))
         else:
             await agent.sessions.close(agent.opened)
-        num_before = len(stage.requests)
+        num_before = len(harness.requests)
         for call in (under_way, agent.ask(), agent.ask(router=1), agent.ask(router=1, stream=True)):
             with pytest.raises(openai.APIStatusError, match="session") as caught:
                 await call
             assert (caught.value.status_code, caught.value.code) == (status, code)
-        assert len(stage.requests) == num_before
+        assert len(harness.requests) == num_before
         assert len(await agent.calls()) == (0 if is_superseded else 1)
 
 
-async def test_a_session_that_never_was_is_not_found(stage: Stage) -> None:
+async def test_a_session_that_never_was_is_not_found(harness: Harness) -> None:
     """Nor is one with a guessed nonce, before its sample has one."""
     for name in ("nonsense", f"0-0-never-0.{'0' * 32}"):
-        client = openai.AsyncOpenAI(base_url=f"{stage.routers[0].url}/sessions/{name}/v1", api_key="none")
+        client = openai.AsyncOpenAI(base_url=f"{harness.routers[0].url}/sessions/{name}/v1", api_key="none")
         async with client:
             with pytest.raises(openai.NotFoundError, match="there is no such session"):
                 await client.chat.completions.create(model="x", messages=HI)
 
 
-async def test_limits_end_a_session_in_words(stage: Stage) -> None:
+async def test_limits_end_a_session_in_words(harness: Harness) -> None:
     """Of answers, and of tokens: an answer gets what is left of them."""
-    async with agent_session(stage, limits=Limits(max_turns=1)) as agent:
+    async with agent_session(harness, limits=Limits(max_turns=1)) as agent:
         await agent.ask()
         with pytest.raises(openai.BadRequestError, match="max_turns = 1; end the agent's loop earlier") as caught:
             await agent.ask()
         assert caught.value.code == "session_limit_reached"
-    async with agent_session(stage, limits=Limits(max_tokens=40)) as agent:
-        for engine in stage.engines:
+    async with agent_session(harness, limits=Limits(max_tokens=40)) as agent:
+        for engine in harness.engines:
             engine.answer = counting
         answer = await agent.ask()
         [call] = await agent.calls()
@@ -268,10 +268,10 @@ async def test_limits_end_a_session_in_words(stage: Stage) -> None:
             await agent.ask([*HI, said(answer), user("more")])
 
 
-async def test_a_session_lists_the_policy_while_it_is_open(stage: Stage) -> None:
+async def test_a_session_lists_the_policy_while_it_is_open(harness: Harness) -> None:
     """Some clients ask before they begin."""
-    async with agent_session(stage) as agent:
-        assert [model.id async for model in agent.clients[1].models.list()] == [stage.run]
+    async with agent_session(harness) as agent:
+        assert [model.id async for model in agent.clients[1].models.list()] == [harness.run]
         await agent.sessions.close(agent.opened)
         with pytest.raises(openai.APIStatusError, match="session is closed"):
             await agent.clients[1].models.list()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.records import Message, TextPart
-from tests.support.router.openai_stage import HI, PNG, Stage, collect, data_url, text_of
+from tests.support.router.openai_harness import HI, PNG, Harness, collect, data_url, text_of
 
 TOOL: Any = {
     "type": "function",
@@ -14,7 +14,7 @@ TOOL: Any = {
 }
 
 
-async def test_messages_of_agents_are_taken_with_what_they_carry(stage: Stage) -> None:
+async def test_messages_of_agents_are_taken_with_what_they_carry(harness: Harness) -> None:
     """Names, indices of streams, other servers' fields and empty turns: what the policy neither sees nor needs."""
     said = {"function": {"name": "add", "arguments": "{}"}, "index": 0, "type": "function", "id": "call_1"}
     assistant = {
@@ -35,28 +35,28 @@ async def test_messages_of_agents_are_taken_with_what_they_carry(stage: Stage) -
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
         {"role": "user", "content": "Go on."},
     ]
-    await stage.chat(messages, tools=[TOOL])
-    [request] = stage.requests
-    prompt = stage.renderer.decode(request.input_ids)
+    await harness.chat(messages, tools=[TOOL])
+    [request] = harness.requests
+    prompt = harness.renderer.decode(request.input_ids)
     assert "I cannot." in prompt
     assert "bob" not in prompt
 
 
-async def test_strict_tools_are_taken(stage: Stage) -> None:
+async def test_strict_tools_are_taken(harness: Harness) -> None:
     """Frameworks send it by default; the policy is not constrained by it."""
     function = {**TOOL["function"], "strict": True}
-    await stage.chat(tools=[{"type": "function", "function": function}])
-    [request] = stage.requests
-    assert "strict" not in stage.renderer.decode(request.input_ids)
+    await harness.chat(tools=[{"type": "function", "function": function}])
+    [request] = harness.requests
+    assert "strict" not in harness.renderer.decode(request.input_ids)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_answer_without_parallel_calls_ends_with_its_first(stage: Stage, is_streamed: bool) -> None:
+async def test_an_answer_without_parallel_calls_ends_with_its_first(harness: Harness, is_streamed: bool) -> None:
     """In the engine too; what the policy would have said after it is cut."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    ids = stage.says(f"I add.\n{call}\n{call}")
-    num_first = len(stage.renderer.render_text(f"I add.\n{call}"))
-    answer = await stage.chat(
+    ids = harness.says(f"I add.\n{call}\n{call}")
+    num_first = len(harness.renderer.render_text(f"I add.\n{call}"))
+    answer = await harness.chat(
         tools=[TOOL], stream=is_streamed, parallel_tool_calls=False, extra_body={"return_token_ids": True}
     )
     if is_streamed:
@@ -73,11 +73,11 @@ async def test_an_answer_without_parallel_calls_ends_with_its_first(stage: Stage
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_tools_are_told_of_and_calls_are_told_apart(stage: Stage, is_streamed: bool) -> None:
+async def test_tools_are_told_of_and_calls_are_told_apart(harness: Harness, is_streamed: bool) -> None:
     """In Qwen's form; the answer's text is what stands beside them."""
-    stage.says('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
-    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
-    prompt = stage.renderer._tokenizer.decode(stage.requests[0].input_ids)
+    harness.says('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    answer = await harness.chat(tools=[TOOL], stream=is_streamed)
+    prompt = harness.renderer._tokenizer.decode(harness.requests[0].input_ids)
     assert json.dumps(TOOL) in prompt
     if is_streamed:
         chunks = await collect(answer)
@@ -94,41 +94,41 @@ async def test_tools_are_told_of_and_calls_are_told_apart(stage: Stage, is_strea
     assert call.id.startswith("call_")
 
 
-async def test_what_a_tool_said_goes_into_the_next_prompt(stage: Stage) -> None:
+async def test_what_a_tool_said_goes_into_the_next_prompt(harness: Harness) -> None:
     """The client's own message objects come back as they are."""
-    stage.says('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
-    first = await stage.chat(tools=[TOOL])
+    harness.says('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    first = await harness.chat(tools=[TOOL])
     message = first.choices[0].message
     assert message.content is None
     tool = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-    stage.says("It is 2")
-    second = await stage.chat([*HI, message, tool], tools=[TOOL])
+    harness.says("It is 2")
+    second = await harness.chat([*HI, message, tool], tools=[TOOL])
     assert second.choices[0].message.content == "It is 2"
-    prompt = stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
+    prompt = harness.renderer._tokenizer.decode(harness.requests[-1].input_ids)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert f"{call}\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in prompt
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_calls_that_no_text_can_carry_are_mended(stage: Stage, is_streamed: bool) -> None:
-    """PDPeer a character in an escape becomes U+FFFD, in what the policy calls and in what a client says it called."""
-    stage.says(r'<tool_call>{"name": "add", "arguments": {"a": "x\ud83d"}}</tool_call>')
-    answer = await stage.chat(tools=[TOOL], stream=is_streamed)
+async def test_calls_that_no_text_can_carry_are_mended(harness: Harness, is_streamed: bool) -> None:
+    """Half a character in an escape becomes U+FFFD, in what the policy calls and in what a client says it called."""
+    harness.says(r'<tool_call>{"name": "add", "arguments": {"a": "x\ud83d"}}</tool_call>')
+    answer = await harness.chat(tools=[TOOL], stream=is_streamed)
     if is_streamed:
         [call] = [call for chunk in await collect(answer) for call in chunk.choices[0].delta.tool_calls or []]
     else:
         [call] = answer.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"a": "x\ufffd"}
     said = {"type": "function", "id": call.id, "function": {"name": "add", "arguments": r'{"a": "y\ud83d"}'}}
-    await stage.chat([*HI, {"role": "assistant", "tool_calls": [said]}, *HI], tools=[TOOL], stream=False)
-    assert '{"a": "y\ufffd"}' in stage.renderer._tokenizer.decode(stage.requests[-1].input_ids)
+    await harness.chat([*HI, {"role": "assistant", "tool_calls": [said]}, *HI], tools=[TOOL], stream=False)
+    assert '{"a": "y\ufffd"}' in harness.renderer._tokenizer.decode(harness.requests[-1].input_ids)
 
 
-async def test_tools_that_are_not_to_be_used_are_not_told_of(stage: Stage) -> None:
+async def test_tools_that_are_not_to_be_used_are_not_told_of(harness: Harness) -> None:
     """tool_choice none: text stays text."""
-    stage.says("<tool_call>{}</tool_call>")
-    answer = await stage.chat(tools=[TOOL], tool_choice="none")
+    harness.says("<tool_call>{}</tool_call>")
+    answer = await harness.chat(tools=[TOOL], tool_choice="none")
     assert answer.choices[0].message.content == "<tool_call>{}</tool_call>"
-    assert list(stage.requests[0].input_ids) == stage.renderer.render_prompt(
+    assert list(harness.requests[0].input_ids) == harness.renderer.render_prompt(
         [Message(role="user", parts=(TextPart(text="hi"),))], num_images=0
     )

@@ -10,7 +10,7 @@ from penstock.bus.image_store import ImageStore, hash_of
 from penstock.errors import MissingImageError
 from penstock.v1 import common_pb2
 from tests.support.router.agent_session import agent_session, group_id
-from tests.support.router.openai_stage import HI, PNG, Stage, collect, data_url
+from tests.support.router.openai_harness import HI, PNG, Harness, collect, data_url
 from tests.support.waiting import promptly
 
 LOOK: Any = [
@@ -21,35 +21,35 @@ LOOK: Any = [
 ]
 
 
-async def set_states(stage: Stage, state: common_pb2.ReplicaState.ValueType) -> None:
+async def set_states(harness: Harness, state: common_pb2.ReplicaState.ValueType) -> None:
     """Show all engines in this state."""
-    for engine in stage.engines:
+    for engine in harness.engines:
         await engine.update(state=state)
 
 
-async def test_a_call_of_a_session_waits_for_an_engine_while_the_session_is_open(stage: Stage) -> None:
+async def test_a_call_of_a_session_waits_for_an_engine_while_the_session_is_open(harness: Harness) -> None:
     """Longer than router.wait_for_replica_s, in which another client's call fails: an agent takes 503 as its end."""
-    async with agent_session(stage, timeout_s=600.0) as agent:
-        await set_states(stage, common_pb2.REPLICA_STATE_DRAINING)
-        await stage.until_routable(0)
+    async with agent_session(harness, timeout_s=600.0) as agent:
+        await set_states(harness, common_pb2.REPLICA_STATE_DRAINING)
+        await harness.until_routable(0)
         once = agent.clients[0].with_options(max_retries=0).chat.completions
         waiting = asyncio.create_task(once.create(model="any", messages=HI))
-        await stage.until_waiting(1)
+        await harness.until_waiting(1)
         with pytest.raises(openai.InternalServerError, match="no replica could take the request") as caught:
-            await stage.chat()
+            await harness.chat()
         assert caught.value.status_code == 503
-        await set_states(stage, common_pb2.REPLICA_STATE_READY)
+        await set_states(harness, common_pb2.REPLICA_STATE_READY)
         answer = await promptly(waiting)
         assert answer.choices[0].message.content == "fine"
         assert len(await agent.calls()) == 1
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 2.0])
-async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(stage: Stage, timeout_s: float) -> None:
+async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(harness: Harness, timeout_s: float) -> None:
     """Then it answers 503; without a known time, after router.wait_for_replica_s."""
-    async with agent_session(stage, timeout_s=timeout_s) as agent:
-        await set_states(stage, common_pb2.REPLICA_STATE_DRAINING)
-        await stage.until_routable(0)
+    async with agent_session(harness, timeout_s=timeout_s) as agent:
+        await set_states(harness, common_pb2.REPLICA_STATE_DRAINING)
+        await harness.until_routable(0)
         once = agent.clients[0].with_options(max_retries=0).chat.completions
         with pytest.raises(openai.InternalServerError, match="no replica could take the request") as caught:
             await promptly(once.create(model="any", messages=HI))
@@ -57,13 +57,13 @@ async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(stage
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_lost_images_of_a_session_are_restored_from_its_next_call(stage: Stage, is_streamed: bool) -> None:
+async def test_lost_images_of_a_session_are_restored_from_its_next_call(harness: Harness, is_streamed: bool) -> None:
     """The client sends the whole conversation again, and with it what the store has lost or let expire."""
-    images = ImageStore(stage.bus, cache_bytes=0)
-    for engine in stage.engines:
+    images = ImageStore(harness.bus, cache_bytes=0)
+    for engine in harness.engines:
         engine.image_store = images
-    group = group_id(stage.run)
-    async with agent_session(stage, group, images=(hash_of(PNG),)) as agent:  # the row's, which nobody stored
+    group = group_id(harness.run)
+    async with agent_session(harness, group, images=(hash_of(PNG),)) as agent:  # the row's, which nobody stored
         said = (await agent.ask(LOOK)).choices[0].message.model_dump(exclude_none=True)
         assert await images.get(group.scope, hash_of(PNG)) == PNG
         await images.remove(group.scope)
@@ -76,13 +76,13 @@ async def test_lost_images_of_a_session_are_restored_from_its_next_call(stage: S
         assert [list(call.images) for call in await agent.calls()] == [[hash_of(PNG)], [hash_of(other)]]
 
 
-async def test_an_image_that_stays_lost_is_a_refusal_in_words(stage: Stage) -> None:
+async def test_an_image_that_stays_lost_is_a_refusal_in_words(harness: Harness) -> None:
     """Clients do not try that again."""
-    for engine in stage.engines:
+    for engine in harness.engines:
         engine.error = MissingImageError("image ab is not stored; store it again")
-    async with agent_session(stage) as agent:
+    async with agent_session(harness) as agent:
         with pytest.raises(openai.BadRequestError, match="end this agent, or send the conversation again") as caught:
             await agent.ask(LOOK)
         assert caught.value.code == "image_lost"
-        assert sum(engine.num_calls for engine in stage.engines) == 2
+        assert sum(engine.num_calls for engine in harness.engines) == 2
         assert await agent.calls() == []

@@ -10,7 +10,7 @@ from penstock.runtime.process import end_task
 from services.rollout.testing.memory_sink import Fault
 from services.trainer.evaluation.holding import ReplicaHolding
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
-from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.held_out.kept_weights import KeptWeights
 from services.trainer.weight_sync.held_out.record import open_held_out_record
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
@@ -36,7 +36,7 @@ async def until_known(publisher: WeightPublisher, version: int) -> None:
 async def hold_out_of(bus: Bus, folder: Path, weights: WeightSnapshot) -> HoldOut:
     """The claim of an evaluation of `weights` on one replica."""
     record = await open_held_out_record(bus, trainer_epoch="a")
-    return HoldOut(step=4, kept=KeptSnapshot.write(folder / "weights", weights), num=1, record=record)
+    return HoldOut(step=4, kept=KeptWeights.write(folder / "weights", weights), num=1, record=record)
 
 
 async def test_a_held_out_replica_keeps_its_version_and_then_catches_up(bus: Bus, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(b
             await publisher.hold_out(hold_out)
         async with publishing(bus, transport="shared_memory") as publisher, kept_current(publisher):
             record = await open_held_out_record(bus, trainer_epoch="b")
-            kept = KeptSnapshot.find(tmp_path / "weights")
+            kept = KeptWeights.find(tmp_path / "weights")
             assert kept == hold_out.kept
             again = HoldOut(step=4, kept=kept, num=1, record=record, replica_ids=frozenset(record.value.replica_ids))
             await publisher.go_on_holding_out(again)

@@ -14,7 +14,7 @@ from penstock.bus.connection import Bus
 from penstock.weights.delta import write_blocks
 from penstock.weights.digest import tensor_digest
 from penstock.weights.manifest import Manifest
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.testing.memory_sink import Action, Fault
 from services.rollout.testing.simulated_replica import simulated_replica, weights_of
@@ -181,14 +181,14 @@ async def test_replicas_on_this_machine_copy_from_memory(bus: Bus, transport: st
     versions, names = (1, 2, 3, 4), []
     async with replicas_of(bus, 2) as replicas, publishing(bus, transport=transport) as publisher:
         for version in versions:
-            weights = publisher.take(version, WeightStream.of(weights_of(version)))
+            weights = publisher.take(version, NamedWeights.of(weights_of(version)))
             assert weights.shared_memory is not None
             names.append(weights.shared_memory.message.host.name)
             report = await publisher.publish(weights)
             assert (report.num_replicas, report.num_failed) == (2, 0)
         assert len(set(names)) < len(versions)
         del weights
-        next_weights = publisher.take(5, WeightStream.of(weights_of(5)))
+        next_weights = publisher.take(5, NamedWeights.of(weights_of(5)))
         async with simulated_replica(bus, replica_id="engine-9") as third, kept_current(publisher):
             await until_serving(third, 4)
             assert (await third.report()).loads == ["shared_memory"]

@@ -19,7 +19,7 @@ from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.worker.config import WorkerConfig
-from tests.support.worker.agent_stage import agent_stage
+from tests.support.worker.agent_harness import agent_harness
 from tests.support.worker.prompts import ANSWER
 
 
@@ -79,11 +79,11 @@ def renderer(tiny_model_path: Path) -> Renderer:
 
 
 @pytest.fixture
-async def make_stage(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Callable[..., Any]]:
-    """Begins `agent_stage` for the rest of the test."""
+async def make_harness(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Callable[..., Any]]:
+    """Begins `agent_harness` for the rest of the test."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(agents: dict[str, Any], **settings: Any) -> Recipe:
-            return await stack.enter_async_context(agent_stage(make_recipe, agents, **settings))
+            return await stack.enter_async_context(agent_harness(make_recipe, agents, **settings))
 
         yield make

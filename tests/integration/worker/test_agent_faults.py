@@ -29,7 +29,7 @@ from tests.support.processes import is_alive
 from tests.support.strangers import TOKEN
 from tests.support.waiting import promptly, until
 from tests.support.worker import agent_runners
-from tests.support.worker.agent_stage import LONG, PROGRAM, RUNNERS, TEXT, Speaker, agent_stage
+from tests.support.worker.agent_harness import LONG, PROGRAM, RUNNERS, TEXT, Speaker, agent_harness
 from tests.support.worker.prompts import count, make_prompt, publish, until_done, working
 
 ANSWER = "The answer is \\boxed{3}"
@@ -44,10 +44,10 @@ async def answering(bus: Bus, renderer: Renderer, **settings: Any) -> AsyncItera
 
 
 async def test_an_engine_that_comes_late_costs_no_sample(
-    bus: Bus, renderer: Renderer, make_stage: Callable[..., Any], run_name: str
+    bus: Bus, renderer: Renderer, make_harness: Callable[..., Any], run_name: str
 ) -> None:
     """A call waits as long as its episode: the agent, which tries nothing twice, sees a slow answer, not an error."""
-    recipe = await make_stage({"once": f"{RUNNERS}:ask_once"}, router={"wait_for_replica_s": 0.0})
+    recipe = await make_harness({"once": f"{RUNNERS}:ask_once"}, router={"wait_for_replica_s": 0.0})
     await publish(bus, make_prompt(run_name, environment="once", sampling=LONG, **TEXT))
     async with working(recipe), RouterClient(recipe.worker.router_address) as router:
 
@@ -106,7 +106,7 @@ class Service:
 
 
 async def test_a_worker_killed_in_an_episode_of_an_agent_loses_nothing(
-    bus: Bus, renderer: Renderer, make_stage: Callable[..., Any], run_name: str, tmp_path: Path
+    bus: Bus, renderer: Renderer, make_harness: Callable[..., Any], run_name: str, tmp_path: Path
 ) -> None:
     """kill -9: its programs end with it, children included, a service hears that its session is superseded, and another
     worker plays the groups again, each once, of which nothing that was said before is trained."""
@@ -118,7 +118,7 @@ async def test_a_worker_killed_in_an_episode_of_an_agent_loses_nothing(
     )
     async with serving(service.app) as url, answering(bus, renderer) as engine:
         agents = {"program": {"command": [sys.executable, str(program)]}, "service": {"url": url}}
-        recipe: Recipe = await make_stage(agents)
+        recipe: Recipe = await make_harness(agents)
         config = tmp_path / "recipe.json"
         config.write_text(recipe.model_dump_json())
         for index, name in enumerate(agents):
@@ -182,7 +182,7 @@ async def test_an_agent_plays_over_tls_with_the_key_of_its_session(
         local_server(tmp_path / "nats", security=secured) as url,
         connect(bus_config := BusConfig(url=url), run=run_name, security=secured) as bus,
         answering(bus, renderer, security=secured),
-        agent_stage(make_recipe, agents, security=secured, bus=bus_config) as recipe,
+        agent_harness(make_recipe, agents, security=secured, bus=bus_config) as recipe,
     ):
         async with working(recipe, security=secured):
             for index, name in enumerate(agents):

@@ -18,7 +18,7 @@ from penstock.records import Limits, Sampling, SessionId, VersionSpan
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.rollout.worker.agents import agent_player
 from tests.support.worker import agent_runners
-from tests.support.worker.agent_stage import LONG, PROGRAM, RUNNERS, TEXT, Speaker, guess
+from tests.support.worker.agent_harness import LONG, PROGRAM, RUNNERS, TEXT, Speaker, guess
 from tests.support.worker.prompts import PICTURE, make_prompt, publish, until_done, working
 
 
@@ -31,10 +31,10 @@ async def engine(bus: Bus, renderer: Renderer) -> AsyncIterator[SimulatedEngine]
 
 
 async def test_a_group_played_by_the_agent_of_the_guide(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str
 ) -> None:
     """Each sample is one sequence of exactly the engine's ids, drawn as the prompt says and rewarded by the agent."""
-    recipe = await make_stage({"guesser": "examples.agent:play"})
+    recipe = await make_harness({"guesser": "examples.agent:play"})
     sampling = Sampling(temperature=0.75, top_p=0.5, top_k=9, max_new_tokens=500)
     await publish(bus, make_prompt(run_name, environment="guesser", sampling=sampling, **TEXT))
     async with working(recipe):
@@ -59,14 +59,14 @@ async def test_a_group_played_by_the_agent_of_the_guide(
     assert {each.min_policy_version for each in engine.requests} == {4}
     assert {each.group_id for each in engine.requests} == {group.id.message}
     assert len({each.session_id for each in engine.requests}) == 2
-    assert await Sessions(bus).read(SessionId(place=engine.requests[0].session_id, nonce="0" * 32)) == []
+    assert await Sessions(bus).read(SessionId(sample_key=engine.requests[0].session_id, nonce="0" * 32)) == []
 
 
 async def test_a_reward_can_be_left_to_the_reward_service(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str
 ) -> None:
     """It judges the last answer; the row's picture is shown by its hash, as the trainer stored it."""
-    recipe = await make_stage({"shown": f"{RUNNERS}:leave_it_to_the_reward_service", "block": f"{RUNNERS}:block"})
+    recipe = await make_harness({"shown": f"{RUNNERS}:leave_it_to_the_reward_service", "block": f"{RUNNERS}:block"})
     await publish(bus, make_prompt(run_name, environment="shown", sampling=LONG))
     await publish(bus, make_prompt(run_name, 1, environment="block", sampling=LONG))
     async with working(recipe):
@@ -85,10 +85,10 @@ async def test_a_reward_can_be_left_to_the_reward_service(
 
 
 async def test_branches_are_sequences_of_one_sample(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str
 ) -> None:
     """Three calls that do not extend one another: three sequences, one reward, each answer trained once."""
-    recipe = await make_stage({"branch": f"{RUNNERS}:branch"})
+    recipe = await make_harness({"branch": f"{RUNNERS}:branch"})
     await publish(bus, make_prompt(run_name, environment="branch", sampling=LONG, **TEXT))
     async with working(recipe):
         [group] = await until_done(bus, 1)
@@ -98,7 +98,7 @@ async def test_branches_are_sequences_of_one_sample(
 
 
 async def test_what_goes_wrong_in_a_runner_costs_its_sample_alone(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str, tmp_path: Path
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, tmp_path: Path
 ) -> None:
     """Each ends by kind with what was recorded, no reward, and a reason; the others of its worker are played."""
     twice = tmp_path / "twice.py"
@@ -112,7 +112,7 @@ async def test_what_goes_wrong_in_a_runner_costs_its_sample_alone(
         "twice": ({"command": [sys.executable, str(twice)]}, "it answered 2 times; write one JSON object"),
         "dying": ({"command": [sys.executable, str(dying)]}, "the program ended with exit code 1: out of memory"),
     }
-    recipe = await make_stage({name: agent for name, (agent, _) in reasons.items()})
+    recipe = await make_harness({name: agent for name, (agent, _) in reasons.items()})
     for index, name in enumerate(reasons):
         await publish(bus, make_prompt(run_name, index, environment=name, num_samples=1, sampling=LONG, **TEXT))
     async with working(recipe):
@@ -127,7 +127,7 @@ async def test_what_goes_wrong_in_a_runner_costs_its_sample_alone(
 
 
 async def test_a_runner_that_never_ends_is_ended(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str, tmp_path: Path
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, tmp_path: Path
 ) -> None:
     """With what it recorded, which the reward service judges; a row without golds is left without a reward."""
     hanging, pid_file = tmp_path / "hanging.py", tmp_path / "pid"
@@ -140,7 +140,7 @@ async def test_a_runner_that_never_ends_is_ended(
         "thread": f"{RUNNERS}:hang_in_a_thread",
         "program": {"command": [sys.executable, str(hanging)]},
     }
-    recipe = await make_stage(agents)
+    recipe = await make_harness(agents)
     limits = Limits(episode_timeout_s=10.0)
     for index, name in enumerate(agents):
         prompt = make_prompt(
@@ -165,13 +165,13 @@ async def test_a_runner_that_never_ends_is_ended(
 async def test_a_runner_that_asks_nothing_fails_its_group_with_the_reason(
     bus: Bus,
     engine: SimulatedEngine,
-    make_stage: Callable[..., Any],
+    make_harness: Callable[..., Any],
     run_name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After three attempts in each delivery: there is no sample without tokens."""
     monkeypatch.setattr(agent_player, "_PAUSE_S", 0.0)
-    recipe = await make_stage({"idle": f"{RUNNERS}:ask_nothing", "gone": {"command": ["/nowhere/agent"]}})
+    recipe = await make_harness({"idle": f"{RUNNERS}:ask_nothing", "gone": {"command": ["/nowhere/agent"]}})
     await publish(bus, make_prompt(run_name, environment="idle", num_samples=1, **TEXT))
     await publish(bus, make_prompt(run_name, 1, environment="gone", num_samples=1, **TEXT))
     async with working(recipe, max_deliveries=2):
@@ -181,7 +181,7 @@ async def test_a_runner_that_asks_nothing_fails_its_group_with_the_reason(
 
 
 async def test_a_session_is_over_when_its_sample_is(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever kept its URL hears 410 from then on, and nothing of it is trained."""
     urls: list[str] = []
@@ -192,7 +192,7 @@ async def test_a_session_is_over_when_its_sample_is(
         return 1.0
 
     monkeypatch.setattr(agent_runners, "leave_it_to_the_reward_service", leak)
-    recipe = await make_stage({"leak": f"{RUNNERS}:leave_it_to_the_reward_service"})
+    recipe = await make_harness({"leak": f"{RUNNERS}:leave_it_to_the_reward_service"})
     await publish(bus, make_prompt(run_name, environment="leak", num_samples=1, sampling=LONG, **TEXT))
     async with working(recipe):
         await until_done(bus, 1)
@@ -205,7 +205,7 @@ async def test_a_session_is_over_when_its_sample_is(
 
 
 async def test_a_worker_whose_sample_another_one_plays_gives_it_up(
-    bus: Bus, engine: SimulatedEngine, make_stage: Callable[..., Any], run_name: str, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was frozen, say: it neither publishes what it has nor takes the sample back."""
     superseding: list[str] = []
@@ -217,13 +217,13 @@ async def test_a_worker_whose_sample_another_one_plays_gives_it_up(
             assert mine is not None
             found = await Sessions(bus).find(mine)
             assert found is not None
-            other = SessionId(place=mine.place, nonce="0" * 32)
+            other = SessionId(sample_key=mine.sample_key, nonce="0" * 32)
             await Sessions(bus).open(other, msgspec.structs.replace(found.state, nonce=other.nonce))
             superseding.append(session.base_url)
         return 1.0
 
     monkeypatch.setattr(agent_runners, "leave_it_to_the_reward_service", lose)
-    recipe = await make_stage({"lose": f"{RUNNERS}:leave_it_to_the_reward_service"})
+    recipe = await make_harness({"lose": f"{RUNNERS}:leave_it_to_the_reward_service"})
     await publish(bus, make_prompt(run_name, environment="lose", num_samples=1, sampling=LONG, **TEXT))
     async with working(recipe):
         [group] = await until_done(bus, 1)

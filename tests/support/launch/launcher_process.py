@@ -1,6 +1,6 @@
 """A run whose processes are small Python programs: `python launcher_process.py <folder> <specs as JSON>`.
 
-Each spec is {"name", "program", "stage", "ends_run"}. The folder is the working directory of the programs; the program
+Each spec is {"name", "program", "phase", "ends_run"}. The folder is the working directory of the programs; the program
 `name` writes the error that ends it to `name.error.json`.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.runtime import process
-from services.launch.child import ProcessSpec, StopStage
+from services.launch.child import ProcessSpec, StopPhase
 from services.launch.supervisor import supervised
 
 
@@ -26,7 +26,7 @@ def main() -> int:
             name=spec["name"],
             command=[sys.executable, "-c", spec["program"]],
             environment=dict(os.environ),
-            stage=StopStage[spec.get("stage", "SERVE")],
+            phase=StopPhase[spec.get("phase", "SERVE")],
             ends_run=spec.get("ends_run", False),
             error_file=folder / f"{spec['name']}.error.json",
         )

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from penstock.bus.image_store import ImageStore
 from penstock.bus.sessions import OpenedSession, Sessions
 from penstock.records import GroupId, Sampling, SessionCall, SessionId, SessionState
-from tests.support.router.openai_stage import HI, Stage
+from tests.support.router.openai_harness import HI, Harness
 from tests.support.waiting import HANG_S
 
 
@@ -19,7 +19,7 @@ from tests.support.waiting import HANG_S
 class Agent:
     """One session and its clients."""
 
-    stage: Stage
+    harness: Harness
     sessions: Sessions
     opened: OpenedSession
     clients: list[AsyncOpenAI]
@@ -34,16 +34,16 @@ class Agent:
         return [call for _, call in await self.sessions.read(self.opened.id)]
 
     @contextlib.asynccontextmanager
-    async def at(self, stage: Stage) -> AsyncIterator["Agent"]:
-        """The same session at another stage's routers."""
+    async def at(self, harness: Harness) -> AsyncIterator["Agent"]:
+        """The same session at another harness's routers."""
         async with contextlib.AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(
                     AsyncOpenAI(base_url=f"{router.url}/sessions/{self.opened.id}/v1", api_key="none", timeout=HANG_S)
                 )
-                for router in stage.routers
+                for router in harness.routers
             ]
-            yield dataclasses.replace(self, stage=stage, clients=clients)
+            yield dataclasses.replace(self, harness=harness, clients=clients)
 
 
 def group_id(run: str) -> GroupId:
@@ -64,11 +64,11 @@ def state_of(group: GroupId, session: SessionId, **changes: Any) -> SessionState
 
 
 @contextlib.asynccontextmanager
-async def agent_session(stage: Stage, group: GroupId | None = None, **changes: Any) -> AsyncIterator[Agent]:
+async def agent_session(harness: Harness, group: GroupId | None = None, **changes: Any) -> AsyncIterator[Agent]:
     """Open a session; `changes` are other values of its state."""
-    group = group or group_id(stage.run)
-    sessions, session = Sessions(stage.bus), SessionId.new(group, 0)
-    await ImageStore(stage.bus).ensure()
+    group = group or group_id(harness.run)
+    sessions, session = Sessions(harness.bus), SessionId.new(group, 0)
+    await ImageStore(harness.bus).ensure()
     opened = await sessions.open(session, state_of(group, session, **changes))
-    async with Agent(stage, sessions, opened, []).at(stage) as agent:
+    async with Agent(harness, sessions, opened, []).at(harness) as agent:
         yield agent

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support.router.openai_stage import HI, PNG, data_url
+from tests.support.router.openai_harness import HI, PNG, data_url
 from tests.support.router.openai_tools import ADD, MULTIPLY
 
 Check = Callable[[list[dict[str, Any]]], bool]

@@ -12,8 +12,8 @@ from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
 from penstock.v1 import common_pb2
 from penstock.weights.digest import XXH3, tensor_digest
+from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import SharedMemoryPool
-from penstock.weights.stream import WeightStream
 from services.rollout.testing.simulated_replica import SimulatedReplica, simulated_replica, weights_of
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.failed_replicas import FailedReplicas
@@ -36,7 +36,7 @@ def snapshot(version: int, *, shared: bool = False) -> WeightSnapshot:
     """The weights of a version, taken."""
     return WeightSnapshot.take(
         version,
-        WeightStream.of(weights_of(version)),
+        NamedWeights.of(weights_of(version)),
         max_bucket_bytes=CONFIG.bucket_bytes,
         pool=SharedMemoryPool() if shared else None,
     )

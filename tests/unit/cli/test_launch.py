@@ -16,7 +16,7 @@ from penstock.runtime.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import StopStage
+from services.launch.child import StopPhase
 from services.launch.display import LiveDisplay
 from services.launch.launcher import addressed, child_environment, process_specs
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
@@ -163,9 +163,9 @@ def test_processes_of_a_run(recipe: Recipe) -> None:
     processes = {process.name: process for process in make_plan(live, [], own_bus=True).processes}
     assert list(processes) == ["nats", "rollout-0", "rollout-1", "trainer", "reward", "router", "worker-0"]
     assert [name for name, process in processes.items() if process.ends_run] == ["trainer"]
-    stages = {name: process.stage for name, process in processes.items()}
-    assert stages["worker-0"] == stages["trainer"] == StopStage.WORK < stages["router"] == stages["rollout-1"]
-    assert max(stages, key=lambda name: stages[name]) == "nats"
+    phases = {name: process.phase for name, process in processes.items()}
+    assert phases["worker-0"] == phases["trainer"] == StopPhase.WORK < phases["router"] == phases["rollout-1"]
+    assert max(phases, key=lambda name: phases[name]) == "nats"
     assert "nats" not in {process.name for process in make_plan(live, [], own_bus=False).processes}
 
 

@@ -14,7 +14,7 @@ import torch
 from penstock.errors import SetupError
 from penstock.weights.digest import XXH3
 from penstock.weights.manifest import pack
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.simulated_replica import weights_of
 from services.trainer.evaluation.holding import (
     Interrupted,
@@ -23,15 +23,15 @@ from services.trainer.evaluation.holding import (
     folder_of,
     give_up_interrupted,
 )
-from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.held_out.kept_weights import KeptWeights
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.unit.evaluation.test_evaluator import evaluator
 
 
-def keep(run_folder: Path, step: int, version: int) -> KeptSnapshot:
+def keep(run_folder: Path, step: int, version: int) -> KeptWeights:
     """What an evaluation of `step` keeps."""
-    weights = WeightSnapshot.take(version, WeightStream.of(weights_of(version)), max_bucket_bytes=8192)
-    return KeptSnapshot.write(folder_of(run_folder, step) / "weights", weights)
+    weights = WeightSnapshot.take(version, NamedWeights.of(weights_of(version)), max_bucket_bytes=8192)
+    return KeptWeights.write(folder_of(run_folder, step) / "weights", weights)
 
 
 def left(run_folder: Path) -> list[str]:
@@ -62,8 +62,8 @@ def test_weights_that_were_not_written_to_the_end_are_no_weights(tmp_path: Path)
 
 def test_kept_weights_are_read_back_as_they_were(tmp_path: Path) -> None:
     """In the same order and buckets, so that a replica that reads the files finds what is announced."""
-    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
-    kept = KeptSnapshot.write(tmp_path, weights)
+    weights = WeightSnapshot.take(5, NamedWeights.of(weights_of(5)), max_bucket_bytes=8192)
+    kept = KeptWeights.write(tmp_path, weights)
     read = kept.load(device=torch.device("cpu"), kind=XXH3, max_bucket_bytes=8192, pool=None)
     assert (read.version, read.manifest, read.digests) == (5, weights.manifest, weights.digests)
     (kept.folder / "model.safetensors").unlink()
@@ -73,8 +73,8 @@ def test_kept_weights_are_read_back_as_they_were(tmp_path: Path) -> None:
 
 def test_kept_weights_are_moved_bucket_by_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may be using the rest of the GPU, which never has a second copy of all of them."""
-    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
-    kept = KeptSnapshot.write(tmp_path, weights)
+    weights = WeightSnapshot.take(5, NamedWeights.of(weights_of(5)), max_bucket_bytes=8192)
+    kept = KeptWeights.write(tmp_path, weights)
     moved: list[weakref.ref[torch.Tensor]] = []
     num_left: list[int] = []
 
@@ -131,7 +131,7 @@ async def test_weights_are_removed_outside_the_event_loop(tmp_path: Path, removi
     keep(tmp_path, 4, 5)
     removing_threads.clear()
     await evaluator(tmp_path, step=2)
-    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(5, NamedWeights.of(weights_of(5)), max_bucket_bytes=8192)
 
     async def hold_out(_: Any) -> bool:
         return False
@@ -146,7 +146,7 @@ async def test_weights_are_removed_outside_the_event_loop(tmp_path: Path, removi
 
 async def test_a_pause_says_how_many_replicas_serve(tmp_path: Path) -> None:
     """A run may have more that are still starting."""
-    weights = WeightSnapshot.take(5, WeightStream.of(weights_of(5)), max_bucket_bytes=8192)
+    weights = WeightSnapshot.take(5, NamedWeights.of(weights_of(5)), max_bucket_bytes=8192)
     publisher: Any = SimpleNamespace(current=weights, can_hold_out=lambda num, version: False, num_live_replicas=1)
     record: Any = Record(0)
     with structlog.testing.capture_logs() as logs:

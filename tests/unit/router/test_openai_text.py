@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
-from penstock.model.detokenize import TextStream, TokenTexts
+from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
 from penstock.model.tool_calls import ToolCallReader
 from penstock.records import ToolCall
 from penstock.v1 import common_pb2, generate_pb2
@@ -41,7 +41,7 @@ def test_pieces_are_the_text_of_the_tokenizer_whatever_the_ids(renderer: Rendere
     rng = random.Random(0)
     for _ in range(3000):
         ids = [rng.randrange(390) for _ in range(rng.randrange(1, 20))]
-        stream = TextStream(texts)
+        stream = IncrementalDetokenizer(texts)
         assert "".join(map(stream.add, ids)) + stream.finish() == renderer.decode(ids), ids
 
 
@@ -50,7 +50,7 @@ def test_a_character_is_told_when_it_is_whole(renderer: Renderer, texts: TokenTe
     text = "é😀 日本語 👩‍👩‍👧"
     ids = renderer.render_text(text)
     assert len(ids) > len(text)
-    stream = TextStream(texts)
+    stream = IncrementalDetokenizer(texts)
     pieces = [stream.add(number) for number in ids]
     assert "".join(pieces) == text
     assert "" in pieces
@@ -60,7 +60,7 @@ def test_a_character_is_told_when_it_is_whole(renderer: Renderer, texts: TokenTe
 def test_what_ends_within_a_character_says_so(renderer: Renderer, texts: TokenTexts) -> None:
     """As the tokenizer does: one U+FFFD."""
     ids = renderer.render_text("😀")[:-1]
-    stream = TextStream(texts)
+    stream = IncrementalDetokenizer(texts)
     assert "".join(map(stream.add, ids)) == ""
     assert stream.finish() == "\ufffd"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.weights.manifest import Manifest, pack, specs_of
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from penstock.weights.weight_files import check_weight_files, write_weight_files
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports import disk
@@ -71,7 +71,7 @@ async def test_one_at_a_time_is_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(disk, "write_weight_files", alone)
     written = WeightFileStore(tmp_path)
-    first, second = (WeightSnapshot.take(version, WeightStream.of(TENSORS), max_bucket_bytes=1) for version in (1, 2))
+    first, second = (WeightSnapshot.take(version, NamedWeights.of(TENSORS), max_bucket_bytes=1) for version in (1, 2))
     written.write_soon(first)
     await until(begun.is_set)
     writing = asyncio.create_task(written.write(second))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.simulated_replica import SHAPES, weights_of
 from services.trainer.backend.export import named_weights
 from services.trainer.backend.policy.load_model import load_policy
@@ -23,7 +23,7 @@ def test_a_snapshot_is_a_copy() -> None:
     """What the optimizer does in place afterwards changes nothing, be it one tensor to a bucket or several."""
     for max_bucket_bytes in (1, 1 << 20):
         weights = weights_of(1)
-        taken = WeightSnapshot.take(1, WeightStream.of(weights), max_bucket_bytes=max_bucket_bytes)
+        taken = WeightSnapshot.take(1, NamedWeights.of(weights), max_bucket_bytes=max_bucket_bytes)
         before = [bucket.clone() for bucket in taken.buckets]
         for tensor in weights.values():
             tensor.to(tensor.dtype).add_(1)
@@ -49,10 +49,10 @@ def test_a_stream_is_copied_to_the_host_bucket_by_bucket(device: str) -> None:
             yield name, one
             del one
 
-    stream = dataclasses.replace(WeightStream.of(weights), tensors=make())
+    stream = dataclasses.replace(NamedWeights.of(weights), tensors=make())
     taken = WeightSnapshot.take(1, stream, max_bucket_bytes=1, device=torch.device("cpu"))
     assert num_left == [0] * len(weights)
-    whole = WeightSnapshot.take(1, WeightStream.of(weights), max_bucket_bytes=1)
+    whole = WeightSnapshot.take(1, NamedWeights.of(weights), max_bucket_bytes=1)
     assert (taken.manifest, taken.digests, taken.digest_kind) == (whole.manifest, whole.digests, whole.digest_kind)
     for bucket, other in zip(taken.buckets, whole.buckets, strict=True):
         assert bucket.device.type == "cpu"
@@ -61,7 +61,7 @@ def test_a_stream_is_copied_to_the_host_bucket_by_bucket(device: str) -> None:
 
 def test_weights_are_those_that_were_announced() -> None:
     """Replicas fill their parameters by what was announced."""
-    stream = WeightStream.of({"a": torch.zeros(1), "b": torch.zeros(1)})
+    stream = NamedWeights.of({"a": torch.zeros(1), "b": torch.zeros(1)})
     for came, error in (
         ({"a": torch.zeros(1)}, r"\('a',\) came, \('a', 'b'\) were announced"),
         ({"b": torch.zeros(1), "a": torch.zeros(1)}, "were announced"),
@@ -79,7 +79,7 @@ def test_a_digest_that_cannot_be_computed_is_heard_of_before_the_push(monkeypatc
         raise MemoryError
 
     monkeypatch.setattr(snapshot, "tensor_digest", fail)
-    taken = WeightSnapshot.take(1, WeightStream.of(weights_of(1)), max_bucket_bytes=1 << 20)
+    taken = WeightSnapshot.take(1, NamedWeights.of(weights_of(1)), max_bucket_bytes=1 << 20)
     with pytest.raises(MemoryError):
         taken.wait()
 
@@ -88,11 +88,11 @@ def test_tied_weights_are_sent_once(tiny_model_path: Path) -> None:
     """Each memory has one name in the manifest; one that had two is refused."""
     policy = load_policy(tiny_model_path, temperature=1.0, forbidden_ids=())
     named = dict(named_weights(policy))
-    taken = WeightSnapshot.take(1, WeightStream.of(named), max_bucket_bytes=1 << 20)
+    taken = WeightSnapshot.take(1, NamedWeights.of(named), max_bucket_bytes=1 << 20)
     storages = {parameter.untyped_storage().data_ptr(): parameter for parameter in policy.model.parameters()}
     assert len(taken.manifest.tensors) == len(storages)
     assert taken.manifest.num_bytes == sum(one.numel() * one.element_size() for one in storages.values())
     assert policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
     tied = {**named, "lm_head.weight": policy.model.lm_head.weight.detach()}
     with pytest.raises(ValueError, match=r"lm_head\.weight and .*embed_tokens\.weight are one tensor"):
-        WeightSnapshot.take(1, WeightStream.of(tied), max_bucket_bytes=1 << 20)
+        WeightSnapshot.take(1, NamedWeights.of(tied), max_bucket_bytes=1 << 20)

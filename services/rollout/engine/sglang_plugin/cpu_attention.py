@@ -52,8 +52,8 @@ def plan(_result: None, backend: Any, forward_batch: Any) -> None:
     num_new = [1] * len(num_keys)
     if forward_batch.forward_mode.is_extend() and forward_batch.extend_seq_lens is not None:
         num_new = forward_batch.extend_seq_lens.tolist()
-    places = backend.req_to_token_pool.req_to_token
-    blocks = _plan_blocks(places, forward_batch.req_pool_indices, num_keys=num_keys, num_new=num_new)
+    locations = backend.req_to_token_pool.req_to_token
+    blocks = _plan_blocks(locations, forward_batch.req_pool_indices, num_keys=num_keys, num_new=num_new)
     backend.forward_metadata = _Plan(seq_lens=forward_batch.seq_lens, blocks=tuple(blocks))
 
 
@@ -84,7 +84,7 @@ def _attend(
     Args:
         block: The sequences.
         query: The new tokens of the pass, [tokens, H, D].
-        k_cache: Keys of all sequences, [places, K, D].
+        k_cache: Keys of all sequences, [locations, K, D].
         v_cache: Values, likewise.
         scale: Factor of the products of queries and keys.
     """
@@ -120,7 +120,7 @@ def _plan_blocks(
     """Yield the blocks of a pass.
 
     Args:
-        req_to_token: The places of each request's tokens, [requests, positions].
+        req_to_token: The locations of each request's tokens, [requests, positions].
         req_pool_indices: Each sequence's row of it.
         num_keys: Tokens of each sequence, new ones included.
         num_new: New tokens of each.
@@ -134,7 +134,7 @@ def _plan_blocks(
         mask = None
         if new == 1:
             is_own_BL = positions_L < num_keys_B1
-            # Beyond its end a row holds places of other sequences.
+            # Beyond its end a row holds locations of other sequences.
             places_BL = torch.where(is_own_BL, places_BL, places_BL[:, :1])
             mask = is_own_BL[:, None, None]
         elif new < longest:

@@ -144,7 +144,7 @@ def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> li
         return _of_heads(owner, tensor, num_names)
     if isinstance(owner, FusedMoE):
         return [_of_experts(owner, kind, tensor)]
-    rank, count = _place(owner)
+    rank, count = _rank_and_count(owner)
     if isinstance(owner, linear.MergedColumnParallelLinear):
         tensors = tensor.split([size // count for size in owner.output_sizes])
         pairs = zip(tensors, owner.output_sizes, strict=True)
@@ -174,7 +174,7 @@ def _of_embedding(owner: Any, tensor: torch.Tensor) -> Shard:
     if owner.tp_size == 1:
         return Shard(tensor=tensor[:rows])
     indices = owner.shard_indices
-    cut = Cut(dim=0, size=rows, stride=indices.num_org_elements_padded, rank=_place(owner)[0])
+    cut = Cut(dim=0, size=rows, stride=indices.num_org_elements_padded, rank=_rank_and_count(owner)[0])
     return Shard(tensor=tensor[: cut.length], cut=cut)
 
 
@@ -182,7 +182,7 @@ def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Shard]:
     """Queries, keys and values, which have fewer heads; with fewer heads than processes several hold the same."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
-    rank, count = _place(owner)
+    rank, count = _rank_and_count(owner)
     kv_rank, kv_count = get_group_rank_size(owner.kv_tp_group)
     replicas = owner.num_kv_head_replicas
     queries = owner.total_num_heads * owner.head_size
@@ -217,7 +217,7 @@ def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Shard:
     return _shard(tensor, dim=2, size=tensor.shape[2] * count, rank=rank, count=count)
 
 
-def _place(owner: Any) -> tuple[int, int]:
+def _rank_and_count(owner: Any) -> tuple[int, int]:
     """Number of this process among those that share a layer, and how many they are."""
     from sglang.srt.distributed.utils import get_group_rank_size
 

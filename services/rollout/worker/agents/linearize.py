@@ -25,7 +25,7 @@ class _Node:
     images: tuple[str, ...]
     """Of the whole prompt."""
     parent: int | None
-    """Place among the nodes."""
+    """Among the nodes."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,9 +43,9 @@ def linearize(calls: Sequence[tuple[int, SessionCall]]) -> tuple[TokenSequence, 
     parents = {node.parent for node in nodes}
     trained: set[int] = set()
     sequences = []
-    for place in range(len(nodes)):
-        if place not in parents:
-            sequences.append(_sequence(nodes, _path(nodes, place), trained))
+    for index in range(len(nodes)):
+        if index not in parents:
+            sequences.append(_sequence(nodes, _path(nodes, index), trained))
     return tuple(sequences)
 
 
@@ -88,15 +88,15 @@ def _parent(
 ) -> int | None:
     """The longest call that `prompt` exactly begins with; of equal ones the recorded one, or the first."""
     best, best_length = recorded, 0 if recorded is None else len(whole[recorded])
-    for place, ids in enumerate(whole):
-        shown = nodes[place].images
+    for index, ids in enumerate(whole):
+        shown = nodes[index].images
         if best_length < len(ids) <= len(prompt) and prompt.startswith(ids) and tuple(images[: len(shown)]) == shown:
-            best, best_length = place, len(ids)
+            best, best_length = index, len(ids)
     return best
 
 
 def _path(nodes: Sequence[_Node], leaf: int) -> list[int]:
-    """The places from the root to the leaf."""
+    """The indices from the root to the leaf."""
     path = [leaf]
     while (parent := nodes[path[-1]].parent) is not None:
         path.append(parent)
@@ -109,11 +109,11 @@ def _sequence(nodes: Sequence[_Node], path: Sequence[int], trained: set[int]) ->
     mask = np.zeros(leaf.num_tokens, dtype="|b1")
     logprobs = np.zeros(leaf.num_tokens, dtype="<f4")
     spans: list[VersionSpan] = []
-    for place in path:
-        node = nodes[place]
-        if place in trained:
+    for index in path:
+        node = nodes[index]
+        if index in trained:
             continue
-        trained.add(place)
+        trained.add(index)
         answer = slice(len(node.prompt_ids), node.num_tokens)
         mask[answer], logprobs[answer] = True, node.call.logprobs
         for span in node.call.version_spans:

@@ -32,7 +32,7 @@ class EnvironmentConfig(Config):
     """What that server calls the environment. Empty: as it is called here."""
 
     @pydantic.model_validator(mode="after")
-    def _is_one_place(self) -> Self:
+    def _is_one_of_class_and_url(self) -> Self:
         if self.url:
             _check_url(self.url)
             given = [key for key, value in (("class", self.class_), ("args", self.args)) if value]

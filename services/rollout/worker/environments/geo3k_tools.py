@@ -198,11 +198,11 @@ class Geo3kTools:
             f"turns, and each wrong check lowers your reward. When you are sure, {_FINISH} and call no tool."
         )
         role: Literal["user", "system"] = "user" if self._instruction == "suffix" else "system"
-        places = [number for number, message in enumerate(messages) if message.role == role]
-        if not places and role == "system":
+        indices = [number for number, message in enumerate(messages) if message.role == role]
+        if not indices and role == "system":
             return (Message(role=role, parts=(TextPart(text=text),)), *messages)
-        if not places:
+        if not indices:
             raise PenstockError('geo3k_tools: the row has no user message for instruction = "suffix"; use "system"')
-        place = places[-1]
-        told = msgspec.structs.replace(messages[place], parts=(*messages[place].parts, TextPart(text=f"\n\n{text}")))
-        return (*messages[:place], told, *messages[place + 1 :])
+        index = indices[-1]
+        told = msgspec.structs.replace(messages[index], parts=(*messages[index].parts, TextPart(text=f"\n\n{text}")))
+        return (*messages[:index], told, *messages[index + 1 :])

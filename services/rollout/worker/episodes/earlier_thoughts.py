@@ -69,12 +69,12 @@ class EarlierThoughts:
         num_opening = self._renderer.num_opening_ids(template_kwargs)
         is_open = self._renderer.opens_thinking(template_kwargs)
         kept: list[int] = []
-        place = 0
+        index = 0
         for turn in turns:
-            kept += ids[place : turn.start - num_opening]
+            kept += ids[index : turn.start - num_opening]
             kept += self._said(ids[turn.start : turn.stop], is_open=is_open)
-            place = turn.stop
-        return [*kept, *ids[place:]]
+            index = turn.stop
+        return [*kept, *ids[index:]]
 
     def _said(self, turn: list[int], *, is_open: bool) -> list[int]:
         """What follows the thoughts of a turn; only its end if it never closed them."""
@@ -86,7 +86,7 @@ class EarlierThoughts:
         last = len(turn) - 1 - turn[::-1].index(self._close_id)  # where templates cut
         return turn[self._after_space(turn, last + 1) :]
 
-    def _after_space(self, turn: list[int], place: int) -> int:
-        while place < len(turn) and self._renderer.decode([turn[place]]).isspace():
-            place += 1
-        return place
+    def _after_space(self, turn: list[int], index: int) -> int:
+        while index < len(turn) and self._renderer.decode([turn[index]]).isspace():
+            index += 1
+        return index

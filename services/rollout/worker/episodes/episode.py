@@ -299,7 +299,7 @@ class EpisodePlayer:
         kept = trajectory.token_ids
         if self._earlier_thoughts is not None:
             kept = self._earlier_thoughts.leave_out(
-                kept, trajectory.turn_places, observation.messages, template_kwargs=template_kwargs
+                kept, trajectory.turn_ranges, observation.messages, template_kwargs=template_kwargs
             )
 
         def render(renderer: Renderer) -> list[int]:

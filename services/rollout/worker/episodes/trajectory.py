@@ -45,7 +45,7 @@ class Trajectory:
         self._spans: list[VersionSpan] = []
         self._images: list[str] = []
         self._turns: list[Turn] = []
-        self._places: list[range] = []
+        self._turn_ranges: list[range] = []
         self._complete: list[TokenSequence] = []
         self.last_finish: FinishReasonValue = generate_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -65,9 +65,9 @@ class Trajectory:
         return tuple(self._turns)
 
     @property
-    def turn_places(self) -> Sequence[range]:
+    def turn_ranges(self) -> Sequence[range]:
         """Where in `token_ids` the policy's turns are that were played since it began or last left something out."""
-        return self._places
+        return self._turn_ranges
 
     @property
     def num_context_tokens(self) -> int:
@@ -88,7 +88,7 @@ class Trajectory:
             return
         self._complete.append(self._sequence())
         self._ids, self._mask, self._logprobs = list(kept), [False] * len(kept), [0.0] * len(kept)
-        self._spans, self._places = [], []
+        self._spans, self._turn_ranges = [], []
 
     def add_step(self, reward: float | None, metrics: Mapping[str, float]) -> None:
         """Note what the environment said of the last turn."""
@@ -110,7 +110,7 @@ class Trajectory:
         problem = self._find_problem(response, ids, spans)
         if problem:
             raise PenstockError(f"replica {response.replica_id or '?'} gave an answer that cannot be used: {problem}")
-        self._places.append(range(len(self._ids), len(self._ids) + len(ids)))
+        self._turn_ranges.append(range(len(self._ids), len(self._ids) + len(ids)))
         self._ids.extend(ids)
         self._mask.extend([True] * len(ids))
         self._logprobs.extend(response.logprobs)

@@ -13,7 +13,7 @@ from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
-from penstock.model.detokenize import TextStream
+from penstock.model.detokenize import IncrementalDetokenizer
 from penstock.model.reasoning import ReasoningReader
 from penstock.model.tool_calls import ToolCallReader
 from services.router.config import OpenAIConfig
@@ -162,7 +162,7 @@ class ChatApi:
     def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Answer /detokenize: the ids' text, special tokens included, under vLLM's name and SGLang's."""
         self.find_model(body.model or self.model)
-        stream = TextStream(self._texts)
+        stream = IncrementalDetokenizer(self._texts)
         text = "".join(
             stream.add(number) if self._texts.bytes_of(number) else self._texts.name_of(number)
             for number in body.tokens

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from penstock.model.detokenize import TextStream, TokenTexts
+from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
 from penstock.model.reasoning import ReasoningReader, Spoken
 from penstock.model.tool_calls import Found, MalformedCall, ToolCallReader
 from penstock.records import ToolCall, VersionSpan
@@ -98,7 +98,7 @@ class Choice:
         """Of each token of the prompt but the first, if they were asked for."""
         self.stop: str | int | None = None
         """The stop string, or the id, that ended it."""
-        self._stream = TextStream(texts)
+        self._stream = IncrementalDetokenizer(texts)
         self._stops = StopFinder(stops, includes_stop=includes_stop)
         self._thoughts = thoughts
         self._calls = calls
@@ -122,8 +122,8 @@ class Choice:
         versions = itertools.chain.from_iterable(
             itertools.repeat(span.policy_version, span.num_tokens) for span in chunk.version_spans
         )
-        places = _places(chunk.top_logprobs, len(chunk.output_ids))
-        for number, logprob, version, top in zip(chunk.output_ids, chunk.logprobs, versions, places, strict=True):
+        tops = _top_of_each(chunk.top_logprobs, len(chunk.output_ids))
+        for number, logprob, version, top in zip(chunk.output_ids, chunk.logprobs, versions, tops, strict=True):
             content += self._take_token(number, logprob, version, top)
             if self.ending is not None:
                 break
@@ -209,14 +209,14 @@ class Choice:
         return content
 
 
-def _places(top: Sequence[generate_pb2.TopLogprobs], count: int) -> list[Sequence[tuple[int, float]]]:
-    """The likeliest ids at each of `count` places; none if they were not asked for."""
-    return [tuple(zip(place.ids, place.logprobs, strict=True)) for place in top] or [()] * count
+def _top_of_each(top: Sequence[generate_pb2.TopLogprobs], count: int) -> list[Sequence[tuple[int, float]]]:
+    """The likeliest ids at each of `count` positions; none if they were not asked for."""
+    return [tuple(zip(each.ids, each.logprobs, strict=True)) for each in top] or [()] * count
 
 
 def _prompt_scores(scores: generate_pb2.PromptLogprobs) -> Sequence[PromptScore]:
-    places = _places(scores.top_logprobs, len(scores.logprobs))
-    return [PromptScore(logprob=logprob, top=top) for logprob, top in zip(scores.logprobs, places, strict=True)]
+    tops = _top_of_each(scores.top_logprobs, len(scores.logprobs))
+    return [PromptScore(logprob=logprob, top=top) for logprob, top in zip(scores.logprobs, tops, strict=True)]
 
 
 def spans_of(tokens: Iterable[Token]) -> tuple[VersionSpan, ...]:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.model.detokenize import TextStream, TokenTexts
+from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
 from services.router.frontends.openai.choice import Choice, PromptScore, Token
 
-Place = tuple[int, float, Sequence[tuple[int, float]]]
+Position = tuple[int, float, Sequence[tuple[int, float]]]
 """An id, its logprob, and the likeliest ids at its place."""
 
 
@@ -14,7 +14,7 @@ class LogprobsFormat:
     """Formats the logprobs of one answer."""
 
     def __init__(self, texts: TokenTexts, *, names_ids: bool, num_top: int) -> None:
-        """Show `num_top` of the likeliest tokens at each place of the answer; `names_ids`: tokens are named by ids."""
+        """Show `num_top` of the likeliest tokens at each position; `names_ids`: tokens are named by ids."""
         self._texts = texts
         self._names_ids = names_ids
         self._num_top = num_top
@@ -41,16 +41,16 @@ class LogprobsFormat:
             scores: What the model makes of its ids but the first.
             first_offset: Where the answer begins in the text that is returned.
         """
-        places: list[Place] = [
+        positions: list[Position] = [
             (number, score.logprob, score.top) for number, score in zip(prompt_ids[1:], scores, strict=True)
         ]
-        places += [(token.number, token.logprob, token.top) for token in tokens]
+        positions += [(token.number, token.logprob, token.top) for token in tokens]
         offsets = [*self._offsets(prompt_ids), *(first_offset + token.offset for token in tokens)]
         first = [None] if prompt_ids else []  # it follows nothing
         return {
-            "tokens": [*map(self._name, prompt_ids[:1]), *(self._name(number) for number, _, _ in places)],
-            "token_logprobs": [*first, *(logprob for _, logprob, _ in places)],
-            "top_logprobs": [*first, *(self._named(*place) for place in places)],
+            "tokens": [*map(self._name, prompt_ids[:1]), *(self._name(number) for number, _, _ in positions)],
+            "token_logprobs": [*first, *(logprob for _, logprob, _ in positions)],
+            "top_logprobs": [*first, *(self._named(*position) for position in positions)],
             "text_offset": offsets,
         }
 
@@ -83,7 +83,7 @@ class LogprobsFormat:
 
     def _offsets(self, ids: Sequence[int]) -> list[int]:
         """For each id, the characters that were complete before it."""
-        stream, num_chars, offsets = TextStream(self._texts), 0, []
+        stream, num_chars, offsets = IncrementalDetokenizer(self._texts), 0, []
         for number in ids:
             offsets.append(num_chars)
             num_chars += len(stream.add(number))

@@ -48,9 +48,9 @@ class ParsedRequest:
     """Whether the first tool call ends a choice."""
     shows_logprobs: bool
     num_top_logprobs: int
-    """How many of the likeliest tokens to show at each place."""
+    """How many of the likeliest tokens to show at each position."""
     num_prompt_logprobs: int | None
-    """How many of the likeliest tokens to show at each place of the prompt; None: nothing of it, 0: its own only."""
+    """How many of the likeliest tokens to show at each position of the prompt; None: nothing of it, 0: its own only."""
     names_ids: bool
     """Whether logprobs name tokens by their ids."""
     echoes_prompt: bool

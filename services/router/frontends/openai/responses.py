@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.model.argument_values import arguments_json
-from penstock.model.detokenize import TextStream, TokenTexts
+from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
 from penstock.records import ToolCall, VersionSpan
 from services.router.frontends.openai.choice import Choice, ChoiceDelta, Token
 from services.router.frontends.openai.logprobs import LogprobsFormat
@@ -234,7 +234,7 @@ class CompletionFormat(ResponseFormat):
         """What the answer repeats of the prompt."""
         prompt = index // self._request.num_choices
         if self._request.echoes_prompt and prompt not in self._prompt_texts:
-            stream = TextStream(self._texts)
+            stream = IncrementalDetokenizer(self._texts)
             text = "".join(map(stream.add, self._request.prompt_of(index).input_ids)) + stream.finish()
             self._prompt_texts[prompt] = text
         return self._prompt_texts.get(prompt, "")

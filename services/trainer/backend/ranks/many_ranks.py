@@ -16,7 +16,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.process import EXIT_FAILURE
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.base import StateDigests, TokenLoss
 from services.trainer.backend.environment import Environment
 from services.trainer.backend.ranks.ranks import Ranks
@@ -113,9 +113,9 @@ class ManyRanksBackend(_ManyRanks):
         """Leave out a step that was begun."""
         self._command("abort_step")
 
-    def export(self) -> WeightStream:
+    def export(self) -> NamedWeights:
         """Return what an engine loads; see `TrainBackend.export`. No other command is run while it is read."""
-        weights: WeightStream = self._own.export()
+        weights: NamedWeights = self._own.export()
         return dataclasses.replace(weights, tensors=self._gathered(iter(weights)))
 
     def _gathered(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -79,10 +79,10 @@ def _bare(text: str) -> str:
 def _inside(text: str, start: int) -> str | None:
     """What the brace that opened before `start` surrounds; None if it is never closed."""
     depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start:index]
     return None
 
 

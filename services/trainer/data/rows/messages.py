@@ -27,8 +27,8 @@ _IMAGE_KEYS = ("image_url", "image", "url")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """An image's place in a message."""
+class ImageRef:
+    """Where in a message an image is."""
 
     cell: Any = None
     """The image, where the message brings it; else the next one of the row's columns."""
@@ -39,7 +39,7 @@ class Turn:
     """A message whose images are not read yet."""
 
     role: Role
-    pieces: tuple[str | Place, ...]
+    pieces: tuple[str | ImageRef, ...]
     tool_calls: tuple[ToolCall, ...] = ()
     """Of an assistant's message."""
 
@@ -57,7 +57,7 @@ def read_turns(cell: Any) -> tuple[Turn, ...]:
             return _marked((Turn("user", (cell,)),))
         case [*messages] if messages:
             turns = tuple(_turn(message) for message in messages)
-            num_parts = sum(isinstance(piece, Place) for turn in turns for piece in turn.pieces)
+            num_parts = sum(isinstance(piece, ImageRef) for turn in turns for piece in turn.pieces)
             return _unmarked(turns, num_parts) if num_parts else _marked(turns)
     raise ValueError(f"{_kind(cell)}; want text, or a list of messages with role and content")
 
@@ -100,7 +100,7 @@ def split_answer(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], str]:
 def place_images(
     turns: Sequence[Turn], cells: Sequence[Any], *, images_first: bool = False
 ) -> tuple[tuple[Turn, ...], list[Any]]:
-    """Give each place its image.
+    """Give each reference its image.
 
     Args:
         turns: The messages.
@@ -108,20 +108,20 @@ def place_images(
         images_first: Put the images before the text of the first user message where it has no place for any.
 
     Returns:
-        The messages, and the images in the order of their places.
+        The messages, and the images in the order of their references.
 
     Raises:
-        ValueError: the numbers of places and images differ.
+        ValueError: the numbers of references and images differ.
     """
-    places = [piece for turn in turns for piece in turn.pieces if isinstance(piece, Place)]
-    num_open = sum(place.cell is None for place in places)
+    refs = [piece for turn in turns for piece in turn.pieces if isinstance(piece, ImageRef)]
+    num_open = sum(ref.cell is None for ref in refs)
     if num_open != len(cells):
-        if not places and images_first:
+        if not refs and images_first:
             return _at_the_start(turns, len(cells)), list(cells)
-        hint = "" if places else "; put them before the text with --data.images_first=true" if cells else ""
+        hint = "" if refs else "; put them before the text with --data.images_first=true" if cells else ""
         raise ValueError(f"its text has {num_open} {IMAGE_MARK}, but there are {len(cells)} images{hint}")
     rest = iter(cells)
-    return tuple(turns), [next(rest) if place.cell is None else place.cell for place in places]
+    return tuple(turns), [next(rest) if ref.cell is None else ref.cell for ref in refs]
 
 
 def make_messages(
@@ -161,7 +161,7 @@ def make_messages(
     for number, turn in enumerate(turns):
         parts: list[TextPart | ImagePart] = []
         for piece in (*turn.pieces, prompt_suffix) if number == last_user else turn.pieces:
-            if isinstance(piece, Place):
+            if isinstance(piece, ImageRef):
                 parts.append(ImagePart(index=num_images))
                 num_images += 1
             elif parts and isinstance(parts[-1], TextPart):
@@ -206,24 +206,24 @@ def _turn(message: Any) -> Turn:
     raise ValueError(f"the message {_shown(message)}; want its content as text, or as a list of parts")
 
 
-def _piece(part: Any) -> str | Place:
+def _piece(part: Any) -> str | ImageRef:
     match part:
         case str(text) | {"type": "text" | "input_text", "text": str(text)}:
             return text
         case {"type": kind} if kind in _IMAGE_TYPES:
-            return Place(next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None))
+            return ImageRef(next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None))
     raise ValueError(f"a message with the part {_shown(part)}; want type text, image or image_url")
 
 
 def _marked(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The messages with a place for each mark."""
+    """The messages with a reference for each mark."""
     return tuple(replace(turn, pieces=tuple(_split(turn.pieces))) for turn in turns)
 
 
-def _split(pieces: Sequence[str | Place]) -> list[str | Place]:
-    found: list[str | Place] = []
+def _split(pieces: Sequence[str | ImageRef]) -> list[str | ImageRef]:
+    found: list[str | ImageRef] = []
     for number, piece in enumerate("".join(cast(Sequence[str], pieces)).split(IMAGE_MARK)):
-        found += [Place()] * (number > 0) + [piece] * bool(piece)
+        found += [ImageRef()] * (number > 0) + [piece] * bool(piece)
     return found
 
 
@@ -242,7 +242,7 @@ def _unmarked(turns: tuple[Turn, ...], num_parts: int) -> tuple[Turn, ...]:
 def _at_the_start(turns: Sequence[Turn], num_images: int) -> tuple[Turn, ...]:
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), 0)
     return tuple(
-        replace(turn, pieces=(*[Place()] * num_images, *turn.pieces)) if number == first else turn
+        replace(turn, pieces=(*[ImageRef()] * num_images, *turn.pieces)) if number == first else turn
         for number, turn in enumerate(turns)
     )
 

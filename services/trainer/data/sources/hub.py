@@ -25,7 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class HubFiles:
     """Files of one commit."""
 
     files: Sequence[Path]
@@ -38,7 +38,7 @@ def is_hub_id(path: str) -> bool:
     return _ID.fullmatch(path) is not None and not path.lower().endswith(SUFFIXES) and not Path(path).exists()
 
 
-def fetch(repo: str, *, config: str, split: str, revision: str) -> Snapshot:
+def fetch(repo: str, *, config: str, split: str, revision: str) -> HubFiles:
     """Download the files of a split, or find them in the cache.
 
     Args:
@@ -116,7 +116,7 @@ def _explained(repo: str, revision: str, name: str) -> Iterator[None]:
         raise SetupError(f"{name} could not be fetched: {_first_line(error)}; try again") from None
 
 
-def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> Snapshot:
+def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> HubFiles:
     import huggingface_hub
 
     def download(revision: str | None, wanted: Sequence[str]) -> Path:
@@ -137,7 +137,7 @@ def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> S
     card = read_card(folder / "README.md")
     wanted = choose_files(names, suffixes=SUFFIXES, config=config, split=split, card=card, name=name)
     download(commit, wanted)
-    return Snapshot(files=[folder / each for each in wanted], revision=commit)
+    return HubFiles(files=[folder / each for each in wanted], revision=commit)
 
 
 def _names(repo: str, folder: Path) -> list[str]:

@@ -86,12 +86,12 @@ def _open(name: str, config: SourceConfig, blocks: BlockCache, folder: Path, for
 
 def _tables(files: Files, config: SourceConfig, blocks: BlockCache, folder: Path, form: RowForm) -> list[NamedTable]:
     tables = []
-    place = 0
+    first = 0
     opened = [(file, open_table(file, blocks)) for file in files.files]
     wanted = range(sum(len(table) for _, table in opened))[files.rows]
     for file, table in opened:
-        rows = range(max(wanted.start - place, 0), min(wanted.stop - place, len(table)))
-        place += len(table)
+        rows = range(max(wanted.start - first, 0), min(wanted.stop - first, len(table)))
+        first += len(table)
         if len(rows):
             images = ImageReader(
                 folder=config.image_folder or file.parent,

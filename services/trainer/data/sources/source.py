@@ -95,17 +95,17 @@ class Source:
         Raises:
             DataError: the row is wrong.
         """
-        table, place = self._locate(number)
+        table, index = self._locate(number)
         try:
-            row = table.table[place]
+            row = table.table[index]
             return table.form.read(row, table.columns(row, self.config), self.config, table.images)
         except (ValueError, OverflowError, InvalidRequestError, RecursionError) as error:
             raise self.wrong(number, error) from None
 
     def wrong(self, number: int, error: Exception) -> DataError:
         """Return the error that names the row's file, and its place there."""
-        table, place = self._locate(number)
-        return DataError(f"{table.name}, row {table.first_row + place}: {error}; repair the row or remove it")
+        table, index = self._locate(number)
+        return DataError(f"{table.name}, row {table.first_row + index}: {error}; repair the row or remove it")
 
     def _locate(self, number: int) -> tuple[NamedTable, int]:
         at = bisect_right(self._ends, number)

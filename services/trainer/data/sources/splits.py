@@ -114,9 +114,9 @@ def _read_card(card: Mapping[str, Any], name: str) -> _Card:
     try:
         return _Card.model_validate(card)
     except pydantic.ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
+        field = ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(
-            f"{name}: {place} in the front matter of its README.md does not say which files belong to which split; "
+            f"{name}: {field} in the front matter of its README.md does not say which files belong to which split; "
             "correct it, or give the files themselves, data.path = 'FOLDER/*.parquet'"
         ) from None
 

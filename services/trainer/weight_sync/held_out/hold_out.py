@@ -12,7 +12,7 @@ from penstock.weights.digest import digest_kind
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.held_out.choice import can_spare, choose_held_out, num_slots
-from services.trainer.weight_sync.held_out.kept_snapshot import KeptSnapshot
+from services.trainer.weight_sync.held_out.kept_weights import KeptWeights
 from services.trainer.weight_sync.held_out.record import HeldOutRecord
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transport_selector import TransportSelector
@@ -27,7 +27,7 @@ class HoldOut:
 
     step: int
     """Optimizer steps behind the version."""
-    kept: KeptSnapshot
+    kept: KeptWeights
     """The version's weights, for a replica that takes the place of one that died."""
     num: int
     """How many replicas, at least 1."""

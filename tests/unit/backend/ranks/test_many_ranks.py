@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.weights.stream import WeightStream
+from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 
 WEIGHTS = {name: torch.zeros(1) for name in ("a", "b", "c")}
@@ -35,8 +35,8 @@ def test_an_export_that_its_reader_leaves_goes_on_to_its_end() -> None:
             gathered.append(name)
             yield name, WEIGHTS[name]
 
-    def export() -> WeightStream:
-        return dataclasses.replace(WeightStream.of(WEIGHTS), tensors=gather())
+    def export() -> NamedWeights:
+        return dataclasses.replace(NamedWeights.of(WEIGHTS), tensors=gather())
 
     own: Any = SimpleNamespace(export=export, begin_step=lambda version: None)
     ranks: Any = Broadcasts()
@@ -58,8 +58,8 @@ def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> No
         yield "a", WEIGHTS["a"]
         raise MemoryError
 
-    def export() -> WeightStream:
-        return dataclasses.replace(WeightStream.of(WEIGHTS), tensors=gather())
+    def export() -> NamedWeights:
+        return dataclasses.replace(NamedWeights.of(WEIGHTS), tensors=gather())
 
     own: Any = SimpleNamespace(finish_step=fail, export=export)
     for name in ("finish_step", "export"):

@@ -151,5 +151,5 @@ async def _wait_for(result: Any) -> Any:
 def _describe(error: BaseException) -> str:
     """The error and the place in the environment's code where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

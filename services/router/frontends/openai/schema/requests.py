@@ -143,7 +143,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     """Return the logprob of each sampled token."""
     top_logprobs: TopCount = 0
-    """With logprobs: and this many of the likeliest tokens at each place."""
+    """With logprobs: and this many of the likeliest tokens at each position."""
     tools: list[Tool] = pydantic.Field(default_factory=list)
     """What the policy may call, if its chat template supports tools. `strict` in them has no effect."""
     tool_choice: ToolChoice = "auto"
@@ -174,6 +174,6 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
     """Most tokens to generate; 0: only the prompt is scored. Default: the recipe's [sampling]."""
     logprobs: TopCount | None = None
-    """Return the logprob of each sampled token, and this many of the likeliest tokens at each place."""
+    """Return the logprob of each sampled token, and this many of the likeliest tokens at each position."""
     echo: bool = False
     """Return the prompt before the answer; with logprobs, its tokens have theirs."""

@@ -113,11 +113,13 @@ class SessionHistory:
         digests = [digest_start(chat.tools, chat.template_kwargs)]
         for message in chat.messages:
             digests.append(digest_next(digests[-1], message, chat.images))
-        known = (place for place in range(len(chat.messages), 0, -1) if digests[place] in self._by_conversation)
-        place = next(known, 0)
-        number = self._by_conversation[digests[place]] if place else 0
+        known = (
+            num_known for num_known in range(len(chat.messages), 0, -1) if digests[num_known] in self._by_conversation
+        )
+        num_known = next(known, 0)
+        number = self._by_conversation[digests[num_known]] if num_known else 0
         prefix_ids, prefix_images = self._tokens_of(number)
-        added_ids, added_images = self._render(chat, place, prefix_ids, len(prefix_images), renderer)
+        added_ids, added_images = self._render(chat, num_known, prefix_ids, len(prefix_images), renderer)
         return NextPrompt(
             continues=number,
             prefix_ids=prefix_ids,
@@ -146,9 +148,9 @@ class SessionHistory:
         return answer.num_prompt_tokens + len(answer.output_ids) - len(prompt_and_answer)
 
     def _render(
-        self, chat: Chat, place: int, prefix_ids: Sequence[int], num_prefix_images: int, renderer: Renderer
+        self, chat: Chat, num_known: int, prefix_ids: Sequence[int], num_prefix_images: int, renderer: Renderer
     ) -> tuple[list[int], list[str]]:
-        """The ids of the messages from `place` on, behind `prefix_ids`, and their images."""
+        """The ids of the messages after the first `num_known`, behind `prefix_ids`, and their images."""
         ids, images = list[int](), list[str]()
         texts = list[Message]()
 
@@ -162,7 +164,7 @@ class SessionHistory:
                 ids.extend(renderer.render_prompt(texts, tools=chat.tools, **template))
             images.extend(shown)
 
-        for index, message in enumerate(chat.messages[place:], start=place):
+        for index, message in enumerate(chat.messages[num_known:], start=num_known):
             number = self._by_answer.get(digest_next("", message)) if message.role == "assistant" and index else None
             if number is None:
                 texts.append(message)

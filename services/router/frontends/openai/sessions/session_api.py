@@ -134,7 +134,7 @@ class _Call:
             changes["tools"] = _tools_of(state.tools)
         parsed = parser.parse_chat(
             body.model_copy(update=changes),
-            session_id=self._id.place,
+            session_id=self._id.sample_key,
             is_recorded=forced.temperature > 0,
             compose=self._compose,
         )

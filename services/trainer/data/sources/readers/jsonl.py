@@ -50,7 +50,7 @@ class _Lines(abc.ABC):
 
 
 class LinesTable(_Lines):
-    """A file with one JSON object a line. Memory holds the places of the lines, and no row."""
+    """A file with one JSON object a line. Memory holds the offsets of the lines, and no row."""
 
     def __init__(self, file: Path) -> None:
         """Find the lines; empty ones are no rows.
@@ -77,12 +77,12 @@ class LinesTable(_Lines):
             return opened.read(self._lengths[number])
 
     def _index(self, opened: BinaryIO) -> None:
-        place = 0
+        offset = 0
         for line in opened:
             if line.strip():
-                self._starts.append(place)
+                self._starts.append(offset)
                 self._lengths.append(len(line))
-            place += len(line)
+            offset += len(line)
 
 
 class HeldLinesTable(_Lines):

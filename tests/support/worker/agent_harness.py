@@ -71,7 +71,7 @@ def guess(number: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def agent_stage(
+async def agent_harness(
     make_recipe: Callable[..., Recipe],
     agents: dict[str, Any],
     *,

@@ -10,7 +10,7 @@ from penstock.weights.manifest import TensorSpec, specs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStream:
+class NamedWeights:
     """Named tensors in a fixed order. Read it once; a reader that leaves must close its iterator."""
 
     specs: tuple[TensorSpec, ...]
@@ -22,7 +22,7 @@ class WeightStream:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return a stream of tensors that are all there, at least one.
+        """Return tensors that are all there, at least one.
 
         Raises:
             ValueError: one tensor has two names.

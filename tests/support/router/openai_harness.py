@@ -44,7 +44,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Harness:
     """Routers, engines and clients of one run."""
 
     run: str

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError
 
 from penstock.errors import SetupError
+from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import SharedMemoryPool
-from penstock.weights.stream import WeightStream
 from penstock.weights.weight_files import find_weight_files, read_weight_files, write_weight_files
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSnapshot:
+class KeptWeights:
     """Weight files of one version."""
 
     version: int
@@ -66,7 +66,7 @@ class KeptSnapshot:
             ) from None
         return WeightSnapshot.take(
             self.version,
-            WeightStream.of(tensors),
+            NamedWeights.of(tensors),
             max_bucket_bytes=max_bucket_bytes,
             pool=pool,
             device=torch.empty(0, device=device).device,  # with its number
