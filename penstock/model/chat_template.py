@@ -6,7 +6,7 @@ tokenizers, not torch.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -16,8 +16,9 @@ from penstock.model.assistant_spans import Span, added_spans, has_marks
 from penstock.model.assistant_turn import AssistantTurn
 from penstock.model.call_block import CallFormat
 from penstock.model.detokenize import TokenTexts
-from penstock.model.spelled_tokens import ASSISTANT, SpelledTokens, pieces
+from penstock.model.spelled_tokens import ASSISTANT, SpelledTokens, in_each_text, pieces
 from penstock.model.template_probe import TemplateProbe
+from penstock.model.template_variables import require_free, require_read
 from penstock.model.tokens import end_token_ids, image_token_id
 from penstock.records import ImagePart, Message, TextPart
 
@@ -91,13 +92,18 @@ class Renderer:
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._spelled.take_out, taken_out)
         rendered = self._fill_template(
-            chat, tools=[_each_text(tool, take_out) for tool in tools], template_kwargs=template_kwargs
+            chat, tools=[in_each_text(tool, take_out) for tool in tools], template_kwargs=template_kwargs
         )
         self._probe.require_shown(messages, has_tools=bool(tools), template_kwargs=template_kwargs)
         return self._tokenize(rendered, taken_out, num_images=num_images)
 
     def render_conversation(
-        self, messages: Sequence[Message], *, num_images: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        num_images: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = {},
     ) -> tuple[list[int], list[bool]]:
         """The ids of a whole conversation, and for each whether the assistant is to learn it.
 
@@ -109,6 +115,7 @@ class Renderer:
             messages: The conversation.
             num_images: The number of images in it.
             tools: As in `render_prompt`.
+            template_kwargs: As in `render_prompt`.
 
         Raises:
             InvalidRequestError: as in `render_prompt`, or it cannot be told what the assistant says.
@@ -116,16 +123,18 @@ class Renderer:
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
         take_out = functools.partial(self._spelled.take_out, taken_out)
-        shown_tools = [_each_text(tool, take_out) for tool in tools]
+        shown_tools = [in_each_text(tool, take_out) for tool in tools]
         is_marked = has_marks(self._tokenizer.get_chat_template(tools=shown_tools or None))
         if is_marked:
-            rendered, spans = self._fill_marked(chat, shown_tools)
+            rendered, spans = self._fill_marked(chat, shown_tools, template_kwargs)
         else:
             rendered, spans = added_spans(
                 [message.role for message in messages],
-                lambda number, is_prompt: self._fill_template(chat[:number], tools=shown_tools, is_prompt=is_prompt),
+                lambda number, is_prompt: self._fill_template(
+                    chat[:number], tools=shown_tools, template_kwargs=template_kwargs, is_prompt=is_prompt
+                ),
             )
-        self._probe.require_shown(messages, has_tools=bool(tools), template_kwargs={})
+        self._probe.require_shown(messages, has_tools=bool(tools), template_kwargs=template_kwargs)
         ids: list[int] = []
         is_learned: list[bool] = []
         end = 0
@@ -160,6 +169,15 @@ class Renderer:
     def opens_thinking(self, template_kwargs: Mapping[str, Any] = {}) -> bool:
         """Whether the generation prompt opens `<think>`, so that an answer has the closing mark only."""
         return self._probe.opens_thinking(template_kwargs)
+
+    def require_variables(self, names: Collection[str]) -> None:
+        """Refuse names that the template never reads.
+
+        Raises:
+            InvalidRequestError: there is one.
+        """
+        if names:
+            require_read(names, self._tokenizer.get_chat_template())
 
     def drops_thoughts(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] = {}) -> bool:
         """Whether the template leaves out what an assistant thought, once `messages` follow its turn.
@@ -277,7 +295,7 @@ class Renderer:
         chat: dict[str, Any] = {"role": message.role}
         if message.tool_calls:
             calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-            chat["tool_calls"] = [{"type": "function", "function": _each_text(call, take_out)} for call in calls]
+            chat["tool_calls"] = [{"type": "function", "function": in_each_text(call, take_out)} for call in calls]
         if self._image_token_id is not None:
             return {**chat, "content": content}
         if any(piece["type"] == "image" for piece in content):
@@ -295,24 +313,27 @@ class Renderer:
         template_kwargs: Mapping[str, Any] = {},
         is_prompt: bool = True,
     ) -> str:
+        require_free(template_kwargs)
         ours: dict[str, Any] = {"tokenize": False, "add_generation_prompt": is_prompt}
         if tools:
             ours["tools"] = list(tools)
-        if taken := sorted({*ours, "conversation", "tools"} & set(template_kwargs)):
-            raise InvalidRequestError(f"chat_template_kwargs sets {taken}, which are reserved; remove them")
         with _refusals_told(chat):
             return str(self._tokenizer.apply_chat_template(list(chat), **template_kwargs, **ours))
 
-    def _fill_marked(self, chat: list[dict[str, Any]], tools: Sequence[Any]) -> tuple[str, list[Span]]:
+    def _fill_marked(
+        self, chat: list[dict[str, Any]], tools: Sequence[Any], template_kwargs: Mapping[str, Any]
+    ) -> tuple[str, list[Span]]:
         """Fill in a template that marks what the assistant says; return the text, and where."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        require_free(template_kwargs)
         with _refusals_told(chat):
             [rendered], [spans] = render_jinja_template(
                 conversations=[chat],
                 tools=list(tools) or None,
                 chat_template=self._tokenizer.get_chat_template(tools=list(tools) or None),
                 return_assistant_tokens_mask=True,
+                **template_kwargs,
                 **self._tokenizer.special_tokens_map,
             )
         return rendered, spans
@@ -370,15 +391,3 @@ def _refusals_told(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
 def _num_bytes(text: str) -> int:
     return len(text.encode())
-
-
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The JSON value with `change` applied to every string in it, keys included."""
-    match value:
-        case str():
-            return change(value)
-        case list():
-            return [_each_text(each, change) for each in value]
-        case dict():
-            return {change(key): _each_text(each, change) for key, each in value.items()}
-    return value

@@ -1,10 +1,11 @@
-"""Takes text that spells special tokens out of what a chat template is given, and finds its places afterwards. Pure.
+"""Takes text that spells special tokens out of what a chat template is given, and finds it again afterwards. Pure.
 
-A mark of private-use characters stands in its place. If a text holds these characters, they are taken out as well.
+A mark of private-use characters stands for it. If a text holds these characters, they are taken out as well.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 ASSISTANT = "\ue002"
@@ -34,3 +35,15 @@ def pieces(rendered: str, taken_out: Sequence[str]) -> Iterator[tuple[str, bool]
     """The pieces of a text with marks, in order, each with whether it was taken out."""
     for index, piece in enumerate(_TAKEN_OUT.split(rendered)):
         yield (piece, False) if index % 2 == 0 else (taken_out[int(piece)], True)
+
+
+def in_each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the JSON value with `change` applied to every string in it, keys included."""
+    match value:
+        case str():
+            return change(value)
+        case list():
+            return [in_each_text(each, change) for each in value]
+        case dict():
+            return {change(key): in_each_text(each, change) for key, each in value.items()}
+    return value

@@ -61,6 +61,9 @@ class SourceConfig(Config):
     tools_column: str = ""
     """Column with the tools that the policy may call, as a list in OpenAI's form or the same as JSON text. The model's
     chat template shows them. Empty: none."""
+    chat_template_kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
+    """Further variables of the model's chat template: `enable_thinking = false`. A name that the template does not read
+    is refused."""
     limits: LimitsConfig = LimitsConfig()
     limits_column: str = ""
     """Column with a struct of a row's own limits, or the same as JSON text; they replace those of `limits` one by one.

@@ -106,7 +106,14 @@ class PromptLimit:
 
     def _num_rendered(self, renderer: Renderer, example: Example) -> int:
         """Tokens with one placeholder for each image."""
-        return len(renderer.render_prompt(example.messages, num_images=len(example.images), tools=example.tools))
+        renderer.require_variables(example.chat_template_kwargs)
+        ids = renderer.render_prompt(
+            example.messages,
+            num_images=len(example.images),
+            tools=example.tools,
+            template_kwargs=example.chat_template_kwargs,
+        )
+        return len(ids)
 
 
 class ConversationLimit(PromptLimit):
@@ -144,4 +151,10 @@ class ConversationLimit(PromptLimit):
         return len(ids)
 
     def _render(self, renderer: Renderer, example: Example) -> tuple[list[int], list[bool]]:
-        return renderer.render_conversation(example.messages, num_images=len(example.images), tools=example.tools)
+        renderer.require_variables(example.chat_template_kwargs)
+        return renderer.render_conversation(
+            example.messages,
+            num_images=len(example.images),
+            tools=example.tools,
+            template_kwargs=example.chat_template_kwargs,
+        )

@@ -140,6 +140,7 @@ class OpenAiPlayer:
             "max_tokens": sampling.max_new_tokens,
             **({"top_k": sampling.top_k} if sampling.top_k else {}),
             **({"tools": list(example.tools)} if example.tools else {}),
+            **({"chat_template_kwargs": dict(example.chat_template_kwargs)} if example.chat_template_kwargs else {}),
         }
 
     async def _ask(self, request: Mapping[str, Any]) -> PlayedSample:

@@ -104,6 +104,7 @@ class EvaluationSet:
             sampling=self.sampling(example),
             messages=example.messages,
             tools=example.tools,
+            chat_template_kwargs=dict(example.chat_template_kwargs),
             images=images,
             golds=example.golds,
             profile=example.profile,

@@ -179,6 +179,7 @@ class Feeder:
                 sampling=self._sampling(example),
                 messages=example.messages,
                 tools=example.tools,
+                chat_template_kwargs=dict(example.chat_template_kwargs),
                 images=tuple([await self.images.put(group_id.scope, image) for image in example.images]),
                 golds=example.golds,
                 profile=example.profile,

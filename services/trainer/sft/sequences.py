@@ -47,7 +47,10 @@ class DemonstrationReader:
             InvalidRequestError: the chat template or the image processor refuses it, or the model takes no images.
         """
         ids, is_learned = self._renderer.render_conversation(
-            example.messages, num_images=len(example.images), tools=example.tools
+            example.messages,
+            num_images=len(example.images),
+            tools=example.tools,
+            template_kwargs=example.chat_template_kwargs,
         )
         images = tuple(self._patcher(data) for data in example.images) if self._patcher is not None else ()
         ids_T, learned_T = np.array(ids, dtype=np.int64), np.array(is_learned)

@@ -42,7 +42,13 @@ async def verifier() -> AsyncIterator[RewardClient]:
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, EvaluationSet]:
     """Two rows, the first with a picture."""
-    return make_sets(tmp_path, temperature=0.5, top_k=3, samples_per_prompt=2)
+    return make_sets(
+        tmp_path,
+        temperature=0.5,
+        top_k=3,
+        samples_per_prompt=2,
+        chat_template_kwargs={"enable_thinking": False},
+    )
 
 
 def make_sets(folder: Path, **settings: object) -> dict[str, EvaluationSet]:
@@ -82,6 +88,7 @@ async def test_every_row_is_asked_and_judged(api: Api, verifier: RewardClient, s
     assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
     assert base64.b64decode(image["image_url"]["url"].partition(",")[2]) == jpeg()
     assert text == {"type": "text", "text": "Find x."}
+    assert with_picture["chat_template_kwargs"] == {"enable_thinking": False}
     assert {name: with_picture[name] for name in ("model", "temperature", "top_k", "max_tokens")} == {
         "model": "m",
         "temperature": 0.5,

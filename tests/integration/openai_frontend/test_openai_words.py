@@ -27,8 +27,10 @@ async def test_variables_reach_the_template(harness: Harness) -> None:
     """Reserved ones are refused by name."""
     await harness.chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert len(harness.requests) == 1
-    with pytest.raises(openai.BadRequestError, match="reserved"):
-        await harness.chat(extra_body={"chat_template_kwargs": {"tools": []}})
+    endless = "{% for a in range(9999999) %}{% for b in range(9999999) %}{% endfor %}{% endfor %}"
+    for reserved in ({"tools": []}, {"chat_template": endless}, {"truncation": True, "max_length": 3}):
+        with pytest.raises(openai.BadRequestError, match="reserved"):
+            await harness.chat(extra_body={"chat_template_kwargs": reserved})
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -33,11 +33,12 @@ def dataset(tmp_path: Path, *rows: dict[str, Any]) -> Dataset:
         "tools_column": "tools",
         "limits_column": "limits",
     }
-    return open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), shuffle=False, **columns))  # type: ignore[arg-type]
+    config = {**columns, "chat_template_kwargs": {"add_vision_id": True}}
+    return open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), shuffle=False, **config))  # type: ignore[arg-type]
 
 
 async def test_a_prompt_is_played_as_its_row_says(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
-    """Its profile, environment, length of answers, tools, budgets, and the further columns."""
+    """Its profile, environment, length of answers, tools, budgets, further columns; its source's template variables."""
     rows = dataset(
         tmp_path,
         {
@@ -60,6 +61,7 @@ async def test_a_prompt_is_played_as_its_row_says(bus: Bus, tmp_path: Path, tiny
                     prompt = decode(delivery.payload, Prompt)
                     played[prompt.id.index] = prompt
                     await delivery.ack()
+    assert all(prompt.chat_template_kwargs == {"add_vision_id": True} for prompt in played.values())
     first, second = (
         (
             prompt.profile,

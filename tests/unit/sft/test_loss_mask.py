@@ -88,6 +88,26 @@ def test_on_the_vocabulary_of_qwen_the_answer_and_its_end_are_learned(qwen: Any)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED], ids=["no marks", "marks"])
+def test_variables_reach_the_template(tiny: Any, template: str) -> None:
+    """The same answer is learned behind another prompt; a template cannot be one of them."""
+    tiny.chat_template = template
+    image_id, end_id = tiny.convert_tokens_to_ids(["<|image_pad|>", "<|im_end|>"])
+    renderer = Renderer(tiny, image_token_id=image_id, end_ids=[end_id])
+    plain, told = (
+        renderer.render_conversation([QUESTION, ANSWER], num_images=1, template_kwargs=variables)
+        for variables in ({}, {"add_vision_id": True})
+    )
+    texts = [
+        tiny.decode([token for token, is_learned in zip(ids, learned, strict=True) if is_learned])
+        for ids, learned in (plain, told)
+    ]
+    assert texts[0] == texts[1] == "It is \\boxed{3}.<|im_end|>"
+    assert len(told[0]) == len(plain[0]) + len(renderer.render_text("Picture 1: "))
+    with pytest.raises(InvalidRequestError, match="sets \\['chat_template'\\], which are reserved"):
+        renderer.render_conversation([QUESTION, ANSWER], num_images=1, template_kwargs={"chat_template": "x"})
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED], ids=["no marks", "marks"])
 def test_every_assistants_turn_is_learned_and_nothing_between(tiny: Any, template: str) -> None:
     """System, user and tool are read only; each turn is learned with its end."""
     tiny.chat_template = template

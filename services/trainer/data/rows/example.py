@@ -42,6 +42,8 @@ class Example:
     """The environment that plays it."""
     tools: tuple[dict[str, Any], ...] = ()
     """What the policy may call, each in OpenAI's form."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
     max_new_tokens: int | None = None
     """Most tokens of a turn; None: as many as the run allows."""
     limits: Limits = field(default_factory=Limits)
@@ -130,6 +132,7 @@ def _example(
         profile=_named(row, config.profile_column) or config.profile,
         environment=_named(row, config.environment_column) or config.environment,
         tools=_tools(row, config.tools_column),
+        chat_template_kwargs=config.chat_template_kwargs,
         max_new_tokens=_max_new_tokens(row, config.sampling_column),
         limits=limits,
         extra={
