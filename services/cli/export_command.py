@@ -35,7 +35,7 @@ def export(
     A checkpoint has its weights in float32; published models have bfloat16, which takes half the room.
     """
     model = find_model(source, step=step, name="RUN")
-    casting = import_with_extra("services.trainer.backend.cast_model", "penstock export", extra="trainer")
+    casting = import_with_extra("services.trainer.backend.files.cast_model", "penstock export", extra="trainer")
     size_bytes = casting.cast_model(model, target, dtype=dtype.value)
     sys.stdout.write(f"{target}: {model}, weights in {dtype.value}, {size_bytes / 2**20:,.1f} MiB\n")
     return 0

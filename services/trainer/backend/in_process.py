@@ -15,10 +15,10 @@ from services.trainer.algorithm.regularisers import EntropyCoefficient
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
-from services.trainer.backend.export import named_weights
+from services.trainer.backend.files.export import named_weights
+from services.trainer.backend.files.model_state import Collected, ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
-from services.trainer.backend.model_state import Collected, ModelState
-from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
+from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.reference import ReferencePolicy, save_reference
 from services.trainer.backend.ranks.ranks import ALONE, Ranks

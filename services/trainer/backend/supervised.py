@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from services.trainer.backend.base import TokenLoss
+from services.trainer.backend.files.model_state import Collected, ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
-from services.trainer.backend.model_state import Collected, ModelState
 from services.trainer.backend.policy.planned_rows import PlannedRows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.train_step import IMAGE_PARTS

@@ -40,7 +40,7 @@ from services.trainer.algorithm.statistics import (
 )
 from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
-from services.trainer.backend.optimizer import Optimizer
+from services.trainer.backend.optimizer.adamw import Optimizer
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.policy.reference import ReferencePolicy

@@ -9,7 +9,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
-from services.trainer.backend.export import named_weights
+from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher

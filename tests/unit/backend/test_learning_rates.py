@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import part_of
-from services.trainer.backend.learning_rates import rates_of
+from services.trainer.backend.optimizer.learning_rates import rates_of
 
 NAMES = [
     "model.visual.patch_embed.proj.weight",

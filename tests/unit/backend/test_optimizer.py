@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import SetupError, UserError
-from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights
-from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
+from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
+from services.trainer.backend.optimizer.master_weights import HostMasterWeights, MasterWeights
 from services.trainer.config import OptimizerConfig
 
 

@@ -7,7 +7,7 @@ from transformers import get_scheduler
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.recipe import Recipe
-from services.trainer.backend.schedule import rate_factor
+from services.trainer.backend.optimizer.schedule import rate_factor
 from services.trainer.config import OptimizerConfig
 
 NUM_UPDATES = 40

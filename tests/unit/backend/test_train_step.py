@@ -18,7 +18,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.batch import measured_samples
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS
+from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.checkpoint.store import CheckpointStore

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from penstock.errors import DataError, SetupError
 from penstock.runtime.disk_space import disk_full_told
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.files.tensor_files import save_state, writing_safetensors
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.backend.tensor_files import save_state, writing_safetensors
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.telemetry.metrics_log import MetricsLog

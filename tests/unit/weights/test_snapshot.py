@@ -10,7 +10,7 @@ import torch
 
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.simulated_replica import SHAPES, weights_of
-from services.trainer.backend.export import named_weights
+from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.weight_sync import snapshot
 from services.trainer.weight_sync.snapshot import WeightSnapshot

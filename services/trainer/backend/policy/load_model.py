@@ -8,7 +8,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.model.families.experts import is_ambiguous, published_experts
 from penstock.model.families.qwen_vl import published_name
-from services.trainer.backend.export import named_weights
+from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.policy.model import PolicyModel
 
 

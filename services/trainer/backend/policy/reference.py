@@ -18,10 +18,10 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
-from services.trainer.backend.master_weights import MasterWeights, ShardedMasterWeights
+from services.trainer.backend.files.tensor_files import save_state
+from services.trainer.backend.optimizer.master_weights import MasterWeights, ShardedMasterWeights
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.ranks.sharding import forget_gathered
-from services.trainer.backend.tensor_files import save_state
 from services.trainer.batching.rows import PackedRow
 
 _FILE = "reference.pt"

@@ -12,7 +12,7 @@ from penstock.records import ImagePart, Message, Sampling, TextPart, ToolCall
 from tests.support.worker import scripted_episodes
 from tests.support.worker.scripted_episodes import END, SECOND_PICTURE, ScriptedPolicy, make_player, make_prompt, play
 
-TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
+TEMPLATES = Path(__file__).parents[3] / "data" / "chat_templates"
 ZOOM: dict[str, Any] = {"name": "zoom", "parameters": {"properties": {"factor": {"type": "string"}}}}
 CALL = "<tool_call>\n<function=zoom>\n<parameter=factor>\n2\n</parameter>\n</function>\n</tool_call>"
 

@@ -21,7 +21,7 @@ from services.reward.item import Item
 from services.reward.verifier import Verifier
 from services.rollout.worker.environments.geo3k_tools import Geo3kTools
 
-TABLE = Path(__file__).parents[2] / "data/environments/slime_geo3k.jsonl"
+TABLE = Path(__file__).parents[3] / "data/environments/slime_geo3k.jsonl"
 CASES = [json.loads(line) for line in TABLE.read_text().splitlines()]
 RAISES = {"kind": "raises", "done": True, "score": None}
 NO_CALL = {"kind": "no_call", "done": True, "score": None}

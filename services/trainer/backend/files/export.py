@@ -11,9 +11,9 @@ import xxhash
 
 from penstock.model.families.experts import has_experts, published_experts
 from penstock.weights.digest import XXH3, tensor_digests
-from services.trainer.backend.master_weights import MasterWeights
+from services.trainer.backend.files.tensor_files import writing_safetensors
+from services.trainer.backend.optimizer.master_weights import MasterWeights
 from services.trainer.backend.policy.model import PolicyModel
-from services.trainer.backend.tensor_files import writing_safetensors
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 

@@ -18,7 +18,7 @@ from models.pretrain import MAX_NEW_TOKENS, BatchBuilder, answer_logprobs, forma
 from models.tiny_qwen3_vl import MARKUP_TOKENS, SPECIAL_TOKENS, VOCAB_SIZE, build_processor, build_tokenizer
 from services.trainer.data.geometry import GeometryDataset, GeometryProblem, draw_problem
 
-CHECKPOINT = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3-vl"
+CHECKPOINT = Path(__file__).resolve().parents[3] / "models" / "tiny-qwen3-vl"
 TOKENIZER = build_tokenizer()
 PROMPT_START = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
 

@@ -23,7 +23,7 @@ from tests.support.worker.scripted_episodes import (
     shows,
 )
 
-TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
+TEMPLATES = Path(__file__).parents[3] / "data" / "chat_templates"
 OPENED = {"qwen3_vl_thinking": {}, "qwen3_5": {}, "qwen3_6": {}, "qwen3_8": {"preserve_thinking": False}}
 """Templates whose generation prompt opens `<think>`, and what makes them drop earlier thoughts."""
 THOUGHTFUL = "So 5?\n</think>\n\nIt is 5." + END

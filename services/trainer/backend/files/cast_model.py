@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from penstock.errors import ConfigError
 from penstock.runtime.disk_space import disk_full_told, flush
 from penstock.weights.manifest import dtype_of
-from services.trainer.backend.tensor_files import writing_safetensors
+from services.trainer.backend.files.tensor_files import writing_safetensors
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"

@@ -14,17 +14,17 @@ import torch
 from penstock.config.base import leaves
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
-from services.trainer.backend.export import save_model, weights_digest
-from services.trainer.backend.learning_rates import rates_of
-from services.trainer.backend.master_weights import HostMasterWeights, MasterWeights, ShardedMasterWeights
-from services.trainer.backend.optimizer import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
+from services.trainer.backend.files.export import save_model, weights_digest
+from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
+from services.trainer.backend.files.tensor_files import save_state
+from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
+from services.trainer.backend.optimizer.learning_rates import rates_of
+from services.trainer.backend.optimizer.master_weights import HostMasterWeights, MasterWeights, ShardedMasterWeights
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
-from services.trainer.backend.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, shard
-from services.trainer.backend.tensor_files import save_state
 from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()

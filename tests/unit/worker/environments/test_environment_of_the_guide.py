@@ -10,7 +10,7 @@ from penstock.model.chat_template import Renderer
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play
 from tests.support.worker.verifiers import Boxes
 
-PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[4] / "docs" / "environments.md"
 
 
 @pytest.fixture

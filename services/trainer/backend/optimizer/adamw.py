@@ -13,9 +13,9 @@ import torch
 
 from penstock.errors import SetupError, UserError
 from penstock.model.families.qwen_vl import part_of
-from services.trainer.backend.master_weights import MasterWeights
+from services.trainer.backend.optimizer.master_weights import MasterWeights
+from services.trainer.backend.optimizer.schedule import rate_factor
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.schedule import rate_factor
 from services.trainer.config import OptimizerConfig
 
 log = structlog.get_logger()

@@ -1,0 +1,1 @@
+"""Models and states in files: what checkpoints hold, and what others load."""
