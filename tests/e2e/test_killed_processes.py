@@ -14,7 +14,7 @@ from tests.support.waiting import HANG_S
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.leaves_behind("a process that is killed with -9 has no time to remove its temporary files"),
+    pytest.mark.leaves_behind("a process that is killed with -9 has no time to remove its temporary files", "file"),
 ]
 
 GROUPS_PER_STEP = 8

@@ -3,7 +3,7 @@
 What a test adds to this process, and does not give back within `_GRACE_S`, fails it. What a fixture of a wider scope
 adds while it is set up belongs to that fixture, and so do connections of its servers. What code adds inside
 `for_the_session` may stay to the end. A test with the marker `leaves_behind(reason, *kinds)` may leave those kinds:
-task, thread, process, descriptor, file; without any it is not checked.
+task, thread, process, descriptor, file.
 """
 
 import asyncio
@@ -46,9 +46,7 @@ _of_session: set[Hashable] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Have temporary files in a folder of this process's own, so that those of others are not taken for a test's."""
-    config.addinivalue_line(
-        "markers", "leaves_behind(reason, *kinds): what the test leaves of these kinds, or of all, is no fault"
-    )
+    config.addinivalue_line("markers", "leaves_behind(reason, *kinds): what the test leaves of these kinds is no fault")
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for tmp_path, which outlives this process
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="penstock-test-")
     # At exit, and after multiprocessing has removed its folder in there (which it does with priority -100).
@@ -91,8 +89,7 @@ async def nothing_left_behind(request: pytest.FixtureRequest, _session_loop: Non
     may_stay = set[str]()
     if (marker := request.node.get_closest_marker("leaves_behind")) is not None:
         _reason, *kinds = marker.args
-        if not kinds:
-            return
+        assert kinds, "leaves_behind(reason, *kinds) names no kind"
         may_stay.update(kinds)
     ends_at = time.monotonic() + _GRACE_S
     collect_at = ends_at - _GRACE_S / 2

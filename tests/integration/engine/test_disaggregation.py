@@ -41,7 +41,8 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.leaves_behind("a pair is started when a test needs it, and serves the later tests"),
+    pytest.mark.usefixtures("rendezvous"),
+    pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR", "file"),
 ]
 
 BACKEND_VARIABLE = "PENSTOCK_TEST_TRANSFER_BACKEND"

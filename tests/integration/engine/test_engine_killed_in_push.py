@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("rendezvous"),
-    pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR"),
+    pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR", "file"),
 ]
 
 RUN = "killed-in-push"

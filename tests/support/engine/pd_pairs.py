@@ -16,6 +16,7 @@ from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference
+from tests.support.leftovers import for_the_session
 
 Stream = AsyncIterator[generate_pb2.GenerateChunk]
 
@@ -105,7 +106,8 @@ class PairHost:
             for role in ("prefill", "decode")
             if role not in self._engines or self._engines[role].process.returncode is not None
         ]
-        started = await asyncio.gather(*(self._start(role) for role in missing), return_exceptions=True)
+        with for_the_session():
+            started = await asyncio.gather(*(self._start(role) for role in missing), return_exceptions=True)
         self._engines |= {
             role: engine for role, engine in zip(missing, started, strict=True) if isinstance(engine, EngineProcess)
         }
