@@ -45,7 +45,7 @@ async def router_process(nats_url: str, run: str, model_path: Path, *settings: s
                 record = json.loads(line) if line.startswith("{") else {}
                 if record.get("event") == "server.started":
                     addresses.append(record["address"])
-        reading = asyncio.create_task(_drain(process.stderr))
+        reading = asyncio.create_task(_pass_on(process.stderr))
         yield RouterProcess(address=addresses[0], url=addresses[1], process=process)
     finally:
         if process.returncode is None:
@@ -55,6 +55,7 @@ async def router_process(nats_url: str, run: str, model_path: Path, *settings: s
             await reading
 
 
-async def _drain(stream: asyncio.StreamReader) -> None:
-    while await stream.readline():
-        pass
+async def _pass_on(stream: asyncio.StreamReader) -> None:
+    """Write the router's log to this process's: a test that fails shows what was said while it ran."""
+    while line := await stream.readline():
+        sys.stderr.write(line.decode())
