@@ -5,6 +5,7 @@ killed vanishes by itself. What only one process may hold at a time is a lock (`
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -36,13 +37,18 @@ class Lease:
 
 @asynccontextmanager
 async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl_s: float) -> AsyncIterator[Lease]:
-    """Hold a lease during the context: it is renewed every third of `ttl_s`, and deleted at the end."""
+    """Hold a lease during the context: it is renewed every third of `ttl_s`, and deleted at the end.
+
+    A renewal that the server is slow to store takes from the pause that follows: otherwise two thirds of `ttl_s` would
+    be enough for the lease to lapse.
+    """
     lease = Lease(bucket, key, describe)
 
     async def keep() -> None:
         while True:
+            begun = time.monotonic()
             await lease.renew()
-            await asyncio.sleep(ttl_s / 3)
+            await asyncio.sleep(begun + ttl_s / 3 - time.monotonic())
 
     task = asyncio.create_task(keep())
     try:

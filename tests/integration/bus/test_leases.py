@@ -186,6 +186,23 @@ async def test_a_held_lease_outlives_its_ttl(bus: Bus) -> None:
         await until(watch, lambda values: int(values["r"]) >= 4)
 
 
+async def test_a_slow_server_does_not_make_renewals_rarer() -> None:
+    """Each begins a third of the ttl after the last one began, or when that has been stored."""
+    begun: list[float] = []
+
+    class SlowBucket:
+        async def put(self, key: str, value: bytes) -> None:
+            begun.append(time.monotonic())
+            await asyncio.sleep(0.25)
+
+        async def delete(self, key: str) -> None:
+            pass
+
+    async with held(SlowBucket(), "r", lambda: b"", ttl_s=0.9):  # type: ignore[arg-type]
+        await waiting.until(lambda: len(begun) >= 4)
+    assert min(later - earlier for earlier, later in itertools.pairwise(begun)) < 0.5
+
+
 async def test_a_lease_tells_a_change_at_once_and_ends_with_its_holder(bus: Bus) -> None:
     """Neither waits for a renewal or for the ttl, which come after minutes."""
     bucket, ttl_s, value = await bus.bucket("replicas", ttl_s=600.0), 600.0, b"1"
