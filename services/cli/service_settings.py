@@ -4,9 +4,13 @@ Only what a service uses is checked here, so that NATS, the reward service and t
 neither the model nor the data.
 """
 
+from pathlib import Path
+
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequestError
+from penstock.model.chat_template import Renderer
 from penstock.model.folder import require_model
+from penstock.model.template_variables import require_free
 from services.cli.extras import import_with_extra
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
@@ -116,7 +120,8 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """What `penstock serve trainer` receives.
 
     Raises:
-        ConfigError: there is no model or no data, the sampling cannot be trained on, or a tracker is not installed.
+        ConfigError: there is no model or no data, the sampling cannot be trained on, the chat template does not read
+            a variable, or a tracker is not installed.
     """
     _require_data(recipe, with_sets=recipe.evaluation.is_in_training)
     require_packages(recipe.trackers)
@@ -141,7 +146,8 @@ def for_sft(recipe: Recipe) -> SftSettings:
     """What `penstock sft` receives.
 
     Raises:
-        ConfigError: there is no model or no data, a setting does not apply, or a tracker is not installed.
+        ConfigError: there is no model or no data, a setting does not apply, the chat template does not read a
+            variable, or a tracker is not installed.
     """
     _require_data(recipe, with_sets=recipe.sft.validate_every > 0)
     require_packages(recipe.trackers)
@@ -162,7 +168,7 @@ def require_inputs(recipe: Recipe) -> None:
     """Check what a whole run needs before it starts.
 
     Raises:
-        ConfigError: there is no model or no data, or the sampling cannot be trained on.
+        ConfigError: there is no model or no data, or a setting does not fit them; see `for_trainer`.
     """
     for_engine(recipe)
     for_trainer(recipe)
@@ -196,11 +202,41 @@ def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
         evaluation.open_sets(recipe.evaluation, recipe.data, reads_rows=False)
 
 
+def require_template_variables(recipe: Recipe, model: Path | None, *, with_sets: bool) -> None:
+    """Check that a model's chat template reads what the data sets in it, and `with_sets` the evaluation sets.
+
+    Args:
+        recipe: Whose `chat_template_kwargs` are checked.
+        model: Folder of the model; None: its template is not known, and only reserved names are refused.
+        with_sets: Whether evaluation sets are played.
+
+    Raises:
+        ConfigError: it does not read one, or the name is reserved.
+        SetupError: transformers is not installed.
+    """
+    sets = recipe.evaluation.sets if with_sets else {}
+    given = {  # what [data] sets comes first, since the others inherit it
+        "data": recipe.data.chat_template_kwargs,
+        **{f"data.sources.{name}": source.chat_template_kwargs for name, source in recipe.data.sources.items()},
+        **{f"evaluation.sets.{name}": each.chat_template_kwargs for name, each in sets.items()},
+    }
+    if not any(given.values()):
+        return
+    import_with_extra("transformers", "data.chat_template_kwargs", extra="trainer")
+    require = require_free if model is None else Renderer.load(model).require_variables
+    for section, names in given.items():
+        try:
+            require(names)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{section}.{error}") from None
+
+
 def _require_data(recipe: Recipe, *, with_sets: bool) -> None:
     for source in recipe.data.by_name.values():
         require_files(source)
     if with_sets:
         require_sets(recipe.evaluation)
+    require_template_variables(recipe, _model(recipe).path, with_sets=with_sets)
 
 
 def _model(recipe: Recipe) -> ModelConfig:

@@ -373,15 +373,9 @@ def _publisher(
         replicas=replicas,
         security=security,
         backend="nccl" if has_gpu else "gloo",
-        files=WeightFileStore(_weight_files_dir(config, folder)),
+        files=WeightFileStore.of_run(config, folder),
         keeps_on_host=keeps_on_host,
     )
-
-
-def _weight_files_dir(config: WeightSyncConfig, folder: Path) -> Path | None:
-    if config.files_dir is not None:
-        return config.files_dir.absolute()
-    return folder.absolute() / "weights" if config.transport == "disk" else None
 
 
 async def _open_groups(bus: Bus, stack: AsyncExitStack, *, fresh_run: bool) -> Consumer:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.errors import DataError, SetupError
 from penstock.model.folder import require_model
+from services.cli import service_settings
 from services.recipe import Recipe
 from services.trainer.data.contact_sheet import Entry, render_sheet
 from services.trainer.data.dataset import open_lengths
@@ -37,6 +38,8 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     """
     for config in recipe.data.by_name.values():
         require_files(config)
+    model = None if recipe.model is None else recipe.model.path
+    service_settings.require_template_variables(recipe, model, with_sets=False)
     limit = _limit(recipe, is_sft=is_sft)
     sources = open_sources(recipe.data, form=DEMONSTRATIONS if is_sft else PROMPTS)
     lengths = open_lengths(sources, cache_folder(recipe.data), limit)

@@ -62,8 +62,9 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         begun = read_begun(folder.path)
         require_same(begun, folder.path, before=configuration.load(Recipe, [folder.config_file]), now=recipe)
         url, url_model = begun.url, begun.url_model
+    model = None if url else service_settings.for_engine(recipe).model.path
+    service_settings.require_template_variables(recipe, model, with_sets=True)
     if not url:
-        service_settings.for_engine(recipe)
         plan = plan_serving(recipe)
     name = recipe.run.name if begun else f"{recipe.run.name}-eval"
     recipe = recipe.model_copy(

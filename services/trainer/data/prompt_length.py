@@ -106,7 +106,6 @@ class PromptLimit:
 
     def _num_rendered(self, renderer: Renderer, example: Example) -> int:
         """Tokens with one placeholder for each image."""
-        renderer.require_variables(example.chat_template_kwargs)
         ids = renderer.render_prompt(
             example.messages,
             num_images=len(example.images),
@@ -151,7 +150,6 @@ class ConversationLimit(PromptLimit):
         return len(ids)
 
     def _render(self, renderer: Renderer, example: Example) -> tuple[list[int], list[bool]]:
-        renderer.require_variables(example.chat_template_kwargs)
         return renderer.render_conversation(
             example.messages,
             num_images=len(example.images),

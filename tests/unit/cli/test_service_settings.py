@@ -1,6 +1,7 @@
 """Each service receives its part of the recipe, and only what it uses must be there."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,35 @@ def test_only_the_trainer_needs_the_data(model: ModelConfig) -> None:
         service_settings.for_trainer(recipe)
     with pytest.raises(ConfigError, match="no such file"):
         service_settings.require_inputs(recipe)
+
+
+OWN = {"kinds": ("x",), "chat_template_kwargs": {"add_vision_id": True}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "section"),
+    [
+        ({"data": {"chat_template_kwargs": {"add_vision_ids": True}, "sources": {"a": {}, "b": OWN}}}, "data"),
+        ({"data": {"sources": {"a": OWN, "b": {"chat_template_kwargs": {"add_vision_ids": 1}}}}}, "data.sources.b"),
+        (
+            {"evaluation": {"every": 5, "sets": {"t": {"chat_template_kwargs": {"add_vision_ids": 1}}}}},
+            "evaluation.sets.t",
+        ),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_refused_before_anything_starts(
+    tiny_model_path: Path, changed: dict[str, Any], section: str
+) -> None:
+    """Whatever becomes of wrong rows, and whether prompts are measured or not; the setting is named."""
+    settings = {"model": {"path": tiny_model_path}, "filters": {"overlong_prompts": "keep"}, **changed}
+    refusal = (
+        rf"{section}\.chat_template_kwargs sets \['add_vision_ids'\], which .* does not read; it reads add_vision_id$"
+    )
+    for wrong_rows in ("refuse", "drop"):
+        settings["data"] = {**settings.get("data", {}), "wrong_rows": wrong_rows}
+        with pytest.raises(ConfigError, match=f"^{refusal}"):
+            service_settings.require_inputs(Recipe.model_validate(settings))
+    service_settings.require_inputs(Recipe.model_validate({**settings, "data": OWN, "evaluation": {}}))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])

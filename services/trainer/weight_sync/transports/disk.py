@@ -13,6 +13,7 @@ import structlog
 
 from penstock.v1 import rollout_pb2
 from penstock.weights.weight_files import write_weight_files
+from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.push_calls import Member
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.base import PullTransport
@@ -40,6 +41,13 @@ class WeightFileStore:
     _newest: tuple[int, Path] | None = None
     _writing: asyncio.Task[None] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of_run(cls, config: WeightSyncConfig, run_folder: Path) -> Self:
+        """Return the store of a run: in the configured folder, else in the run's own if engines read files at all."""
+        if config.files_dir is not None:
+            return cls(config.files_dir.absolute())
+        return cls(run_folder.absolute() / "weights" if config.transport == "disk" else None)
 
     @classmethod
     def of(cls, version: int, folder: Path) -> Self:

@@ -85,10 +85,10 @@ def _describe(failure: BaseException) -> str:
     """The traceback, from the code's own first line on."""
     if isinstance(failure, MemoryError):
         return "MemoryError: the code needs more memory than it may have"
-    frame: TracebackType | None = failure.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename != _FILE:
-        frame = frame.tb_next
-    described = traceback.TracebackException(type(failure), failure, frame, limit=-_MAX_FRAMES)
+    entry: TracebackType | None = failure.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename != _FILE:
+        entry = entry.tb_next
+    described = traceback.TracebackException(type(failure), failure, entry, limit=-_MAX_FRAMES)
     described.stack[:] = [frame for frame in described.stack if frame.filename != __file__]
     text = "".join(described.format()).strip()
     is_refused = isinstance(failure, PermissionError) and failure.errno == errno.EPERM
