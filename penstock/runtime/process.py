@@ -83,9 +83,12 @@ async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Ev
 async def end_task(task: asyncio.Future[Any]) -> None:
     """Cancel until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that
     comes at the moment of the answer."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=0.5)
+    try:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=0.5)
+    finally:
+        task.cancel()  # whoever ends this task is in a hurry, too
 
 
 def _raise_file_limit() -> None:

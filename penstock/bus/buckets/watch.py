@@ -8,10 +8,9 @@ import copy
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
-import nats.errors
 import structlog
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
@@ -46,6 +45,7 @@ class Watch:
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._heard_at = -math.inf
 
     @property
     def values(self) -> dict[str, bytes]:
@@ -70,24 +70,40 @@ class Watch:
 
     async def _follow(self, ready: asyncio.Event) -> None:
         # A silent watch is opened again, since it may have died with the server. Well within the time to live:
-        # otherwise a restart of the server would make all leases look expired.
+        # otherwise a restart of the server would make all leases look expired. It may also live and have nothing to
+        # tell yet, so it is read until the next one is open, for which a slow server may take long.
         silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
-        while True:
-            try:
-                async with _opened(self._bucket, self._keys) as watcher:
-                    await self._read(watcher, ready, silence_s)
-            except BUS_ERRORS as error:
-                log.debug("watch.reopened", error=describe(error))
-                await asyncio.sleep(0.2)
+        last = AsyncExitStack()
+        try:
+            while True:
+                try:
+                    opened = AsyncExitStack()
+                    watcher = await opened.enter_async_context(_opened(self._bucket, self._keys))
+                    reading = asyncio.create_task(self._read(watcher, ready))
+                    opened.push_async_callback(end_task, reading)
+                    before, last = last, opened
+                    await before.aclose()
+                    await self._until_silent(reading, silence_s)
+                except BUS_ERRORS as error:
+                    log.debug("watch.reopened", error=describe(error))
+                    await asyncio.sleep(0.2)
+        finally:
+            await last.aclose()
 
-    async def _read(self, watcher: KeyValue.KeyWatcher, ready: asyncio.Event, silence_s: float) -> None:
+    async def _until_silent(self, reading: asyncio.Task[None], silence_s: float) -> None:
+        """Return when nothing has been heard for `silence_s`; raise what ended the reading."""
+        self._heard_at = time.monotonic()
+        while (rest_s := self._heard_at + silence_s - time.monotonic()) > 0:
+            await asyncio.wait({reading}, timeout=rest_s)
+            if reading.done():
+                return await reading
+
+    async def _read(self, watcher: KeyValue.KeyWatcher, ready: asyncio.Event) -> None:
+        """Take what the watch tells, until it fails."""
         seen: set[str] = set()
         caught_up = False
-        while True:
-            try:
-                entry = await watcher.updates(timeout=silence_s)  # type: ignore[no-untyped-call]
-            except (nats.errors.TimeoutError, TimeoutError):
-                return
+        async for entry in watcher:  # its updates(timeout) may swallow a cancellation
+            self._heard_at = time.monotonic()
             if entry is None:
                 if not caught_up:
                     for gone in set(self._values) - seen:

@@ -271,3 +271,24 @@ async def test_a_change_in_the_moment_of_the_timeout_is_told(bus: Bus) -> None:
     loop.call_later(0.06, watch._announce)
     time.sleep(0.1)  # noqa: ASYNC251 - both come due in one step of the loop
     assert await waiting
+
+
+async def test_a_watch_is_read_until_the_next_is_open(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewals come later than it waits for them, and the server takes for ever to open another watch."""
+    bucket = await bus.bucket("replicas", ttl_s=9.0)
+    num_opened, open_watch = 0, KeyValue.watch
+
+    async def hang(*args: object, **options: object) -> KeyValue.KeyWatcher:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened > 1:
+            await asyncio.Event().wait()
+        return await open_watch(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KeyValue, "watch", hang)
+    async with held(bucket, "r", lambda: b"x", ttl_s=4.5), watched(bucket, ttl_s=2.5) as watch:
+        await waiting.until(lambda: num_opened == 2)
+        ends_at = time.monotonic() + 4.0
+        while time.monotonic() < ends_at:
+            assert watch.values == {"r": b"x"}
+            await watch.changed(0.1)

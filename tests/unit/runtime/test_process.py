@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
-from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, run, unless_stopped
+from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, end_task, run, unless_stopped
 from tests.support.waiting import HANG_S
 
 
@@ -117,3 +117,28 @@ async def test_stop_ends_what_waits() -> None:
     stop = asyncio.Event()
     stop.set()
     assert await unless_stopped(asyncio.Event().wait(), stop) is None
+
+
+async def test_a_task_that_swallowed_a_cancellation_ends_though_its_ending_is_interrupted() -> None:
+    """Whoever ends the task that ends it cancels at the same intervals."""
+    num_cancelled = 0
+
+    async def swallow_one() -> None:
+        nonlocal num_cancelled
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                num_cancelled += 1
+                if num_cancelled > 1:
+                    raise
+
+    inner = asyncio.create_task(swallow_one())
+    await asyncio.sleep(0)
+    ending_inner = asyncio.create_task(end_task(inner))
+    while num_cancelled == 0:
+        await asyncio.sleep(0)
+    ending_inner.cancel()
+    await asyncio.wait({ending_inner, inner}, timeout=HANG_S)
+    assert ending_inner.cancelled()
+    assert inner.cancelled()
