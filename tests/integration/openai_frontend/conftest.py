@@ -25,17 +25,17 @@ def renderer() -> Renderer:
 
 @pytest.fixture(scope="session")
 async def whole_harness(nats_url: str, renderer: Renderer) -> AsyncIterator[Harness]:
-    """Everything, once for all tests."""
+    """Everything, once for all tests. The leases outlast whatever keeps this process busy, which renews them."""
     run = f"test-{uuid.uuid4().hex[:12]}"
     async with contextlib.AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(connect(BusConfig(url=nats_url, lease_ttl_s=5.0), run=run))
+        bus = await stack.enter_async_context(connect(BusConfig(url=nats_url, lease_ttl_s=60.0), run=run))
         engines = [
             await stack.enter_async_context(
                 SimulatedEngine(bus, replica_id=f"r{index}", policy_version=3 + index).running()
             )
             for index in range(2)
         ]
-        settings = ("--bus.lease_ttl_s=5", "--router.wait_for_replica_s=1", "--run.grace_s=0",
+        settings = ("--bus.lease_ttl_s=60", "--router.wait_for_replica_s=1", "--run.grace_s=0",
                     "--sampling.temperature=0.5", "--sampling.max_new_tokens=77")  # fmt: skip
         starting = [stack.enter_async_context(router_process(nats_url, run, MODEL_PATH, *settings)) for _ in range(2)]
         routers = await asyncio.gather(*starting)

@@ -68,7 +68,7 @@ async def test_two_routers_in_turn_continue_a_session_id_for_id(harness: Harness
 
 async def test_a_router_that_is_killed_between_calls_is_missed_by_nobody(harness: Harness, nats_url: str) -> None:
     """Another one goes on from the bus, also with what it never saw."""
-    async with router_process(nats_url, harness.run, MODEL_PATH, "--bus.lease_ttl_s=5") as dying:
+    async with router_process(nats_url, harness.run, MODEL_PATH, "--bus.lease_ttl_s=60") as dying:
         routers = [dataclasses.replace(harness, routers=[dying]), harness]
         async with agent_session(routers[0]) as agent, agent.at(harness) as elsewhere:
             ids = says_oddly(harness, "before")
